@@ -1,0 +1,18 @@
+"""The errors a user of subtensors can meet."""
+
+from __future__ import annotations
+
+
+class RuleError(NotImplementedError):
+    """An op that a type has no rule for, or maths that cannot be lowered.
+
+    The message names the op, its class, the type, and what to do instead.
+    """
+
+
+class SizeError(ValueError):
+    """A size outside what a `Dim` allows."""
+
+
+class AddressError(RuntimeError):
+    """Memory that moved, or was used, when it must not."""

@@ -1,0 +1,1 @@
+"""Triton kernels and, beside each, its readable torch reference."""
