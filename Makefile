@@ -1,0 +1,40 @@
+# Every target makes its own environment once, in .venv. To use one that you already have, name its Python:
+#   make test PYTHON=/path/to/python
+ifeq ($(origin PYTHON),undefined)
+PYTHON := .venv/bin/python
+READY := .venv/.ready
+endif
+
+.PHONY: help demo test lint bench docs
+
+help:
+	@echo "make demo    train a small GPT with plain PyTorch and with subtensors, side by side"
+	@echo "make test    the whole suite, examples of docstrings and pages included"
+	@echo "make lint    ruff check, ruff format --check, mypy --strict"
+	@echo "make bench   the optimizers beside their peers (needs a CUDA device)"
+	@echo "make docs    docs/ as HTML, in out/docs"
+
+# torch goes in first and pinned; the package then builds with torch's own setuptools, so a later run needs no network.
+.venv/.ready: pyproject.toml constraints.txt
+	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python3 is %s, and 3.11 is needed" % sys.version)'
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,docs]'
+	@touch $@
+
+demo: $(READY)
+	$(PYTHON) -m subtensors demo
+
+test: $(READY)
+	$(PYTHON) -m pytest -q -n 2
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(READY)
+	$(PYTHON) -m subtensors.bench optim --out docs/benchmarks
+
+docs: $(READY)
+	$(PYTHON) docs/build.py out/docs

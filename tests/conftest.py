@@ -1,0 +1,50 @@
+"""What every test shares: the devices, the Triton interpreter where there is no GPU, and the hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import settings
+
+CUDA = torch.cuda.is_available()
+
+# Triton reads this where a kernel is decorated, so it is set before anything that a test imports.
+if not CUDA:
+    if "triton" in sys.modules:
+        raise RuntimeError("triton was imported before tests/conftest.py could choose its interpreter")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# One thread a worker: the suite runs two workers on two cores.
+torch.set_num_threads(1)
+
+settings.register_profile("dev", deadline=None, max_examples=25)
+settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+# Session scope: hypothesis refuses function-scoped fixtures, and a test may take `device` beside its `@given` values.
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that values may live on; "cuda" is skipped where there is none."""
+    name: str = request.param
+    return name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def pytest_runtest_teardown() -> None:
+    """Forget compiled code after each test, so that no test counts another's recompilations."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
