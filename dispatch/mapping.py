@@ -1,0 +1,80 @@
+"""Map semantics: a call over lists is the same call over each element, and its results are lists again.
+
+For lists x, y of n tensors and anything else c, `f(x, y, c)` is `[f(x[0], y[0], c), ..., f(x[n-1], y[n-1], c)]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+
+@dataclass(frozen=True)
+class ListCall:
+    """One call with the lists among its arguments taken out.
+
+    `leaves` are all arguments in order, `positions` say which of them are lists, and `lists` are those.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+    positions: tuple[int, ...]
+
+    @property
+    def lists(self) -> list[Any]:
+        """The list arguments, first to last."""
+        return [self.leaves[i] for i in self.positions]
+
+    def with_lists(self, values: Iterable[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with each list replaced by the value that stands in its place."""
+        leaves = list(self.leaves)
+        for position, value in zip(self.positions, values, strict=True):
+            leaves[position] = value
+        args, kwargs = self.spec.unflatten(leaves)  # type: ignore[misc]
+        return args, kwargs  # type: ignore[return-value]
+
+    def run(self, values: Iterable[object]) -> Any:
+        """The call with each list replaced."""
+        args, kwargs = self.with_lists(values)
+        return self.func(*args, **kwargs)
+
+
+def list_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], list_type: type) -> ListCall:
+    """The call taken apart: lists are found at any depth of lists, tuples and dicts."""
+    leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, list_type))
+    return ListCall(func, args, kwargs, leaves, spec, positions)
+
+
+def gather(results: Sequence[Any], wrap: Callable[[list[torch.Tensor]], Any]) -> Any:
+    """Results of each element as one value.
+
+    Tensors become `wrap(tensors)`; tuples, lists and dicts of one shape become that container of gathered parts
+    (`torch.return_types.max` stays one); anything else is the plain list of results.
+    """
+    first = results[0]
+    if all(isinstance(r, torch.Tensor) for r in results):
+        return wrap(list(results))
+    if not _holds_tensor(first) or any(type(r) is not type(first) or len(r) != len(first) for r in results):
+        return list(results)
+    if isinstance(first, dict):
+        return {key: gather([r[key] for r in results], wrap) for key in first}
+    parts = [gather(part, wrap) for part in zip(*results, strict=True)]
+    if hasattr(first, "_make"):
+        return type(first)(*parts)
+    return type(first)(parts)
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(isinstance(v, torch.Tensor) or _holds_tensor(v) for v in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(isinstance(v, torch.Tensor) or _holds_tensor(v) for v in value)
+    return False

@@ -1,0 +1,82 @@
+"""Questions about pytree structures: the name of a path, the first difference, the subtree under a path."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import optree
+import torch
+
+Path = tuple[Hashable, ...]
+
+
+def path_name(path: Path) -> str:
+    """The path as it would be written after the name of a list, `["layers", 0]`; the root is `(root)`."""
+    return f"[{', '.join(map(repr, path))}]" if path else "(root)"
+
+
+def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) -> str | None:
+    """Where two structures part, as `path: what a has, what b has`; None when they are the same."""
+    if a == b:
+        return None
+    if a.is_leaf() or b.is_leaf() or a.type is not b.type:
+        return f"{path_name(at)}: {_kind(a)} against {_kind(b)}"
+    keys_a, keys_b = a.entries(), b.entries()
+    for key in keys_a:
+        if key not in keys_b:
+            return f"{path_name((*at, key))}: missing on the right"
+    for key in keys_b:
+        if key not in keys_a:
+            return f"{path_name((*at, key))}: missing on the left"
+    children_b = dict(zip(keys_b, b.children(), strict=True))
+    for key, child in zip(keys_a, a.children(), strict=True):
+        if found := first_difference(child, children_b[key], (*at, key)):
+            return found
+    return f"{path_name(at)}: {a} against {b}"
+
+
+def subtree(spec: optree.PyTreeSpec, path: Path) -> tuple[optree.PyTreeSpec, int]:
+    """The structure under `path` and the index of its first leaf; KeyError names the part that is missing."""
+    start = 0
+    for depth, key in enumerate(path):
+        entries: list[Any] = spec.entries()
+        fields = getattr(spec.type, "_fields", ())
+        position = fields.index(key) if key in fields else key
+        if isinstance(position, int) and spec.type is not None and issubclass(spec.type, (list, tuple)):
+            position = position + len(entries) if position < 0 else position
+        if position not in entries:
+            raise KeyError(f"no {path_name(path[: depth + 1])} in this TensorList; there: {entries}")
+        index = entries.index(position)
+        children = spec.children()
+        start += sum(child.num_leaves for child in children[:index])
+        spec = children[index]
+    return spec, start
+
+
+def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
+    """The name of the path to leaf `index`."""
+    return path_name(tuple(spec.paths()[index]))
+
+
+def list_structure(length: int) -> optree.PyTreeSpec:
+    """The structure of a flat list of `length` leaves."""
+    return optree.tree_structure([0] * length)
+
+
+def flatten_tensors(tree: object) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
+    """The tensors of a pytree in order, and its structure; TypeError names the first leaf that is no tensor."""
+    leaves, spec = optree.tree_flatten(tree)  # type: ignore[arg-type]
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            hint = "; give model.parameters()" if isinstance(leaf, torch.nn.Module) else ""
+            raise TypeError(
+                f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is a {type(leaf).__name__}{hint}"
+            )
+    return leaves, spec  # type: ignore[return-value]
+
+
+def _kind(spec: optree.PyTreeSpec) -> str:
+    if spec.type is None:
+        return "a tensor" if spec.is_leaf() else "None"
+    return f"{spec.type.__name__} of {spec.num_children}"
