@@ -37,8 +37,9 @@ class ListCall:
         leaves = list(self.leaves)
         for position, value in zip(self.positions, values, strict=True):
             leaves[position] = value
-        args, kwargs = self.spec.unflatten(leaves)  # type: ignore[misc]
-        return args, kwargs  # type: ignore[return-value]
+        rebuilt: Any = self.spec.unflatten(leaves)
+        args, kwargs = rebuilt
+        return args, kwargs
 
     def run(self, values: Iterable[object]) -> Any:
         """The call with each list replaced."""
@@ -48,7 +49,9 @@ class ListCall:
 
 def list_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], list_type: type) -> ListCall:
     """The call taken apart: lists are found at any depth of lists, tuples and dicts."""
-    leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    everything: Any = (args, kwargs)
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(everything, none_is_leaf=True)
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, list_type))
     return ListCall(func, args, kwargs, leaves, spec, positions)
 

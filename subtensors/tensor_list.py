@@ -2,41 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
-from typing import Any, cast
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence, ValuesView
+from typing import Any, NoReturn, cast
 
 import optree
 import torch
 
-from subtensors.dispatch.mapping import ListCall, gather, list_call
-from subtensors.tree_structure import first_difference, flatten_tensors, leaf_name, list_structure, subtree
+from subtensors import list_calls
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.mapping import list_call
+from subtensors.packing import Layout, pack
+from subtensors.tree_structure import flatten_tensors, list_structure, subtree
+
+_log = logging.getLogger(__name__)
 
 
 class TensorList(torch.Tensor):
-    """Many tensors as one value: `torch.f(tl, ...)` is `[torch.f(t, ...) for t in tl]`."""
+    """Many tensors as one value: `torch.f(tl, ...)` is `[torch.f(t, ...) for t in tl]`, for every torch function.
 
-    tensors: list[torch.Tensor]
+    Other TensorLists among the arguments are matched element by element; plain tensors and numbers go to each. Several
+    outputs give several TensorLists, results that are no tensors (shapes, numbers) a plain list. Autograd flows through
+    the elements.
+
+    Args:
+        x: a list, tuple, iterator or any pytree of tensors of any shapes, dtypes and devices; or a TensorList, for
+            another one of the same elements.
+
+    Raises:
+        TypeError: a leaf is not a plain tensor; the message names its path.
+
+    Example:
+        >>> tl = TensorList({"w": torch.ones(2, 3), "b": torch.zeros(3)})
+        >>> tl
+        TensorList(2 tensors, 9 values: 1 x float32[3] cpu, 1 x float32[2, 3] cpu)
+        >>> (tl + 1).tree()["b"]
+        tensor([1., 1., 1.])
+        >>> tl.shape
+        [torch.Size([3]), torch.Size([2, 3])]
+    """
+
     treespec: optree.PyTreeSpec
+    _elements: list[torch.Tensor] | None
+    _flats: list[torch.Tensor] | None
+    _arena: Layout | None
+    _places: list[int] | None
 
     @staticmethod
     def __new__(cls, x: object) -> TensorList:
+        """The list of a pytree's tensors."""
         if isinstance(x, TensorList):
-            return x.like(x.tensors)
+            return copy.copy(x)
         tensors, treespec = flatten_tensors(list(x) if isinstance(x, (Iterator, KeysView, ValuesView)) else x)
-        return _wrap(tensors, treespec)
+        for path, t in zip(treespec.paths(), tensors, strict=True):
+            if isinstance(t, TensorList):
+                raise TypeError(
+                    f"an element of a TensorList is one tensor; {list(path)} is a TensorList: give its .tree()"
+                )
+        return _of_elements(tensors, treespec)
 
     def __init__(self, x: object) -> None:
         pass
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The elements, in the order of the pytree's leaves."""
+        if self._elements is None:
+            assert self._arena is not None
+            assert self._flats is not None
+            self._elements = self._arena.view(self._flats)
+        return self._elements
+
     def like(self, tensors: Sequence[torch.Tensor]) -> TensorList:
-        """A list of the same structure with other elements."""
-        if len(tensors) != self.treespec.num_leaves:
-            raise ValueError(f"{self.treespec.num_leaves} tensors expected, one a leaf; got {len(tensors)}")
-        return _wrap(list(tensors), self.treespec)
+        """A list of the same structure with other elements.
+
+        Args:
+            tensors: one tensor an element, of any shape and dtype.
+
+        Raises:
+            ValueError: the number of tensors is not `len(self)`.
+
+        Example:
+            >>> TensorList([torch.ones(2)]).like([torch.zeros(3)]).shape
+            [torch.Size([3])]
+        """
+        if len(tensors) != len(self):
+            raise ValueError(f"{len(self)} tensors expected, one an element; got {len(tensors)}")
+        return _of_elements(list(tensors), self.treespec)
 
     def tree(self) -> Any:
-        """The elements in the pytree they came in."""
+        """The elements in the pytree they came in.
+
+        Example:
+            >>> TensorList({"step": torch.tensor(3)}).tree()
+            {'step': tensor(3)}
+        """
         return self.treespec.unflatten(self.tensors)
+
+    def same_structure(self, other: TensorList) -> bool:
+        """Whether both lists came from pytrees of one structure, so that they can meet in a call.
+
+        Example:
+            >>> a = TensorList([torch.ones(2)])
+            >>> a.same_structure(TensorList([torch.ones(5)])), a.same_structure(TensorList((torch.ones(2),)))
+            (True, False)
+        """
+        return self.treespec == other.treespec
+
+    def pack(self) -> TensorList:
+        """Move the elements into one flat arena a device and dtype, each becoming a view of its place there.
+
+        The tensors keep their identity, values, `requires_grad`, `.grad` and, where dense, their strides; only their
+        memory is another. An element that was a view of some other tensor stops being one. Pointwise and in-place ops
+        between lists packed alike then run once a group, and `torch.compile` sees one tensor a group. An element whose
+        `.data` is later set elsewhere is noticed; the list is then treated as unpacked.
+
+        Returns:
+            This list.
+
+        Raises:
+            ValueError: two elements share part of their memory, or one is not a strided torch tensor.
+
+        Example:
+            >>> w, b = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.zeros(3))
+            >>> TensorList([w, b]).pack()
+            TensorList(2 tensors, 9 values: 1 x float32[2, 3] cpu, 1 x float32[3] cpu; packed in 1 flat)
+            >>> w.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+            True
+        """
+        if self.arena is None and len(self):
+            self._flats, self._arena = pack(self.tensors, self.treespec)
+            self._places = self._arena.addresses(self._flats)
+        return self
+
+    @property
+    def arena(self) -> Layout | None:
+        """The layout of a packed list; None for an unpacked one, or once an element was moved away."""
+        if self._arena is not None and self._elements is not None and not self._in_place(self._arena):
+            _log.warning("an element of a packed TensorList was moved; the list is treated as unpacked")
+            self._flats = self._arena = self._places = None
+        return self._arena
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The arenas of a packed list, one 1-d tensor a device and dtype; gaps between elements hold no meaning."""
+        if self.arena is None or self._flats is None:
+            raise ValueError("this TensorList is not packed; call .pack()")
+        return self._flats
+
+    def _in_place(self, arena: Layout) -> bool:
+        elements = self._elements
+        assert elements is not None
+        if self._places is None:
+            assert self._flats is not None
+            self._places = arena.addresses(self._flats)
+        return (
+            list(map(torch.Tensor.data_ptr, elements)) == self._places
+            and tuple(map(torch.Tensor.stride, elements)) == arena.strides
+            and tuple([t.shape for t in elements]) == arena.shapes
+        )
 
     def __len__(self) -> int:
         return self.treespec.num_leaves
@@ -44,84 +170,180 @@ class TensorList(torch.Tensor):
     def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
         return iter(list(self.tensors))
 
+    def __reversed__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        return reversed(list(self.tensors))
+
+    def __contains__(self, item: object) -> bool:
+        return any(t is item for t in self.tensors)
+
     def __getitem__(self, key: Any) -> Any:
+        """The element at a position or path, the part of the list under a slice or inner path, or each element indexed.
+
+        A position is an int, a slice gives a flat list, a path is a key or a tuple of keys. A key that holds an
+        Ellipsis or a tensor indexes every element: `tl[..., 0]` is `[t[..., 0] for t in tl]`.
+        """
+        if _indexes_each(key):
+            return list_calls.run(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
         if isinstance(key, int):
             return self.tensors[key]
         if isinstance(key, slice):
             part = self.tensors[key]
-            return _wrap(part, list_structure(len(part)))
+            return _of_elements(part, list_structure(len(part)))
         spec, start = subtree(self.treespec, key if isinstance(key, tuple) else (key,))
         if spec.is_leaf():
             return self.tensors[start]
-        return _wrap(self.tensors[start : start + spec.num_leaves], spec)
+        return _of_elements(self.tensors[start : start + spec.num_leaves], spec)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"TensorList of {len(self)}"
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Write into the memory of what `self[key]` names."""
+        if _indexes_each(key):
+            list_calls.run(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
+            return
+        part = self[key]
+        part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shapes = self._arena.shapes if self._arena and self._elements is None else [t.shape for t in self.tensors]
+        if self._arena and self._elements is None and self._flats:
+            kinds = [(self._flats[g].dtype, self._flats[g].device) for g in self._arena.groups]
+        else:
+            kinds = [(t.dtype, t.device) for t in self.tensors]
+        counts = Counter(zip(kinds, shapes, strict=True))
+        groups = [
+            f"{count} x {str(dtype).removeprefix('torch.')}{list(shape)} {device}"
+            for ((dtype, device), shape), count in counts.most_common(4)
+        ]
+        groups += [f"{len(counts) - 4} more kinds"] if len(counts) > 4 else []
+        packed = ""
+        if self._flats is not None:
+            packed = f"; packed in {len(self._flats)} flat{'s' if len(self._flats) > 1 else ''}"
+        size = f"{len(self)} tensor{'' if len(self) == 1 else 's'}, {sum([s.numel() for s in shapes])} values"
+        return f"TensorList({size}{': ' if groups else ''}{', '.join(groups)}{packed})"
+
+    __str__ = __repr__
     __hash__ = object.__hash__
+    __format__ = object.__format__
+    __dir__ = object.__dir__  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        self._refuse_one_value("truth value")
+
+    def __int__(self) -> int:
+        self._refuse_one_value("int")
+
+    def __float__(self) -> float:
+        self._refuse_one_value("float")
+
+    def __complex__(self) -> complex:
+        self._refuse_one_value("complex")
+
+    def __index__(self) -> int:
+        self._refuse_one_value("index")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_one_value("numpy array")
+
+    def _refuse_one_value(self, what: str) -> NoReturn:
+        raise TypeError(f"a TensorList of {len(self)} tensors has no single {what}; ask its elements one by one")
+
+    def __copy__(self) -> TensorList:
+        if self._elements is None and self._arena is not None and self._flats is not None:
+            return _of_flats(list(self._flats), self._arena)
+        out = _of_elements(list(self.tensors), self.treespec)
+        if self.arena is not None:
+            out._flats, out._arena, out._places = self._flats, self._arena, self._places
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorList:
+        if id(self) in memo:
+            return cast(TensorList, memo[id(self)])
+        out = _of_elements([copy.deepcopy(t, memo) for t in self.tensors], self.treespec)
+        memo[id(self)] = out
+        return out if self.arena is None else out.pack()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.treespec.unflatten(range(len(self))), list(self.tensors))
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        call = list_call(func, args, kwargs or {}, TensorList)
-        check_same_structure(call)
-        return map_elements(call)
+        if torch.compiler.is_compiling():
+            # The compiler's own tracing reaches __torch_dispatch__, where a packed list is its flats.
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        call = list_call(func, args, kwargs or {}, TensorList)
-        return map_elements(call)
+        return list_calls.run_overload(list_call(func, args, kwargs or {}, TensorList))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
+        arena = self.arena
+        elements = self._elements or ()
+        if torch.is_grad_enabled() and any(t.requires_grad for t in elements):
+            raise RuleError(
+                "torch.compile can't differentiate through a TensorList yet: call the compiled function under "
+                "torch.no_grad(), or hand it the elements, tl.tree()"
+            )
+        if arena is not None and self._flats is not None:
+            return [f"flat_{i}" for i in range(len(self._flats))], arena
+        return [f"element_{i}" for i in range(len(self))], self.treespec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> TensorList:
+        inner = list(inner_tensors.values())
+        if isinstance(context, Layout):
+            return _of_flats(inner, context, outer_size)
+        return _of_elements(inner, context, outer_size)
+
+    def __getattr__(self, name: str) -> Any:
+        kind, _, index = name.partition("_")
+        if index.isdigit() and kind == "flat" and self._flats is not None:
+            return self._flats[int(index)]
+        if index.isdigit() and kind == "element":
+            # The compiler refuses inner tensors that are part of a graph of their own.
+            return self.tensors[int(index)].detach()
+        raise AttributeError(f"'TensorList' object has no attribute {name!r}")
+
+    def _stable_hash_for_caching(self) -> str:
+        return self._arena.stable_hash() if self._arena is not None else str(self.treespec)
 
 
-def _wrap(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec) -> TensorList:
-    first = tensors[0] if tensors else torch.empty(0)
+def _shell(
+    treespec: optree.PyTreeSpec, size: Any, first: torch.Tensor | None, elements: list[torch.Tensor] | None
+) -> TensorList:
+    dtype, device = (torch.get_default_dtype(), torch.device("cpu")) if first is None else (first.dtype, first.device)
     with torch._C.DisableTorchFunctionSubclass():
-        out = cast(
-            TensorList,
-            torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                TensorList, (sum([t.numel() for t in tensors]),), dtype=first.dtype, device=first.device
-            ),
-        )
-    out.tensors = tensors
+        out = torch.Tensor._make_wrapper_subclass(TensorList, size, dtype=dtype, device=device)
     out.treespec = treespec
+    out._elements = elements
+    out._flats = out._arena = out._places = None
     return out
 
 
-def check_same_structure(call: ListCall) -> None:
-    """Refuse a call whose lists do not match, naming the first path that differs."""
-    first, *others = call.lists
-    for other in others:
-        if difference := first_difference(first.treespec, other.treespec):
-            raise ValueError(f"TensorLists of different structure, at {difference}")
+def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size: Any = None) -> TensorList:
+    size = (sum([t.numel() for t in tensors]),) if size is None else size
+    return _shell(treespec, size, tensors[0] if tensors else None, tensors)
 
 
-def map_elements(call: ListCall) -> Any:
-    """The call on every element in turn."""
-    lists = call.lists
-    results = []
-    for index, elements in enumerate(zip(*[x.tensors for x in lists], strict=True)):
-        try:
-            results.append(call.run(elements))
-        except Exception as error:
-            error.add_note(f"in element {leaf_name(lists[0].treespec, index)} of a TensorList")
-            raise
-    return as_lists(results, lists)
+def _of_flats(flats: list[torch.Tensor], arena: Layout, size: Any = None) -> TensorList:
+    out = _shell(arena.treespec, (arena.numel,) if size is None else size, flats[arena.groups[0]], None)
+    out._flats, out._arena = flats, arena
+    return out
 
 
-def as_lists(results: list[Any], lists: list[TensorList]) -> Any:
-    """Results of each element as lists; a result that is an argument's own elements is that argument."""
+def _rebuild(tree: Any, tensors: list[torch.Tensor]) -> TensorList:
+    """A TensorList from its structure, written as plain containers of positions, and its elements."""
+    return _of_elements(list(tensors), optree.tree_structure(tree))
 
-    def wrap(tensors: list[torch.Tensor]) -> TensorList:
-        for x in lists:
-            if all([a is b for a, b in zip(tensors, x.tensors, strict=True)]):
-                return x
-        return lists[0].like(tensors)
 
-    if not results:
-        return lists[0].like([])
-    if all([r is None for r in results]):
-        return None
-    return gather(results, wrap)
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _indexes_each(key: object) -> bool:
+    parts = key if isinstance(key, tuple) else (key,)
+    return any(part is Ellipsis or isinstance(part, torch.Tensor) for part in parts)

@@ -61,19 +61,21 @@ def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
 
 def list_structure(length: int) -> optree.PyTreeSpec:
     """The structure of a flat list of `length` leaves."""
-    return optree.tree_structure([0] * length)
+    leaves: Any = [0] * length
+    return optree.tree_structure(leaves)
 
 
-def flatten_tensors(tree: object) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
+def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
     """The tensors of a pytree in order, and its structure; TypeError names the first leaf that is no tensor."""
-    leaves, spec = optree.tree_flatten(tree)  # type: ignore[arg-type]
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             hint = "; give model.parameters()" if isinstance(leaf, torch.nn.Module) else ""
             raise TypeError(
                 f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is a {type(leaf).__name__}{hint}"
             )
-    return leaves, spec  # type: ignore[return-value]
+    return leaves, spec
 
 
 def _kind(spec: optree.PyTreeSpec) -> str:

@@ -1,0 +1,81 @@
+"""Which functions act on each stored value alone, so that they may run on one flat arena of many tensors.
+
+Between the tensors of an arena lie gaps of a few unused values. A function belongs here when whatever stands in a gap
+can change neither a result nor whether an error is raised. Most are found by torch's own `pointwise` tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+# Tagged pointwise by torch, and yet unfit for an arena.
+_UNFIT = {
+    "equal": "reduces to one bool",
+    "rrelu": "random: the numbers drawn would differ from those drawn tensor by tensor",
+    "mvlgamma": "checks the range of its values",
+    "max": "a reduction unless it has two operands; maximum is the pointwise one",
+    "min": "a reduction unless it has two operands; minimum is the pointwise one",
+    "floor_divide": "an integer division by the zero of a gap raises",
+    "fmod": "an integer division by the zero of a gap raises",
+    "remainder": "an integer division by the zero of a gap raises",
+}
+
+# Each value alone, though torch does not tag them.
+_UNTAGGED = frozenset(
+    """
+    copy_ fill fill_ zero_ to _to_copy float double half bfloat16 int long bool short cpu cuda type_as
+    zeros_like ones_like full_like empty_like detach alias lift_fresh absolute subtract multiply negative
+    square arccos arcsin arctan arctanh arcsinh arccosh fix hardswish masked_fill abs_ eq_ ne_ lt_ le_ gt_ ge_
+    greater greater_equal less less_equal not_equal copysign_ gcd_ lcm_ heaviside_ threshold_ tanh_ tan_ expit
+    """.split()
+)
+
+_OPERATORS = {
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__invert__": "bitwise_not",
+    "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge",
+    "__rsub__": "rsub", "__rdiv__": "reciprocal", "__rpow__": "pow",
+    "__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor",
+}  # fmt: skip
+
+# Options that make a function look at strides, draw numbers, divide whole numbers or start a graph.
+FOREIGN_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin_memory", "requires_grad"}
+
+
+@cache
+def acts_on_values(func: Callable[..., Any]) -> bool:
+    """Whether a torch function or method acts on each value alone, as `torch.add` does."""
+    name = getattr(func, "__name__", "")
+    if any(getattr(owner, name, None) is func for owner in (torch.Tensor, torch, torch.nn.functional)):
+        return _named(_OPERATORS.get(name, name))
+    if name.startswith("special_") and getattr(torch.special, name[8:], None) is func:
+        return _named(name) or _named(name[8:])
+    return False
+
+
+@cache
+def overload_acts_on_values(overload: OpOverload) -> bool:
+    """Whether an aten overload acts on each value alone."""
+    name = overload._schema.name.split("::")[-1]
+    bare = name.rstrip("_") or name
+    if bare in _UNFIT:
+        return False
+    return torch.Tag.pointwise in overload.tags or name in _UNTAGGED or bare in _UNTAGGED
+
+
+@cache
+def _named(name: str) -> bool:
+    bare = name.rstrip("_")
+    if bare in _UNFIT:
+        return False
+    if name in _UNTAGGED or bare in _UNTAGGED:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, o) for o in packet.overloads()]
+    return any(isinstance(o, OpOverload) and torch.Tag.pointwise in o.tags for o in overloads)

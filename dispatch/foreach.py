@@ -1,0 +1,201 @@
+"""Which torch calls over lists are one `torch._foreach_*` call, as a table, and the grouping that runs them.
+
+A row names the parameters of a torch function and, for each combination of what stands in them, the foreach overload
+that computes the same: "L" a list, "S" a Python number, "0" a 0-d tensor. Overloads are resolved once, here: resolving
+a packet at every call costs more than the kernels it launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from subtensors.dispatch.mapping import ListCall
+
+_UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
+    "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+).split()
+
+_ALIASES = {
+    "abs": ["absolute"],
+    "acos": ["arccos"],
+    "asin": ["arcsin"],
+    "atan": ["arctan"],
+    "neg": ["negative"],
+    "trunc": ["fix"],
+    "add": [],
+    "sub": ["subtract"],
+    "mul": ["multiply"],
+    "div": ["divide", "true_divide"],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One foreach op: its operands in order, options passed by keyword, and its overloads by kinds of operand."""
+
+    base: str
+    operands: tuple[str, ...]
+    overloads: dict[str, str]
+    options: tuple[str, ...] = ()
+    in_place: bool = True
+    functional: bool = True
+
+
+_ROWS = [
+    *(Row(name, ("input",), {"L": "default"}) for name in _UNARY),
+    Row("add", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}, ("alpha",)),
+    Row("sub", ("input", "other"), {"LL": "List", "LS": "Scalar"}, ("alpha",)),
+    Row("mul", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
+    Row("div", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
+    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False),
+    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False),
+    Row("clamp_min", ("input", "min"), {"LL": "List", "LS": "Scalar"}),
+    Row("clamp_max", ("input", "max"), {"LL": "List", "LS": "Scalar"}),
+    Row("pow", ("input", "exponent"), {"LL": "List", "LS": "Scalar", "SL": "ScalarAndTensor"}),
+    Row("lerp", ("input", "end", "weight"), {"LLL": "List", "LLS": "Scalar"}),
+    Row("addcmul", ("input", "tensor1", "tensor2"), {"LLL": "Scalar"}, ("value",)),
+    Row("addcdiv", ("input", "tensor1", "tensor2"), {"LLL": "Scalar"}, ("value",)),
+    Row("copy", ("input", "src"), {"LL": "default"}, ("non_blocking",), functional=False),
+    Row("zero", ("input",), {"L": "default"}, functional=False),
+    Row("clone", ("input",), {"L": "default"}, ("memory_format",), in_place=False),
+]
+
+# The number overloads of these take no alpha.
+_ALPHA_NEEDS_TENSOR = ("add", "sub")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a torch function becomes: a row, and the overloads of its functional or its in-place form."""
+
+    row: Row
+    overloads: dict[str, OpOverload]
+    in_place: bool
+
+
+def _targets() -> dict[Callable[..., Any], Target]:
+    found: dict[Callable[..., Any], Target] = {}
+    for row in _ROWS:
+        for in_place in (False, True):
+            if not (row.in_place if in_place else row.functional):
+                continue
+            suffix = "_" if in_place else ""
+            packet = getattr(torch.ops.aten, f"_foreach_{row.base}{suffix}", None)
+            if packet is None:
+                continue
+            overloads = {k: getattr(packet, o) for k, o in row.overloads.items() if o in packet.overloads()}
+            target = Target(row, overloads, in_place)
+            for name in [row.base, *_ALIASES.get(row.base, [])]:
+                for owner, spelled in (
+                    (torch.Tensor, name + suffix),
+                    (torch, name + suffix),
+                    (torch.special, name),
+                    (torch.special, {"sigmoid": "expit"}.get(name, name)),
+                ):
+                    if in_place and owner is torch.special:
+                        continue
+                    func = getattr(owner, spelled, None)
+                    if func is not None:
+                        found[func] = target
+    return found
+
+
+TARGETS = _targets()
+
+
+@dataclass(frozen=True)
+class ForeachCall:
+    """A call over lists that is one foreach call a group; `groups` hold the indices of elements that run together."""
+
+    target: Target
+    overload: OpOverload
+    operands: tuple[Any, ...]
+    options: dict[str, Any]
+    groups: list[list[int]] | None
+
+    def run(self) -> list[torch.Tensor] | None:
+        """The results in order, or None for an in-place call."""
+        if self.groups is None:
+            result: list[torch.Tensor] | None = self.overload(*self.operands, **self.options)
+            return result
+        out: list[Any] = [None] * sum(map(len, self.groups))
+        for group in self.groups:
+            part = [[x[i] for i in group] if isinstance(x, list) else x for x in self.operands]
+            for i, result in zip(group, self.overload(*part, **self.options) or (), strict=False):
+                out[i] = result
+        return None if self.target.in_place else out
+
+    def describe(self) -> str:
+        """The overload and how many groups it runs on."""
+        count = 1 if self.groups is None else len(self.groups)
+        return f"foreach {self.overload} ({count} group{'s' if count > 1 else ''})"
+
+
+def foreach_call(call: ListCall) -> ForeachCall | None:
+    """The foreach form of a call, or None where torch has none that computes the same."""
+    target = TARGETS.get(call.func)
+    if target is None:
+        return None
+    bound = _bind(target.row, call)
+    if bound is None:
+        return None
+    values, options = bound
+    kinds = "".join(map(_kind, values))
+    overload = target.overloads.get(kinds)
+    if overload is None:
+        return None
+    if kinds == "LS" and options and target.row.base in _ALPHA_NEEDS_TENSOR:
+        return None
+    operands = tuple(x.tensors if hasattr(x, "tensors") else x for x in values)
+    lists = [x for x in operands if isinstance(x, list)]
+    signatures = list(zip(*[[(t.dtype, t.device, t.layout, type(t)) for t in x] for x in lists], strict=True))
+    distinct = set(signatures)
+    for signature in distinct:
+        for _, device, layout, kind in signature:
+            if layout is not torch.strided or kind not in (torch.Tensor, torch.nn.Parameter):
+                return None
+            if "0" in kinds and (values[-1].device != device or values[-1].dtype != signature[0][0]):
+                return None
+    if target.in_place and any(s[0][1].type != "cpu" for s in distinct) and _repeats_memory(lists[0]):
+        return None
+    groups = None
+    if len(distinct) > 1:
+        by_signature: dict[Any, list[int]] = {}
+        for i, signature in enumerate(signatures):
+            by_signature.setdefault(signature, []).append(i)
+        groups = list(by_signature.values())
+    return ForeachCall(target, overload, operands, options, groups)
+
+
+def _bind(row: Row, call: ListCall) -> tuple[list[Any], dict[str, Any]] | None:
+    if len(call.args) > len(row.operands):
+        return None
+    values = list(call.args)
+    rest = dict(call.kwargs)
+    for name in row.operands[len(values) :]:
+        if name not in rest:
+            return None
+        values.append(rest.pop(name))
+    if any(name not in row.options for name in rest):
+        return None
+    return values, rest
+
+
+def _kind(value: object) -> str:
+    if hasattr(value, "treespec"):
+        return "L"
+    if isinstance(value, (bool, int, float, complex)):
+        return "S"
+    return "0" if isinstance(value, torch.Tensor) and value.dim() == 0 else "?"
+
+
+def _repeats_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one address stands twice in the list: a foreach kernel would race where a map takes turns."""
+    addresses = [p for p in map(torch.Tensor.data_ptr, tensors) if p]
+    return len(set(addresses)) < len(addresses)

@@ -1,0 +1,178 @@
+"""Arenas: where the elements of a packed list lie in one flat tensor a device and dtype.
+
+Element i of group k is `flats[k].as_strided(shapes[i], strides[i], offsets[i])`. Offsets are multiples of 64 values, so
+that lists of one structure and different dtypes have one layout, and every element starts on at least 64 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import optree
+import torch
+
+from subtensors.tree_structure import leaf_name
+
+_ALIGNMENT = 64
+
+_Key = tuple[Any, ...]
+
+
+class Layout:
+    """Where each element lies; one object for all lists laid out alike, so that comparing two is one `is`.
+
+    Args:
+        treespec: the structure of the list.
+        shapes: the shape of each element.
+        strides: the strides of each element, in values.
+        groups: which flat each element lies in.
+        offsets: where in its flat each element starts, in values.
+        sizes: the number of values of each flat.
+    """
+
+    _known: ClassVar[WeakValueDictionary[_Key, Layout]] = WeakValueDictionary()
+
+    treespec: optree.PyTreeSpec
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    groups: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __new__(
+        cls,
+        treespec: optree.PyTreeSpec,
+        shapes: tuple[torch.Size, ...],
+        strides: tuple[tuple[int, ...], ...],
+        groups: tuple[int, ...],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+    ) -> Layout:
+        """The one layout of these parts."""
+        key = (treespec, shapes, strides, groups, offsets, sizes)
+        known = cls._known.get(key)
+        if known is None:
+            known = super().__new__(cls)
+            known.treespec, known.shapes, known.strides, known.groups, known.offsets, known.sizes = key
+            known.numel = sum(shape.numel() for shape in shapes)
+            known.has_scalars = any(not shape for shape in shapes)
+            starts = [(g, o) for g, o, s in zip(groups, offsets, shapes, strict=True) if s.numel()]
+            known.has_ties = len(set(starts)) < len(starts)
+            cls._known[key] = known
+        return known
+
+    numel: int
+    has_scalars: bool
+    has_ties: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes)
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.shapes)} elements in {len(self.sizes)} flats)"
+
+    def stable_hash(self) -> str:
+        """The same text for the same layout in every process."""
+        parts = (str(self.treespec), self.shapes, self.strides, self.groups, self.offsets, self.sizes)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def view(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The elements as views of the flats."""
+        geometry = zip(self.groups, self.shapes, self.strides, self.offsets, strict=True)
+        return [flats[g].as_strided(shape, stride, offset) for g, shape, stride, offset in geometry]
+
+    def addresses(self, flats: Sequence[torch.Tensor]) -> list[int]:
+        """The address of each element; 0 for an empty one."""
+        bases = [(f.data_ptr(), f.element_size()) for f in flats]
+        return [
+            bases[g][0] + o * bases[g][1] if s.numel() else 0
+            for g, o, s in zip(self.groups, self.offsets, self.shapes, strict=True)
+        ]
+
+
+def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], Layout]:
+    """Move the tensors into one new flat a device and dtype, each becoming a view of its place there.
+
+    Args:
+        tensors: strided tensors; the same tensor may stand several times.
+        treespec: their structure.
+
+    Returns:
+        The flats and the layout.
+
+    Raises:
+        ValueError: two elements overlap in memory without being the same, or one is not a strided torch tensor.
+    """
+    ties = _ties(tensors, treespec)
+    keys: dict[tuple[torch.device, torch.dtype], int] = {}
+    sizes: list[int] = []
+    groups: list[int] = []
+    offsets: list[int] = []
+    for i, t in enumerate(tensors):
+        group = keys.setdefault((t.device, t.dtype), len(keys))
+        if group == len(sizes):
+            sizes.append(0)
+        groups.append(group)
+        if i in ties:
+            offsets.append(offsets[ties[i]])
+            continue
+        offsets.append(sizes[group])
+        sizes[group] += -(-t.numel() // _ALIGNMENT) * _ALIGNMENT
+    with torch.no_grad():
+        flats = [torch.zeros(n, dtype=d, device=v) for n, (v, d) in zip(sizes, keys, strict=True)]
+        # empty_like keeps dense strides and makes others dense in the same order, as a pointwise result would be.
+        strides = tuple(torch.empty_like(t, device="meta").stride() for t in tensors)
+        shapes = tuple(t.shape for t in tensors)
+        layout = Layout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes))
+        places = layout.view(flats)
+        for place, t in zip(places, tensors, strict=True):
+            place.copy_(t)
+        for place, t in zip(places, tensors, strict=True):
+            t.data = place
+    return flats, layout
+
+
+def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[int, int]:
+    """For each element that is another over again, the index of the first; ValueError for a partial overlap."""
+    ties: dict[int, int] = {}
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
+    for i, t in enumerate(tensors):
+        if t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter):
+            raise ValueError(
+                f"pack() takes strided torch tensors; {leaf_name(treespec, i)} is a {t.layout} {type(t).__name__}"
+            )
+        if t.numel():
+            start = t.data_ptr()
+            reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+            spans.setdefault((t.device, t.untyped_storage().data_ptr()), []).append(
+                (start, start + reach * t.element_size(), i)
+            )
+    for in_storage in spans.values():
+        in_storage.sort()
+        end, last = -1, -1
+        for start, stop, i in in_storage:
+            if start < end:
+                if not _same_place(tensors[i], tensors[last]):
+                    raise ValueError(
+                        f"pack() can't move {leaf_name(treespec, last)} and {leaf_name(treespec, i)}: they share part "
+                        f"of their memory; clone one of them"
+                    )
+                ties[i] = ties.get(last, last)
+            elif stop > end:
+                end, last = stop, i
+    return ties
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype) and (
+        a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    )
