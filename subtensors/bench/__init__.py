@@ -1,0 +1,1 @@
+"""Benchmarks beside the peers: `python -m subtensors.bench`."""

@@ -1,0 +1,34 @@
+"""The benchmarks' command line: `python -m subtensors.bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from subtensors.bench import optim
+
+# Each benchmark declares its options, and with them the function that runs it.
+BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "optim": ("one Adam step: torch's foreach, fused and compiled beside subtensors", optim.add_arguments),
+}
+
+
+def add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one command a benchmark."""
+    commands = parser.add_subparsers(required=True, metavar="benchmark")
+    for name, (summary, add_arguments) in BENCHMARKS.items():
+        add_arguments(commands.add_parser(name, help=summary, description=summary))
+
+
+def main() -> int:
+    """Run the benchmark that the command line names; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="subtensors.bench", description="Measure beside the peers.")
+    add_benchmarks(parser)
+    options = parser.parse_args()
+    status: int = options.run(options)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Rows of a benchmark: each says what was measured, on what, with which versions, and when."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or None where it is not installed.
+
+    >>> installed("no-such-package")
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a row was measured.
+
+    Args:
+        device: its name.
+        torch: version.
+        triton: version, None where it is not installed.
+        date: UTC, to the minute.
+        tiny: the sizes were cut down and the figures mean nothing.
+    """
+
+    device: str
+    torch: str
+    triton: str | None
+    date: str
+    tiny: bool
+
+    @staticmethod
+    def now(device: str, tiny: bool) -> Setting:
+        """The setting of this process."""
+        name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+        return Setting(name, torch.__version__, installed("triton"), date, tiny)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer step over one set of parameters, in a process of its own with cold caches.
+
+    Args:
+        set: of parameters; "copy" for the device-to-device copy that the others are held against.
+        variant: which optimizer.
+        tensors: in the set.
+        numel: elements in the set.
+        first_s: the first step, with everything it imports, makes and compiles.
+        second_s: the second step.
+        step_ms: device time between the step's first and last kernel, gaps included; median.
+        wall_ms: host time of one step up to a synchronized device; median.
+        cpu_ms: host time until the step returned; median.
+        gbps: the least bytes the step must move, over `step_ms`.
+        extra_peak_mb: memory a step takes above what is allocated between steps, MiB; None on a CPU.
+        kernels_per_step: None on a CPU.
+        setting: where it was measured.
+        copy_percent: `gbps` over that of the copy measured in the same run.
+    """
+
+    set: str
+    variant: str
+    tensors: int
+    numel: int
+    first_s: float
+    second_s: float
+    step_ms: float
+    wall_ms: float
+    cpu_ms: float
+    gbps: float
+    extra_peak_mb: float | None
+    kernels_per_step: int | None
+    setting: Setting = field(repr=False)
+    copy_percent: float | None = None
+
+
+def to_json(row: Row) -> str:
+    """A row as one line of JSON."""
+    return json.dumps(asdict(row))
+
+
+def from_json(line: str) -> Row:
+    """The row that `to_json` wrote.
+
+    >>> row = Row("s", "v", 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, Setting("d", "2", None, "today", True))
+    >>> from_json(to_json(row)) == row
+    True
+    """
+    values = json.loads(line)
+    return Row(**{**values, "setting": Setting(**values["setting"])})
+
+
+def save(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as a JSON list, one row a line."""
+    path.write_text("[\n" + ",\n".join(to_json(row) for row in rows) + "\n]\n")
+
+
+def load(path: Path) -> list[Row]:
+    """The rows that `save` wrote."""
+    return [from_json(json.dumps(values)) for values in json.loads(path.read_text())]

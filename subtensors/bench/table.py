@@ -1,0 +1,66 @@
+"""Benchmark rows as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from subtensors.bench.rows import Row
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """Where and when rows were measured, one line a device and set of versions.
+
+    >>> from subtensors.bench.rows import Setting
+    >>> setting = Setting("CPU", "2.13.0", None, "2026-01-01 00:00", tiny=True)
+    >>> print(describe([Row("s", "v", 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, setting)]))
+    CPU, torch 2.13.0, no triton, 2026-01-01 00:00 UTC
+    Tiny sizes: the figures mean nothing.
+    """
+    latest: dict[str, str] = {}
+    for setting in (row.setting for row in rows):
+        triton = f"triton {setting.triton}" if setting.triton else "no triton"
+        place = f"{setting.device}, torch {setting.torch}, {triton}"
+        latest[place] = max(setting.date, latest.get(place, ""))
+    lines = [f"{place}, {date} UTC" for place, date in latest.items()]
+    if any(row.setting.tiny for row in rows):
+        lines.append("Tiny sizes: the figures mean nothing.")
+    return "\n".join(lines)
+
+
+def figure(value: float | None, digits: int = 4) -> str:
+    """A number with so many significant digits and never an exponent; a dash for none.
+
+    >>> figure(0.0123456), figure(12345.6), figure(None)
+    ('0.01235', '12346', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "set": lambda row: row.set,
+    "variant": lambda row: row.variant,
+    "tensors": lambda row: str(row.tensors),
+    "first s": lambda row: figure(row.first_s, 3),
+    "second s": lambda row: figure(row.second_s, 3),
+    "step ms": lambda row: figure(row.step_ms),
+    "wall ms": lambda row: figure(row.wall_ms),
+    "cpu ms": lambda row: figure(row.cpu_ms),
+    "GB/s": lambda row: figure(row.gbps),
+    "% of copy": lambda row: figure(row.copy_percent, 3),
+    "extra MiB": lambda row: figure(row.extra_peak_mb),
+    "kernels": lambda row: figure(row.kernels_per_step),
+}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line a row, sets apart from each other."""
+    result = Table(title=describe(rows))
+    for name in COLUMNS:
+        result.add_column(name, justify="left" if name in ("set", "variant") else "right")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        result.add_row(*(cell(row) for cell in COLUMNS.values()), end_section=not following or following.set != row.set)
+    return result

@@ -1,0 +1,138 @@
+"""Clocks and counters for one call: device time, host time, kernels, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given; a CPU always has."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Span:
+    """The time between two points of the device's stream; of the host's clock, where the device is the CPU.
+
+    >>> with Span("cpu") as span:
+    ...     total = sum(range(1000))
+    >>> span.ms() > 0
+    True
+    """
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+
+    def __enter__(self) -> Span:
+        if self.on_gpu:
+            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.begin.record()
+        self.started = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.host_ms = (time.perf_counter() - self.started) * 1e3
+        if self.on_gpu:
+            self.end.record()
+
+    def ms(self) -> float:
+        """Milliseconds; on a GPU the device must be synchronized first."""
+        return float(self.begin.elapsed_time(self.end)) if self.on_gpu else self.host_ms
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median milliseconds of one call.
+
+    Args:
+        device_ms: between the call's first and last work on the device, gaps included.
+        wall_ms: the host's, from the call to a synchronized device.
+        enqueue_ms: the host's, until the call returned.
+    """
+
+    device_ms: float
+    wall_ms: float
+    enqueue_ms: float
+
+
+def time_call(call: Callable[[], object], device: str, repeats: int = 30, warm_up: int = 5) -> Times:
+    """Time a call that leaves its work on the device's stream.
+
+    The wall time is taken in a loop of its own, so that it holds no recording of events.
+
+    Args:
+        call: what to time.
+        device: "cpu" or "cuda".
+        repeats: calls in each of the two loops; the medians are returned.
+        warm_up: calls before them.
+
+    >>> time_call(lambda: sum(range(100)), "cpu", repeats=3).wall_ms > 0
+    True
+    """
+    for _ in range(warm_up):
+        call()
+    spans = []
+    for _ in range(repeats):
+        synchronize(device)
+        with Span(device) as span:
+            call()
+        spans.append(span)
+    synchronize(device)
+    walls = []
+    for _ in range(repeats):
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        walls.append((time.perf_counter() - started) * 1e3)
+    return Times(median(span.ms() for span in spans), median(walls), median(span.host_ms for span in spans))
+
+
+class _AtenCalls(TorchDispatchMode):
+    """Counts the aten calls under it."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_kernels(call: Callable[[], object]) -> int:
+    """How many kernels one call runs on the GPU, a replayed graph's included; copies and fills by DMA are not."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(
+        event.device_type.name == "CUDA"
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+        for event in profiler.events()
+    )
+
+
+def count_aten_calls(call: Callable[[], object]) -> int:
+    """How many aten calls one call makes below autograd; a foreach call is one, however long its list.
+
+    >>> a = torch.ones(3)
+    >>> count_aten_calls(lambda: a.add(1).mul(2))
+    2
+    """
+    calls = _AtenCalls()  # type: ignore[no-untyped-call]  # torch leaves the mode's constructor without annotations
+    with calls:
+        call()
+    return calls.count

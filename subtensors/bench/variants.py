@@ -1,0 +1,104 @@
+"""The optimizers that are measured, each called the way its documentation says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], object]
+
+
+def _foreach(parameters: list[Tensor]) -> Step:
+    return torch.optim.Adam(parameters, lr=1e-3, foreach=True).step
+
+
+def _fused(parameters: list[Tensor]) -> Step:
+    return torch.optim.Adam(parameters, lr=1e-3, fused=True).step
+
+
+def _compiled(parameters: list[Tensor]) -> Step:
+    """The tutorial's way: the learning rate a device tensor, the step count on the device."""
+    device = parameters[0].device
+    lr = torch.tensor(1e-3, device=device)
+    optimizer = torch.optim.Adam(parameters, lr=lr, foreach=True, capturable=device.type == "cuda")
+    step: Step = torch.compile(optimizer.step, fullgraph=False)
+    return step
+
+
+def _subtensors(parameters: list[Tensor]) -> Step:
+    from subtensors.optim import Adam  # here, so that a peer's process does not hold it
+
+    return Adam(parameters, lr=1e-3).step
+
+
+def _subtensors_master(parameters: list[Tensor]) -> Step:
+    from subtensors.optim import Adam
+
+    return Adam(parameters, lr=1e-3, master_weights=True).step
+
+
+def _as_it_is(step: Step) -> Step:
+    return step
+
+
+def _graph(step: Step) -> Step:
+    """The replay of the step, captured by hand after a warm-up on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Step = graph.replay
+    return replay
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to take an Adam step.
+
+    Args:
+        what: it is, for the table.
+        low_precision: what it keeps for a bfloat16 parameter.
+        make: gives the step over parameters that have gradients.
+        settle: what becomes of the step once its first two calls were timed.
+        compiles_per_tensor: its first step takes minutes over a thousand tensors.
+        needs_gpu: it exists only there.
+        master_weights: it keeps float32 copies of low-precision parameters; measured only on sets that have some.
+    """
+
+    what: str
+    low_precision: str
+    make: Callable[[list[Tensor]], Step]
+    settle: Callable[[Step], Step] = _as_it_is
+    compiles_per_tensor: bool = False
+    needs_gpu: bool = False
+    master_weights: bool = False
+
+
+VARIANTS: dict[str, Variant] = {
+    "foreach": Variant("torch.optim.Adam(foreach=True)", "bfloat16 moments, no master", _foreach),
+    "fused": Variant("torch.optim.Adam(fused=True)", "bfloat16 moments, no master", _fused),
+    "compile": Variant(
+        "torch.compile(torch.optim.Adam(...).step)",
+        "bfloat16 moments, no master",
+        _compiled,
+        compiles_per_tensor=True,
+    ),
+    "subtensors": Variant("st.optim.Adam", "bfloat16 moments, no master", _subtensors),
+    "subtensors-graph": Variant(
+        "st.optim.Adam, the step in a CUDA graph", "bfloat16 moments, no master", _subtensors, _graph, needs_gpu=True
+    ),
+    "subtensors-master": Variant(
+        "st.optim.Adam(master_weights=True)",
+        "float32 moments and master",
+        _subtensors_master,
+        master_weights=True,
+    ),
+}
