@@ -1,0 +1,65 @@
+"""The demo command: the same training twice, plain and with subtensors, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from subtensors.demo.model import Size
+from subtensors.demo.report import plot, table
+from subtensors.demo.text import corpus
+from subtensors.demo.train import OptimizerFactory, Plan, Run, train
+from subtensors.optim import AdamW
+
+CORPUS_BYTES = 2 << 20
+PLANS = {
+    "cpu": Plan(Size(layers=4, width=128, heads=4, context=128), batch=16, steps=120, device="cpu", learning_rate=1e-3),
+    "cuda": Plan(
+        Size(layers=12, width=768, heads=12, context=512), batch=32, steps=300, device="cuda", learning_rate=3e-4
+    ),
+}
+
+
+def optimizers(learning_rate: float) -> dict[str, OptimizerFactory]:
+    """The two optimizers that are compared, by the name they have in the report."""
+    return {
+        "plain PyTorch": lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate),
+        "subtensors": lambda parameters: AdamW(parameters, lr=learning_rate),
+    }
+
+
+def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
+    """Train with each optimizer from the same seed on the same data, print a table and write a plot.
+
+    Args:
+        plan: the model, the data and the steps; `PLANS` has one a device.
+        figure: where the plot goes, a PNG.
+        console: where the progress bar and the table go.
+
+    Returns:
+        one run an optimizer.
+    """
+    text = corpus(CORPUS_BYTES)
+    columns = [
+        TextColumn("{task.description:14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    ]
+    runs = []
+    with Progress(*columns, console=console) as progress:
+        for name, make_optimizer in optimizers(plan.learning_rate).items():
+            task = progress.add_task(name, total=plan.steps, loss=float("nan"))
+
+            def show(loss: float, task: TaskID = task) -> None:
+                progress.update(task, advance=1, loss=loss)
+
+            runs.append(train(name, make_optimizer, plan, text, show))
+    console.print(table(runs, plan))
+    plot(runs, plan, figure)
+    console.print(f"plot: {figure}")
+    return runs

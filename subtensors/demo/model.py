@@ -1,0 +1,80 @@
+"""A small byte-level GPT, written for plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model is.
+
+    Args:
+        layers: transformer blocks.
+        width: of the residual stream.
+        heads: attention heads a block; they divide the width.
+        context: the longest sequence, in bytes.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a four times wider MLP."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.width)
+        self.query_key_value = nn.Linear(size.width, 3 * size.width)
+        self.attention_out = nn.Linear(size.width, size.width)
+        self.mlp_norm = nn.LayerNorm(size.width)
+        self.mlp_in = nn.Linear(size.width, 4 * size.width)
+        self.mlp_out = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, length, width)
+        """The next residual stream, `(batch, length, width)`."""
+        batch, length, width = x.shape
+        heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width / heads)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        result: Tensor = x + self.mlp_out(hidden)
+        return result
+
+
+class GPT(nn.Module):
+    """Next-byte logits from a sequence of bytes.
+
+    >>> import torch
+    >>> GPT(Size(layers=1, width=8, heads=2, context=16))(torch.zeros(3, 5, dtype=torch.long)).shape
+    torch.Size([3, 5, 256])
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(VOCABULARY, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # (batch, length), int64
+        """Logits, `(batch, length, 256)`."""
+        x = self.byte(inputs) + self.position.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
