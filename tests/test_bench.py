@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from subtensors.__main__ import main
-from subtensors.bench.optim import FIRST_STEP_SETS, MAIN_SETS, is_measured, measure
+from subtensors.bench.optim import is_measured, measure
 from subtensors.bench.processes import CACHES, MeasurementFailed, run_cold
 from subtensors.bench.rows import Row, Setting, load, save
-from subtensors.bench.sets import SETS, least_traffic, parameters
+from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters
 from subtensors.bench.timing import Span, count_aten_calls, count_kernels, time_call
 from subtensors.bench.variants import VARIANTS
 

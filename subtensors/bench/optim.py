@@ -13,14 +13,12 @@ from rich.console import Console
 from subtensors.bench.plot import plot
 from subtensors.bench.processes import MeasurementFailed, run_cold
 from subtensors.bench.rows import Row, Setting, from_json, load, save, to_json
-from subtensors.bench.sets import FIRST_STEP_COUNTS, SETS, least_traffic, parameters, specs
+from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters, specs
 from subtensors.bench.table import table
 from subtensors.bench.timing import count_kernels, synchronize, time_call
 from subtensors.bench.variants import VARIANTS, Step
 
 COPY = "copy"
-MAIN_SETS = ["tiny1000", "mid1000", "llama1b", "mixed"]
-FIRST_STEP_SETS = [f"first{count}" for count in FIRST_STEP_COUNTS]
 
 
 def _seconds(step: Step, device: str) -> float:

@@ -9,14 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from subtensors.bench.rows import Row
+from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS
 from subtensors.bench.table import describe, figure
+from subtensors.bench.variants import VARIANTS
 
 
 def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None:
     """Groups of bars, a group a set and a colour a variant, each with its number, on a logarithmic scale."""
     sets = list(dict.fromkeys(row.set for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
-    width = 0.85 / len(variants)
+    width = 0.85 / max(len(variants), 1)
     for index, variant in enumerate(variants):
         mine = [row for row in rows if row.variant == variant]
         places = [sets.index(row.set) + (index - (len(variants) - 1) / 2) * width for row in mine]
@@ -29,19 +31,17 @@ def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> Non
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Write step times, first-step times and how the latter grow with the number of tensors to a PNG."""
-    main = [row for row in rows if row.set != "copy" and not row.set.startswith("first")]
-    growth = sorted((row.tensors, row.first_s) for row in rows if row.set.startswith("first"))
-    drawing = Figure(figsize=(15, 4.5), layout="constrained")
+    main = [row for row in rows if row.set in MAIN_SETS]
+    growth = sorted((row.tensors, row.first_s) for row in rows if row.set in FIRST_STEP_SETS)
+    drawing = Figure(figsize=(15, 5), layout="constrained")
     drawing.suptitle(describe(rows), fontsize=9)
     steps, first, scaling = drawing.subplots(1, 3, width_ratios=[3, 3, 1.5])
-    if main:
-        _bars(steps, main, lambda row: row.wall_ms)
-        _bars(first, main, lambda row: row.first_s)
-        steps.legend(fontsize=7)
+    _bars(steps, main, lambda row: row.wall_ms)
+    _bars(first, main, lambda row: row.first_s)
     steps.set(title="one Adam step", ylabel="wall time, ms")
     first.set(title="the first step, cold caches", ylabel="s")
-    if growth:
-        scaling.plot(*zip(*growth, strict=True), "o-")
-        scaling.set_ylim(bottom=0)
+    scaling.plot([tensors for tensors, _ in growth], [seconds for _, seconds in growth], "o-")
+    scaling.set_ylim(bottom=0)
     scaling.set(title="first step of subtensors", xlabel="tensors", ylabel="s")
+    drawing.legend(*steps.get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS))
     drawing.savefig(path, dpi=120)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 Spec = tuple[tuple[int, ...], torch.dtype]
-FIRST_STEP_COUNTS = (10, 100, 1000, 2000)
 
 
 def _llama_1b() -> list[tuple[int, ...]]:
@@ -23,13 +22,19 @@ def _mixed() -> list[Spec]:
     return [(shapes[i % 5], (torch.float32, torch.bfloat16)[i % 2]) for i in range(1000)]
 
 
-SETS: dict[str, list[Spec]] = {
+_MAIN: dict[str, list[Spec]] = {
     "tiny1000": [((64,), torch.float32)] * 1000,
     "mid1000": [((1024, 256), torch.float32)] * 1000,
     "llama1b": [(shape, torch.float32) for shape in _llama_1b()],
     "mixed": _mixed(),
-    **{f"first{count}": [((256, 256), torch.float32)] * count for count in FIRST_STEP_COUNTS},
 }
+_FIRST_STEP: dict[str, list[Spec]] = {
+    f"first{count}": [((256, 256), torch.float32)] * count for count in (10, 100, 1000, 2000)
+}
+SETS = {**_MAIN, **_FIRST_STEP}
+MAIN_SETS = list(_MAIN)
+FIRST_STEP_SETS = list(_FIRST_STEP)
+"""Equal tensors in growing number: for how the first step grows."""
 
 
 def specs(name: str, tiny: bool) -> list[Spec]:
