@@ -41,7 +41,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     steps.set(title="one Adam step", ylabel="wall time, ms")
     first.set(title="the first step, cold caches", ylabel="s")
     scaling.plot([tensors for tensors, _ in growth], [seconds for _, seconds in growth], "o-")
-    scaling.set_ylim(bottom=0)
+    scaling.set_ylim(0, 1.25 * max((seconds for _, seconds in growth), default=1))
     scaling.set(title="first step of subtensors", xlabel="tensors", ylabel="s")
     drawing.legend(*steps.get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS))
     drawing.savefig(path, dpi=120)
