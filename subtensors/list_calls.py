@@ -15,6 +15,7 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.flat_rules import FOREIGN_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.foreach import foreach_call
 from subtensors.dispatch.mapping import ListCall, gather, list_call
+from subtensors.dispatch.op_classes import OpClass, op_class
 from subtensors.packing import Layout
 from subtensors.tree_structure import first_difference, leaf_name
 
@@ -84,17 +85,17 @@ def plan(call: ListCall) -> Plan:
 def run_overload(call: ListCall) -> Any:
     """An aten overload called with TensorLists, as the compiler does: on flats where it can be, else mapped.
 
-    The compiler and the code above `__torch_dispatch__` see a list as a vector of all its values; an op that reads
-    that shape (a view, a matrix product) has lost its meaning by the time it arrives here, and is refused.
+    The compiler and the code above `__torch_dispatch__` see a list as a vector with one entry an element; an op that
+    reads that shape (a view, a matrix product) has lost its meaning by the time it arrives here, and is refused.
     """
     lists: list[TensorList] = call.lists
     overload: OpOverload = call.func  # type: ignore[assignment]
     _check_same_structure(lists)
     elementwise = overload_acts_on_values(overload)
-    if not elementwise and not _is_reduction(overload):
+    if not elementwise and op_class(overload) not in (OpClass.POINTWISE, OpClass.REDUCTION):
         raise RuleError(
-            f"{overload} has no rule for a TensorList under torch.compile: it is neither pointwise nor a reduction. "
-            f"Call it on the elements, tl.tensors, outside the compiled function"
+            f"{overload} ({op_class(overload).value}) has no rule for a TensorList under torch.compile, which takes "
+            f"pointwise ops and reductions; call it on the elements (for t in tl) or outside the compiled function"
         )
     arena = _common_arena(lists)
     if elementwise and arena is not None and _plain_operands_fit(call, arena):
@@ -102,10 +103,6 @@ def run_overload(call: ListCall) -> Any:
     else:
         out = _map(call)
     return return_and_correct_aliasing(overload, call.args, call.kwargs, out)
-
-
-def _is_reduction(overload: OpOverload) -> bool:
-    return torch.Tag.reduction in overload.tags and not overload._schema.is_mutable
 
 
 def _check_same_structure(lists: Sequence[TensorList]) -> None:
@@ -160,7 +157,7 @@ def _run_on_flats(call: ListCall, arena: Layout) -> Any:
                 _note_change(x)
                 return x
         with torch._C.DisableTorchFunctionSubclass():
-            size = lists[0].shape
+            size = lists[0].shape  # symbolic where the compiler made it so
         return _of_flats(parts, arena, size)
 
     return gather(results, wrap)

@@ -57,14 +57,12 @@ class Layout:
         if known is None:
             known = super().__new__(cls)
             known.treespec, known.shapes, known.strides, known.groups, known.offsets, known.sizes = key
-            known.numel = sum(shape.numel() for shape in shapes)
             known.has_scalars = any(not shape for shape in shapes)
             starts = [(g, o) for g, o, s in zip(groups, offsets, shapes, strict=True) if s.numel()]
             known.has_ties = len(set(starts)) < len(starts)
             cls._known[key] = known
         return known
 
-    numel: int
     has_scalars: bool
     has_ties: bool
 

@@ -19,6 +19,8 @@ from subtensors.tree_structure import flatten_tensors, list_structure, subtree
 
 _log = logging.getLogger(__name__)
 
+_ALIASES_WHOLE = (torch.Tensor.detach, torch.detach)
+
 
 class TensorList(torch.Tensor):
     """Many tensors as one value: `torch.f(tl, ...)` is `[torch.f(t, ...) for t in tl]`, for every torch function.
@@ -49,6 +51,7 @@ class TensorList(torch.Tensor):
     _flats: list[torch.Tensor] | None
     _arena: Layout | None
     _places: list[int] | None
+    _aliases: dict[int, torch.Tensor]
 
     @staticmethod
     def __new__(cls, x: object) -> TensorList:
@@ -155,6 +158,8 @@ class TensorList(torch.Tensor):
     def _in_place(self, arena: Layout) -> bool:
         elements = self._elements
         assert elements is not None
+        if self._flats is not None and type(self._flats[0]) is not torch.Tensor:
+            return True  # the compiler's stand-ins have no address, and no one can set their .data
         if self._places is None:
             assert self._flats is not None
             self._places = arena.addresses(self._flats)
@@ -269,6 +274,11 @@ class TensorList(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
+            if func in _ALIASES_WHOLE:
+                raise RuleError(
+                    f"{func.__name__} on a TensorList has no rule under torch.compile: the compiler would rebuild the "
+                    f"alias from one shape, which a list does not have; call it outside the compiled function"
+                )
             # The compiler's own tracing reaches __torch_dispatch__, where a packed list is its flats.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
@@ -289,6 +299,8 @@ class TensorList(torch.Tensor):
             )
         if arena is not None and self._flats is not None:
             return [f"flat_{i}" for i in range(len(self._flats))], arena
+        for i in range(len(self)):
+            self._unrecorded(i)
         return [f"element_{i}" for i in range(len(self))], self.treespec
 
     @staticmethod
@@ -305,9 +317,21 @@ class TensorList(torch.Tensor):
         if index.isdigit() and kind == "flat" and self._flats is not None:
             return self._flats[int(index)]
         if index.isdigit() and kind == "element":
-            # The compiler refuses inner tensors that are part of a graph of their own.
-            return self.tensors[int(index)].detach()
+            return self._unrecorded(int(index))
         raise AttributeError(f"'TensorList' object has no attribute {name!r}")
+
+    def _unrecorded(self, index: int) -> torch.Tensor:
+        """Element `index` for the compiler, which refuses inner tensors that record: a detached alias of one that does.
+
+        Aliases are kept, as the compiler also asks in its fake mode, where detach() on a real tensor is refused.
+        """
+        element = self.tensors[index]
+        if not element.requires_grad:
+            return element
+        alias = self._aliases.get(index)
+        if alias is None or alias.data_ptr() != element.data_ptr() or alias.shape != element.shape:
+            alias = self._aliases[index] = element.detach()
+        return alias
 
     def _stable_hash_for_caching(self) -> str:
         return self._arena.stable_hash() if self._arena is not None else str(self.treespec)
@@ -317,21 +341,23 @@ def _shell(
     treespec: optree.PyTreeSpec, size: Any, first: torch.Tensor | None, elements: list[torch.Tensor] | None
 ) -> TensorList:
     dtype, device = (torch.get_default_dtype(), torch.device("cpu")) if first is None else (first.dtype, first.device)
+    # To the compiler a list is a vector of its elements: len, iteration and indexing mean the same there.
+    size = (treespec.num_leaves,) if size is None else size
     with torch._C.DisableTorchFunctionSubclass():
         out = torch.Tensor._make_wrapper_subclass(TensorList, size, dtype=dtype, device=device)
     out.treespec = treespec
     out._elements = elements
     out._flats = out._arena = out._places = None
+    out._aliases = {}
     return out
 
 
 def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size: Any = None) -> TensorList:
-    size = (sum([t.numel() for t in tensors]),) if size is None else size
     return _shell(treespec, size, tensors[0] if tensors else None, tensors)
 
 
 def _of_flats(flats: list[torch.Tensor], arena: Layout, size: Any = None) -> TensorList:
-    out = _shell(arena.treespec, (arena.numel,) if size is None else size, flats[arena.groups[0]], None)
+    out = _shell(arena.treespec, size, flats[arena.groups[0]], None)
     out._flats, out._arena = flats, arena
     return out
 
