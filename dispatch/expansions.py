@@ -1,0 +1,114 @@
+"""Reductions and other composite ops, written in the few ops that have a formula of their own.
+
+Torch's decompositions cover most of what is not in the table of formulas; these are the ones it keeps
+whole because it has a kernel for them. Half precision is summed in float32, as torch's kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class DimensionError(NotImplementedError):
+    """A reduction over some dimensions only: elements of different ranks have none in common."""
+
+
+def _whole(dim: Any, keepdim: bool) -> None:
+    if (dim is not None and dim != []) or keepdim:
+        raise DimensionError(
+            "it reduces over named dimensions; inside fused maths a reduction is over the whole tensor"
+        )
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    _whole(dim, keepdim)
+    return aten.sum.default(x, dtype=dtype)
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    _whole(dim, keepdim)
+    result = dtype or x.dtype
+    return (aten.sum.default(x.to(_accumulation(result))) / torch.ops.subtensors.numel(x)).to(result)
+
+
+def _vector_norm(
+    x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    _whole(dim, keepdim)
+    result = dtype or x.dtype
+    x = x.to(_accumulation(result))
+    if order == 2:
+        norm = (x * x).sum().sqrt()
+    elif order == 1:
+        norm = x.abs().sum()
+    elif order == 0:
+        norm = (x != 0).sum().to(x.dtype)
+    elif order == float("inf"):
+        norm = x.abs().amax()
+    elif order == float("-inf"):
+        norm = x.abs().amin()
+    else:
+        norm = (x.abs() ** order).sum() ** (1 / order)
+    return norm.to(result)
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    _whole(dim, keepdim)
+    wide = x.to(_accumulation(x.dtype))
+    count = torch.ops.subtensors.numel(x)
+    away = wide - wide.sum() / count
+    degrees = count - (1 if correction is None else correction)
+    return ((away * away).sum() / degrees.clamp(min=0)).to(x.dtype)
+
+
+def _amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    _whole(list(dim) or None, keepdim)
+    return aten.amax.default(x)
+
+
+def _amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    _whole(list(dim) or None, keepdim)
+    return aten.amin.default(x)
+
+
+def _any(x: Tensor) -> Tensor:
+    return aten.amax.default((x != 0).to(torch.int32)) != 0
+
+
+def _all(x: Tensor) -> Tensor:
+    return aten.amin.default((x != 0).to(torch.int32)) != 0
+
+
+EXPANSIONS: dict[Any, Callable[..., Tensor]] = {
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: lambda x, p=2: _vector_norm(x, p),
+    aten.var.correction: _variance,
+    aten.std.correction: lambda x, *args, **kwargs: _variance(x, *args, **kwargs).sqrt(),
+    aten.max.default: lambda x: aten.amax.default(x),
+    aten.min.default: lambda x: aten.amin.default(x),
+    aten.any.default: _any,
+    aten.all.default: _all,
+    aten.count_nonzero.default: lambda x, dim=None: aten.sum.default(x != 0),
+}
+"""Overload -> the same maths in simpler ops."""
+
+# How many elements the tensor has, as a number per tensor: the one fact about its shape that maths may use.
+torch.library.define("subtensors::numel", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("subtensors::numel", "CompositeExplicitAutograd")
+def _numel(x: Tensor) -> Tensor:
+    return torch.scalar_tensor(x.numel(), dtype=torch.int64, device=x.device)

@@ -1,0 +1,303 @@
+"""One function of single-tensor maths, run over many tensors at once.
+
+A call is taken apart into tensors, live numbers and static values. What the static values, the kinds of
+the arguments and the torch modes in force decide is traced once (`trace`); what shapes, dtypes and layouts
+decide is planned once (`groups`); what addresses decide is one small table (`kernels.launch`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.groups import (
+    Columns,
+    Elements,
+    FixedLists,
+    Group,
+    KernelGroup,
+    MappedGroup,
+    Repeated,
+    TorchGroup,
+    distinct,
+    is_fixed,
+)
+from subtensors.dispatch.trace import Trace, trace
+from subtensors.kernels.launch import Kernels, Tiling
+from subtensors.kernels.lowering import DTYPES
+from subtensors.kernels.program import Extent, Parameter
+
+logger = logging.getLogger("subtensors.fused")
+
+_interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Run the Triton kernels on CPU tensors too, through Triton's interpreter (`TRITON_INTERPRET=1`)."""
+    token = _interpreter.set(True)
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call taken apart."""
+
+    leaves: tuple[Any, ...]
+    spec: optree.PyTreeSpec
+    tensors: tuple[int, ...]
+    """Which leaves are tensors or lists of them."""
+    numbers: tuple[int, ...]
+    """Which leaves are live numbers."""
+    key: tuple[Any, ...]
+    """What decides how the maths is traced."""
+
+    @property
+    def count(self) -> int | None:
+        """How many elements the lists have; None when there is no list."""
+        return next((len(self.leaves[i]) for i in self.tensors if isinstance(self.leaves[i], Elements)), None)
+
+    def place(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for the function, with these in the places of the tensors and numbers."""
+        leaves = list(self.leaves)
+        for position, value in zip((*self.tensors, *self.numbers), (*tensors, *numbers), strict=True):
+            leaves[position] = value
+        return self.spec.unflatten(leaves)  # type: ignore[return-value]
+
+
+def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    tensors, numbers, kinds = [], [], []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Elements | Tensor):
+            tensors.append(position)
+            kinds.append(Elements if isinstance(leaf, Elements) else Tensor)
+        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            numbers.append(position)
+            kinds.append(float if isinstance(leaf, float) else int)
+        else:
+            kinds.append(leaf)
+    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), _interpreter.get())
+    autocast = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
+    return _Call(tuple(leaves), spec, tuple(tensors), tuple(numbers), (spec, tuple(kinds), modes, autocast))
+
+
+@dataclass
+class _Plan:
+    """The groups of one call, good for every later call whose tensors are alike."""
+
+    fixed: FixedLists
+    guard: torch_private.MetadataGuard
+    groups: list[tuple[list[int] | None, Group]]
+    """Which elements (None: all of them), and how they run."""
+
+
+class Fusion:
+    """One function of single-tensor maths, with what has been built for the calls seen so far.
+
+    Args:
+        function: straight-line maths on tensors and numbers.
+
+    Example:
+        >>> import torch
+        >>> decay = Fusion(lambda p, rate: p.mul_(1 - rate))
+        >>> p = [torch.ones(2), torch.ones(3)]
+        >>> _ = decay(Elements(p), 0.5)
+        >>> p[1]
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    # Lists of other shapes than these have to be planned again.
+    PLANS = 32
+
+    def __init__(self, function: Callable[..., Any], tiling: Tiling | None = None) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.tiling = tiling
+        self.traces = 0
+        """How often the function was traced."""
+        self._traces: dict[Any, Trace] = {}
+        self._kernels: dict[Any, Kernels] = {}
+        self._plans: dict[Any, list[_Plan]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the maths to every element.
+
+        Args:
+            args: `Elements` are taken element by element; tensors, numbers and static values (bool, None,
+                str) are shared. They may sit in tuples, lists and dicts.
+            kwargs: likewise.
+
+        Returns:
+            What the function returns, with `Elements` in place of tensors; plain tensors when no argument
+            was a list.
+        """
+        call = _take_apart(args, kwargs)
+        columns = self._columns(call)
+        plan = self._plan(call, columns)
+        numbers = [call.leaves[i] for i in call.numbers]
+        count = call.count
+        leaves: list[list[Any]] = []
+        for indices, group in plan.groups:
+            if indices is None:
+                leaves = group.run(columns, numbers)
+                continue
+            results = group.run(_part(columns, indices), numbers)
+            leaves = leaves or [[None] * len(columns[0]) for _ in results]
+            for leaf, result in zip(leaves, results, strict=True):
+                for index, value in zip(indices, result, strict=True):
+                    leaf[index] = value
+        if not plan.groups:
+            return None
+        returned = plan.groups[0][1].returned
+        return returned.unflatten([leaf[0] if count is None else _as_elements(leaf) for leaf in leaves])
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """What a call with these arguments runs, without running it."""
+        call = _take_apart(args, kwargs)
+        columns = self._columns(call)
+        lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
+        for _, group in self._plan(call, columns).groups:
+            lines.append("  " + group.describe().replace("\n", "\n  "))
+        return "\n".join(lines)
+
+    def _columns(self, call: _Call) -> Columns:
+        """One list of tensors an argument, all of one length."""
+        count = call.count
+        if not call.tensors:
+            raise TypeError(f"{self.name} needs a tensor or a list of tensors among its arguments")
+        columns: list[Sequence[Tensor]] = []
+        for position in call.tensors:
+            leaf = call.leaves[position]
+            if isinstance(leaf, Elements):
+                if len(leaf) != count:
+                    raise ValueError(f"{self.name}: lists of {count} and of {len(leaf)} tensors do not match")
+                columns.append(leaf)
+            else:
+                columns.append([leaf] if count is None else Repeated([leaf] * count))
+        return columns
+
+    def _plan(self, call: _Call, columns: Columns) -> _Plan:
+        guarded = [t for c in columns if not is_fixed(c) for t in distinct(c)]
+        plans = self._plans.setdefault(call.key, [])
+        for plan in plans:
+            if plan.fixed.matches(columns) and plan.guard.matches(guarded):
+                return plan
+        plan = self._make_plan(call, columns, torch_private.MetadataGuard(guarded))
+        plans.insert(0, plan)
+        del plans[self.PLANS :]
+        return plan
+
+    def _make_plan(self, call: _Call, columns: Columns, guard: torch_private.MetadataGuard) -> _Plan:
+        routes: dict[_Route, list[int]] = {}
+        needs_autograd = torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c))
+        for index, row in enumerate(zip(*columns, strict=True)):
+            route = _Route(reason="autograd records it") if needs_autograd else _route(row, columns)
+            routes.setdefault(route, []).append(index)
+        count = len(columns[0])
+        groups: list[tuple[list[int] | None, Group]] = []
+        for route, indices in routes.items():
+            part = columns if len(indices) == count else _part(columns, indices)
+            groups.append((None if len(indices) == count else indices, self._make_group(call, route, part)))
+            if groups[-1][1].reason:
+                logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
+        return _Plan(FixedLists(columns), guard, groups)
+
+    def _make_group(self, call: _Call, route: _Route, columns: Columns) -> Group:
+        mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")
+        if route.reason:
+            return mapped
+        traced = self._trace(call, route)
+        for parameter in traced.program.stores:
+            if isinstance(columns[parameter], Repeated) and len(columns[parameter]) > 1:
+                raise RuleError(
+                    f"{self.name} writes to a tensor that all {len(columns[parameter])} elements share: each would "
+                    "write it in turn; pass a list with a tensor for each element, or update it outside"
+                )
+        if traced.unlowered:
+            return TorchGroup(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
+        if not route.triton:
+            return TorchGroup(traced, mapped, "")
+        kernels = self._kernels.get(traced.program)
+        if kernels is None:
+            kernels = self._kernels[traced.program] = Kernels(traced.program, self.tiling or Tiling())
+        return KernelGroup(traced, kernels, columns, mapped, route.copies)
+
+    def _trace(self, call: _Call, route: _Route) -> Trace:
+        key = (call.key, route.parameters, route.device)
+        if key not in self._traces:
+            numbers = [float if isinstance(call.leaves[i], float) else int for i in call.numbers]
+            self._traces[key] = trace(self.function, route.parameters, numbers, call.place, torch.device(route.device))
+            self.traces += 1
+            logger.debug("traced %s", self._traces[key].program)
+        return self._traces[key]
+
+    def _apply_to(self, call: _Call) -> Callable[[list[Any], Sequence[float]], Any]:
+        def apply(tensors: list[Any], numbers: Sequence[float]) -> Any:
+            args, kwargs = call.place(tensors, numbers)
+            return self.function(*args, **kwargs)
+
+        return apply
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What the elements of one group have in common."""
+
+    reason: str = ""
+    """Why the function itself must be called; empty when the traced program will do."""
+    device: str = "cpu"
+    parameters: tuple[Parameter, ...] = ()
+    triton: bool = False
+    copies: bool = False
+
+
+def _part(columns: Columns, indices: list[int]) -> Columns:
+    return [Repeated(c[: len(indices)]) if isinstance(c, Repeated) else [c[i] for i in indices] for c in columns]
+
+
+def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
+    """How the element with these tensors can run."""
+    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided for t in row):
+        return _Route(reason="an element is not a plain strided tensor")
+    on_host = [
+        t.dim() == 0 and t.device.type == "cpu" and isinstance(c, Repeated) for t, c in zip(row, columns, strict=True)
+    ]
+    devices = {t.device for t, host in zip(row, on_host, strict=True) if not host} or {torch.device("cpu")}
+    if len(devices) > 1:
+        return _Route(reason="an element's tensors are on several devices")
+    sized = [t for t in row if t.dim() > 0]
+    if any(t.shape != sized[0].shape for t in sized):
+        return _Route(reason="an element's tensors have several shapes")
+    device = devices.pop()
+    triton = device.type == "cuda" or (device.type == "cpu" and _interpreter.get())
+    parameters = tuple(
+        Parameter(
+            f"x{i}",
+            t.dtype,
+            Extent.ELEMENT if t.dim() else Extent.TENSOR,
+            on_host=host and device.type != "cpu",
+        )
+        for i, (t, host) in enumerate(zip(row, on_host, strict=True))
+    )
+    triton = triton and all(p.dtype in DTYPES for p in parameters)
+    alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or torch_private.is_dense(sized[0]))
+    return _Route("", str(device), parameters, triton, copies=triton and not alike)
+
+
+def _as_elements(leaf: list[Any]) -> Any:
+    """One leaf of the result over all elements; None where the function returned nothing."""
+    return None if all(value is None for value in leaf) else Elements(leaf)

@@ -1,0 +1,337 @@
+"""How the elements of one fused call run: by Triton kernels, by torch op after op, or by the function itself.
+
+Each group holds elements that are alike (device, dtypes, which tensors are 0-d, memory layout) and answers
+`run(columns, numbers)`, a column being one argument's tensors in the order of the elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.trace import Returned, Trace
+from subtensors.kernels.launch import Grid, Kernels, bits, to_device
+from subtensors.kernels.program import Extent, Program, interpret
+
+logger = logging.getLogger("subtensors.fused")
+
+
+class Elements(list[Tensor]):
+    """One tensor for each element of a list: how lists reach the core.
+
+    Args:
+        tensors: the tensors.
+        is_fixed: does the holder promise that neither the tensors nor their memory change while this
+            object lives? Then it is known by identity, and no address is read again.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = (), is_fixed: bool = False) -> None:
+        super().__init__(tensors)
+        self.is_fixed = is_fixed
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class Repeated(list[Tensor]):
+    """One tensor shared by all elements, once for each of them."""
+
+
+def distinct(column: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors of a column, a shared one once."""
+    return column[:1] if isinstance(column, Repeated) else column
+
+
+def is_fixed(column: Sequence[Tensor]) -> bool:
+    """Does the holder of this column promise that it stays as it is?"""
+    return isinstance(column, Elements) and column.is_fixed
+
+
+Columns = Sequence[Sequence[Tensor]]
+Leaves = list[list[Any]]
+"""For each leaf of the result, one value an element."""
+
+
+class Group(ABC):
+    """Elements of one call that run in one way."""
+
+    reason: str = ""
+    """Why not in a faster way; empty when there is none."""
+    returned: optree.PyTreeSpec
+    """The nest of what the function returns, known once it has been traced or run."""
+
+    @abstractmethod
+    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Do the maths to every element."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What runs, in a line or more."""
+
+
+class MappedGroup(Group):
+    """The user's function, called on one element after the other: what every other group must agree with."""
+
+    def __init__(self, call: Callable[[list[Any], Sequence[float]], Any], reason: str) -> None:
+        self.call, self.reason = call, reason
+
+    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Call the function once an element."""
+        results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
+        self.returned = optree.tree_structure(results[0], none_is_leaf=True)
+        return [list(leaf) for leaf in zip(*map(self.returned.flatten_up_to, results), strict=True)]
+
+    def describe(self) -> str:
+        """One line."""
+        return f"the function itself, element by element: {self.reason}"
+
+
+class TorchGroup(Group):
+    """The traced program, through torch's own ops."""
+
+    def __init__(self, trace: Trace, mapped: MappedGroup, reason: str) -> None:
+        self.trace, self.mapped, self.reason = trace, mapped, reason
+        self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+
+    @torch.no_grad()
+    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Interpret the program once an element."""
+        if written_overlap(columns, self.trace.program):
+            return self.mapped.run(columns, numbers)
+        scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
+        rows = [interpret(self.trace.program, row, scalars) for row in zip(*columns, strict=True)]
+        outputs = [list(column) for column in zip(*rows, strict=True)]
+        return _leaves(self.trace, columns, outputs)
+
+    def describe(self) -> str:
+        """One line."""
+        return f"{len(self.trace.program.instructions)} torch ops an element{self.reason and ': ' + self.reason}"
+
+
+def written_overlap(columns: Columns, program: Program) -> bool:
+    """Does memory that the program writes overlap what another argument, or another element, reads or writes?
+
+    Sorted by where they start, stretches of memory form clusters that touch; a cluster of several with a
+    written one among them means that the order of the writes matters.
+    """
+    if not program.stores:
+        return False
+    starts, ends, written = [], [], []
+    for index, column in enumerate(columns):
+        for tensor in distinct(column):
+            start = tensor.data_ptr()
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            starts.append(start)
+            ends.append(start + reach * tensor.element_size() if tensor.numel() else start)
+            written.append(index in program.stores)
+    order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
+    start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]
+    keep = end > start
+    start, end, stored = start[keep], end[keep], np.asarray(written)[order][keep]
+    if len(start) < 2:
+        return False
+    opens = np.concatenate([[True], start[1:] >= np.maximum.accumulate(end)[:-1]])
+    cluster = np.cumsum(opens) - 1
+    return bool(((np.bincount(cluster) > 1) & (np.bincount(cluster, weights=stored) > 0)).any())
+
+
+def _leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
+    def column(leaf: Returned | None) -> list[Any]:
+        if leaf is None:
+            return [None] * len(columns[0])
+        return list(columns[leaf.index] if leaf.is_parameter else outputs[leaf.index])
+
+    return [column(leaf) for leaf in optree.tree_leaves(trace.results, none_is_leaf=True)]
+
+
+class FixedLists:
+    """The fixed lists among some columns, known again by identity and not kept alive."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._references = [weakref.ref(c) if is_fixed(c) else None for c in columns]
+
+    def matches(self, columns: Columns) -> bool:
+        """Are the same columns fixed, and are they the same lists?"""
+        return all(
+            not is_fixed(column) if reference is None else reference() is column
+            for reference, column in zip(self._references, columns, strict=True)
+        )
+
+
+@dataclass
+class _OnStream:
+    """What launches on one stream share: the live numbers on the device, as last written."""
+
+    values: list[float]
+    scalars: Tensor
+
+
+@dataclass
+class _Binding:
+    """A pointer table for one set of addresses."""
+
+    fixed: FixedLists
+    addresses: list[int]
+    """Where the tensors of the other lists start."""
+    table: Tensor
+    overlaps: bool
+    streams: dict[int, _OnStream] = field(default_factory=dict)
+    is_captured: bool = False
+
+
+class KernelGroup(Group):
+    """The traced program as Triton kernels over a pointer table.
+
+    Args:
+        trace: the program; every instruction has a formula.
+        kernels: its kernels.
+        columns: the tensors of the first call; later calls have the same shapes, dtypes and strides.
+        mapped: what to run instead when the tensors overlap in memory.
+        copies: do some elements have strides of their own? Then those are copied in and out.
+    """
+
+    # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
+    BINDINGS = 8
+
+    def __init__(self, trace: Trace, kernels: Kernels, columns: Columns, mapped: MappedGroup, copies: bool) -> None:
+        self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
+        self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+        self.parameters = trace.program.parameters
+        pattern = next(
+            (c for c, p in zip(columns, self.parameters, strict=True) if p.extent is Extent.ELEMENT), columns[0]
+        )
+        self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
+        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device)
+        self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern]
+        self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
+        self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
+        stored = trace.program.stores
+        self.differentiable = {i for i in stored if any(t.requires_grad for t in columns[i])}
+        self.bindings: list[_Binding] = []
+        self.tables = 0
+        self.captured: list[Any] = []
+        self.reason = "elements with strides of their own are copied in and out" if copies else ""
+        self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._refuse_empty_extremes()
+
+    def _refuse_empty_extremes(self) -> None:
+        if (self.grid.sizes > 0).all():
+            return
+        for step in self.trace.program.instructions:
+            if step.name in ("amax", "amin"):
+                raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
+
+    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Launch the kernels."""
+        program = self.trace.program
+        originals = columns
+        if self.copies:
+            columns = [
+                [t.contiguous() if p.extent is Extent.ELEMENT else t for t in column]
+                for column, p in zip(columns, self.parameters, strict=True)
+            ]
+        binding = self._bind(columns)
+        if binding.overlaps:
+            return self.mapped.run(originals, numbers)
+        values = [evaluate(numbers) for evaluate in self.trace.scalars]
+        values += [originals[i][0].item() for i in self.hosts]
+        arenas = [
+            torch.empty(
+                self.grid.arena if program.value(v).extent is Extent.ELEMENT else self.grid.count,
+                dtype=program.value(v).dtype,
+                device=self.device,
+            )
+            for v in program.outputs
+        ]
+        seed = torch.randint(2**62, (), device=self.device) if self.kernels.is_seeded else self.seed
+        self.grid.launch(binding.table, self._scalars(binding, values), seed, arenas)
+        for parameter in program.stores:
+            if self.copies:
+                for original, copy in zip(originals[parameter], columns[parameter], strict=True):
+                    if original is not copy:
+                        original.copy_(copy)
+            if parameter in self.differentiable:
+                # Torch's ops tell autograd that they wrote; so must a kernel it does not know.
+                torch.autograd.graph.increment_version(originals[parameter])
+        outputs = [
+            self._parts(arena) if program.value(v).extent is Extent.ELEMENT else list(arena.unbind())
+            for arena, v in zip(arenas, program.outputs, strict=True)
+        ]
+        return _leaves(self.trace, originals, outputs)
+
+    def _parts(self, arena: Tensor) -> list[Tensor]:
+        offsets = self.grid.offsets.tolist()
+        if self.copies:
+            return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
+        return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
+
+    def _bind(self, columns: Columns) -> _Binding:
+        moving = [distinct(c) for i, c in enumerate(columns) if not is_fixed(c) and i not in self.hosts]
+        addresses = list(map(Tensor.data_ptr, itertools.chain.from_iterable(moving)))
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        for position, binding in enumerate(self.bindings):
+            if binding.addresses == addresses and binding.fixed.matches(columns):
+                if position:
+                    self.bindings.insert(0, self.bindings.pop(position))
+                binding.is_captured |= is_capturing
+                return binding
+        logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
+        nowhere = [0] * self.grid.count
+        pointers = [
+            nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
+        ]
+        overlaps = written_overlap(columns, self.trace.program)
+        binding = _Binding(FixedLists(columns), addresses, self.grid.table(pointers), overlaps)
+        self.tables += 1
+        if is_capturing:
+            # Its table is filled at replay, so no eager call may use it; the graph needs it for good.
+            self.captured.append(binding)
+            return binding
+        self.bindings.insert(0, binding)
+        for old in self.bindings[self.BINDINGS :]:
+            self.bindings.remove(old)
+            if old.is_captured:
+                self.captured.append(old)
+        return binding
+
+    def _scalars(self, binding: _Binding, values: list[float]) -> Tensor:
+        """The numbers on the device; written again only when one has changed."""
+        stream = 0
+        if self.device.type == "cuda":
+            capturing = torch.cuda.is_current_stream_capturing()
+            # A graph reads what eager calls write, so that a number stays live after the capture.
+            known = next(reversed(binding.streams), 0)
+            stream = known if capturing else torch.cuda.current_stream(self.device).cuda_stream
+        state = binding.streams.get(stream)
+        if state is not None and state.values == values:
+            return state.scalars
+        fresh = to_device(np.asarray([*bits(values, self.kinds), 0], dtype=np.int64), self.device)
+        if state is None:
+            binding.streams[stream] = state = _OnStream(values, fresh)
+        else:
+            state.values = values
+            state.scalars.copy_(fresh)
+        return state.scalars
+
+    def describe(self) -> str:
+        """The kernels, a line each."""
+        lines = [
+            f"{self.grid.count} tensors, {int(self.grid.sizes.sum())} elements, {self.grid.total} tiles on {self.device}"
+        ]
+        for kernel in self.kernels.kernels:
+            what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
+            lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
+        return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
+
+
+def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
+    return float if dtype.is_floating_point else int

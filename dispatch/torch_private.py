@@ -1,0 +1,112 @@
+"""Every private torch name this project leans on, each behind one function, with the versions it was checked on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._ops import OpOverload
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """How torch itself writes `op` in simpler ops; None when it doesn't. Checked on 2.11, 2.13."""
+    from torch._decomp import decomposition_table
+
+    table: dict[Any, Callable[..., Any]] = decomposition_table
+    return table.get(op) or (op.decompose if op._can_decompose() else None)
+
+
+def computation_dtype(*args: Any) -> torch.dtype:
+    """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+    _, promoted = elementwise_dtypes(*args, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH)
+    return promoted
+
+
+class LiveNumbers:
+    """Python numbers whose values a trace must not see: torch's unbacked SymFloat and SymInt.
+
+    Checked on 2.11, 2.13.
+    """
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._env = ShapeEnv()
+        self.symbols: list[sympy.Symbol] = []
+
+    def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
+        """A number of this kind; arithmetic on it is recorded, a decision on it raises `Undecidable`."""
+        number: Any = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
+        self.symbols.append(number.node.expr)
+        return number  # type: ignore[no-any-return]
+
+    def compile(self, expression: sympy.Expr) -> Callable[[Sequence[float]], float]:
+        """A function from the numbers' values, in order, to the value of an expression of them."""
+        from torch.utils._sympy.printers import PythonPrinter
+
+        if expression in self.symbols:
+            index = self.symbols.index(expression)
+            return lambda values: values[index]
+        names = {symbol: sympy.Symbol(f"x{i}") for i, symbol in enumerate(self.symbols)}
+        source = PythonPrinter().doprint(expression.xreplace(names))
+        arguments = ", ".join(f"x{i}" for i in range(len(self.symbols)))
+        function = eval(f"lambda {arguments}: {source}", {"math": math, "torch": torch})
+        return lambda values: function(*values)  # type: ignore[no-any-return]
+
+
+def undecidable() -> type[Exception]:
+    """What torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+def expression_of(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
+    """The sympy expression behind a live number. Checked on 2.11, 2.13."""
+    return number.node.expr  # type: ignore[no-any-return]
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """An overload's schema: its argument names, types and what it writes to. Checked on 2.13."""
+    return op._schema
+
+
+def aten_overloads() -> list[OpOverload]:
+    """Every overload registered in the aten namespace. Checked on 2.13."""
+    overloads = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace == "aten":
+            packet, _, overload = name.partition(".")
+            overloads.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return overloads
+
+
+class MetadataGuard:
+    """Are these tensors like those: type, dtype, device, shape, strides, requires_grad? One C++ loop.
+
+    Checked on 2.11, 2.13.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        from torch._C._dynamo.guards import TensorGuards
+
+        self._count = len(tensors)
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Is every tensor like the one in its place?"""
+        return len(tensors) == self._count and self._guards.check(*tensors)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11, 2.13."""
+    import torch._prims_common as prims
+
+    known = getattr(prims, "is_non_overlapping_and_dense_or_false", None) or prims.is_non_overlapping_and_dense
+    return tensor.is_contiguous() or known(tensor)

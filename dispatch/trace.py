@@ -1,0 +1,421 @@
+"""Tracing straight-line maths once, on stand-ins for one element of every list.
+
+The stand-ins have a dtype and an extent but no values, so whatever would need a value or a shape is
+refused with the line of the user's source that asked for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
+from subtensors.dispatch.op_classes import OpClass, op_class
+from subtensors.kernels.lowering import can_lower
+from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar
+
+aten = torch.ops.aten
+
+# Any shape would do; an odd one shows up in an error that should have been caught here.
+_SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: ()}
+
+_TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.COPY, OpClass.FACTORY, OpClass.REDUCTION})
+
+_ADVICE = {
+    OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
+    OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
+    OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
+    OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
+}
+
+
+@dataclass
+class Trace:
+    """A program with what the host needs around it."""
+
+    program: Program
+    scalars: tuple[Callable[[Sequence[float]], float], ...]
+    """How each of the program's live numbers is computed from the numbers of the call."""
+    results: Any
+    """What the function returned: `Returned` leaves in a nest of tuples, lists and dicts."""
+    unlowered: tuple[str, ...] = ()
+    """Ops with no Triton formula: the program then runs through torch."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A leaf of the result: a parameter given back, or an output of the program."""
+
+    index: int
+    is_parameter: bool
+
+
+@dataclass
+class _Cell:
+    """The number of the value a tensor holds now; aliases share it, so an in-place write reaches them all."""
+
+    value: int
+
+
+class Traced(torch.Tensor):
+    """A stand-in for one element of a list."""
+
+    cell: _Cell
+    extent: Extent
+    tracer: _Tracer
+
+    @staticmethod
+    def __new__(cls, cell: _Cell, dtype: torch.dtype, extent: Extent, tracer: _Tracer) -> Traced:
+        """A stand-in for what `cell` holds."""
+        self: Traced = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, _SHAPES[extent], dtype=dtype, device=tracer.device
+        )
+        self.cell, self.extent, self.tracer = cell, extent, tracer
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse to speak of shapes; let `torch.where` take live numbers."""
+        if func in _SHAPE_READERS and isinstance(args[0], Traced) and args[0].tracer.depth == 0:
+            _refuse(
+                f"it reads the shape of a tensor ({_SHAPE_READERS[func]}), and elements differ in shape",
+                "use a reduction such as x.mean(), or pass the number as an argument",
+            )
+        if func is torch.where:
+            args = [torch.scalar_tensor(a) if isinstance(a, torch.SymFloat | torch.SymInt) else a for a in args]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Nothing reaches a stand-in outside its trace."""
+        raise RuleError(f"{func}: a tensor of fused maths outlived the call that made it")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Its number and dtype."""
+        return f"Traced(v{self.cell.value}, {self.dtype}, {self.extent.value})"
+
+
+_SHAPE_READERS: dict[Any, str] = {
+    torch.Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
+    torch.Tensor.storage_offset: "storage_offset()",
+    torch.Tensor.is_contiguous: "is_contiguous()",
+    torch.Tensor.__len__: "len()",
+    torch.Tensor.__iter__: "iter()",
+    torch.numel: "numel()",
+    **{getattr(torch.Tensor, name): f"{name}()" for name in ("size", "numel", "nelement", "dim", "stride")},
+}
+
+_DISPATCH = Path(__file__).resolve().parent
+_TORCH = Path(torch.__file__).resolve().parent
+
+
+def _is_users(filename: str) -> bool:
+    """Is this source file neither torch's nor the tracer's?"""
+    path = Path(filename).resolve()
+    internal = path.is_relative_to(_TORCH) or path.is_relative_to(_DISPATCH) or filename.startswith("<frozen")
+    return not internal and path.name not in ("fused.py", "contextlib.py")
+
+
+def _source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The innermost line of the user's own source, as `file:line: text`."""
+    own = [f for f in traceback.StackSummary.extract(iter(frames)) if _is_users(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
+
+
+def _refuse(reason: str, advice: str) -> NoReturn:
+    frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
+    raise RuleError(f"this maths cannot be fused: {reason}\n  at {_source_line(frames)}\n  instead: {advice}")
+
+
+@dataclass
+class _Tracer(TorchDispatchMode):
+    """Records every op on the stand-ins as instructions."""
+
+    device: torch.device
+    parameters: tuple[Parameter, ...]
+    instructions: list[Instruction] = field(default_factory=list)
+    scalars: dict[Any, Scalar] = field(default_factory=dict)
+    unlowered: list[str] = field(default_factory=list)
+    numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """Instruction -> the value it gave: the same maths is done once."""
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = _schema_order(func, args, kwargs or {})
+        if func is aten._local_scalar_dense.default:
+            _refuse(
+                "it needs the value of a tensor on the host (item(), float(), or an `if` on it)",
+                "keep the decision on the device: torch.where(condition, a, b)",
+            )
+        if func is aten.lift_fresh.default and not isinstance(arguments[0], Traced):
+            return self._constant(arguments[0])
+        if func in _IDENTITIES:
+            return self._stand_in(arguments[0])
+        if func._schema.is_mutable:
+            return self._mutate(func, arguments)
+        return self._apply(func, arguments)
+
+    def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
+        if func in EXPANSIONS:
+            return self._expand(func, EXPANSIONS[func], arguments)
+        if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
+            return self._view(func, arguments)
+        instruction = self._instruction(func, arguments) if self._is_simple(func) else None
+        if instruction is not None and can_lower(instruction):
+            return self._emit(instruction)
+        decomposition = torch_private.decomposition_of(func)
+        if decomposition is not None:
+            recorded = len(self.instructions)
+            try:
+                return self._expand(func, decomposition, arguments)
+            except (RuleError, torch_private.undecidable()):
+                if instruction is None:
+                    raise
+                self._forget(recorded)
+        if instruction is None or op_class(func) not in (OpClass.POINTWISE, OpClass.COPY):
+            kind = op_class(func)
+            _refuse(f"{func} ({kind.value}) has no rule here", _ADVICE.get(kind, "call it on the TensorList itself"))
+        self.unlowered.append(str(func))
+        return self._emit(instruction)
+
+    def _view(self, func: OpOverload, arguments: list[Any]) -> Traced:
+        """A view that keeps the shape is its input under another name."""
+        source = arguments[0]
+        positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+        if tuple(func(*positional, **keywords).shape) != tuple(_SHAPES[source.extent]):
+            _refuse(f"{func} changes the shape of a tensor", _ADVICE[OpClass.VIEW])
+        return Traced(source.cell, source.dtype, source.extent, self)
+
+    def _is_simple(self, func: OpOverload) -> bool:
+        """Could this op be one instruction: one tensor out, and a class that acts element by element?"""
+        returns = func._schema.returns
+        one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+        whole = func._schema.name.rpartition("::")[2] not in REDUCTIONS or func._overloadname == "default"
+        return one and whole and (func.namespace in ("prims", "subtensors") or op_class(func) in _TRACEABLE)
+
+    def _expand(self, func: OpOverload, written: Callable[..., Any], arguments: list[Any]) -> Any:
+        positional, keywords = _call_form(func, arguments)
+        try:
+            self.depth += 1
+            with self:
+                return written(*positional, **keywords)
+        except DimensionError as error:
+            _refuse(f"{func}: {error}", _ADVICE[OpClass.REDUCTION])
+        finally:
+            self.depth -= 1
+
+    def _mutate(self, func: OpOverload, arguments: list[Any]) -> Any:
+        target = arguments[0]
+        functional = _functional(func)
+        if functional is None or not isinstance(target, Traced):
+            _refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
+        # Torch's own check that the result may be cast back, and that the shapes allow it.
+        positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+        func(*positional, **keywords)
+        result = self._apply(functional, arguments)
+        if result.dtype != target.dtype:
+            result = self._convert(result, target.dtype)
+        target.cell.value = result.cell.value
+        return target
+
+    def _convert(self, tensor: Traced, dtype: torch.dtype) -> Traced:
+        instruction = Instruction(_TO, (Ref(tensor.cell.value), dtype), dtype, tensor.dtype, tensor.extent)
+        return self._emit(instruction)
+
+    def _instruction(self, func: OpOverload, arguments: list[Any]) -> Instruction | None:
+        positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+        result = func(*positional, **keywords)
+        shapes = {shape: extent for extent, shape in _SHAPES.items()}
+        extent = shapes.get(tuple(result.shape))
+        if extent is None:
+            return None
+        operands = tuple(self._operand(func, a) for a in arguments)
+        compute = result.dtype
+        if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
+            numbers = [
+                self._meta(a) for a in arguments if isinstance(a, Traced | int | float | torch.SymFloat | torch.SymInt)
+            ]
+            compute = torch_private.computation_dtype(*numbers) if numbers else torch.bool
+        if func in _CONVERSIONS:
+            compute = arguments[0].dtype
+        return Instruction(func, operands, result.dtype, compute, extent)
+
+    def _emit(self, instruction: Instruction) -> Traced:
+        if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
+            # One number is its own sum, product, maximum and minimum.
+            instruction = replace(instruction, op=_TO, args=(instruction.args[0], instruction.dtype))
+        # Python finds 1, 1.0 and True equal; the types keep them apart.
+        key = (instruction, *map(type, instruction.args))
+        number = self.numbers.get(key)
+        if number is None or instruction.name == "stochastic_round":
+            self.instructions.append(instruction)
+            number = self.numbers[key] = len(self.parameters) + len(self.instructions) - 1
+        return Traced(_Cell(number), instruction.dtype, instruction.extent, self)
+
+    def _forget(self, recorded: int) -> None:
+        """Take back the instructions after the first `recorded` ones."""
+        del self.instructions[recorded:]
+        last = len(self.parameters) + recorded
+        self.numbers = {key: number for key, number in self.numbers.items() if number < last}
+
+    def _extent(self, ref: Ref) -> Extent:
+        first = len(self.parameters)
+        value = self.parameters[ref.index] if ref.index < first else self.instructions[ref.index - first]
+        return value.extent
+
+    def _constant(self, tensor: Tensor) -> Any:
+        if tensor.dim() != 0:
+            _refuse("it makes a tensor of its own shape", "pass it as an argument")
+        func = aten.scalar_tensor.default
+        return self._apply(func, _schema_order(func, (tensor.item(),), {"dtype": tensor.dtype}))
+
+    def _stand_in(self, tensor: Any) -> Traced:
+        if not isinstance(tensor, Traced):
+            self._foreign(tensor)
+        return Traced(tensor.cell, tensor.dtype, tensor.extent, self)
+
+    def _foreign(self, tensor: Any) -> NoReturn:
+        _refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
+
+    def _meta(self, argument: Any) -> Any:
+        """The argument without values: what torch needs to say the result's dtype and shape."""
+        if isinstance(argument, Traced):
+            return torch.empty(_SHAPES[argument.extent], dtype=argument.dtype, device="meta")
+        if isinstance(argument, Tensor):
+            self._foreign(argument)
+        if isinstance(argument, torch.SymFloat):
+            return 0.5
+        if isinstance(argument, torch.SymInt):
+            return 2
+        return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+    def _operand(self, func: OpOverload, argument: Any) -> Any:
+        if isinstance(argument, Traced):
+            return Ref(argument.cell.value)
+        if isinstance(argument, torch.SymFloat | torch.SymInt):
+            expression = torch_private.expression_of(argument)
+            kind: type[float] | type[int] = float if isinstance(argument, torch.SymFloat) else int
+            return self.scalars.setdefault(expression, Scalar(len(self.scalars), kind))
+        return tuple(argument) if isinstance(argument, list) else argument
+
+
+_IDENTITIES = {aten.detach.default, aten.alias.default, aten.view_as.default}
+_TO = torch.ops.prims.convert_element_type.default
+_CONVERSIONS = {aten._to_copy.default, _TO}
+
+
+def _schema_order(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Every argument of the schema in order, defaults filled in."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(a.name, a.default_value) for a in func._schema.arguments]
+
+
+def _call_form(func: OpOverload, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    schema = func._schema.arguments
+    positional = [a for a, s in zip(arguments, schema, strict=True) if not s.kwarg_only]
+    return positional, {s.name: a for a, s in zip(arguments, schema, strict=True) if s.kwarg_only}
+
+
+def _functional(func: OpOverload) -> OpOverload | None:
+    """The op that returns what this one writes; None when it has no such twin."""
+    namespace, _, name = func._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+@contextmanager
+def _explained() -> Any:
+    """Say which line needed the value of a live number."""
+    try:
+        yield
+    except torch_private.undecidable() as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        raise RuleError(
+            "this maths cannot be fused: it needs the value of a Python number while it is traced "
+            f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {_source_line(frames)}\n"
+            "  instead: compute with ** and torch functions, or pass a bool, which is part of the signature"
+        ) from None
+
+
+def trace(
+    function: Callable[..., Any],
+    parameters: Sequence[Parameter],
+    numbers: Sequence[type[float] | type[int]],
+    call: Callable[[list[Any], list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    device: torch.device,
+) -> Trace:
+    """Record what `function` does to one element of every list.
+
+    Args:
+        function: straight-line maths on tensors and numbers.
+        parameters: what the tensors are.
+        numbers: the kinds of the Python numbers whose values stay live.
+        call: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
+        device: where the elements live.
+
+    Returns:
+        The program, how its live numbers are computed, and what the function returned.
+
+    Raises:
+        RuleError: when the maths is not straight-line, or holds an op without a rule; with the source line.
+    """
+    tracer = _Tracer(device, tuple(parameters))
+    live = torch_private.LiveNumbers()
+    stand_ins = [Traced(_Cell(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
+    args, kwargs = call(list(stand_ins), [live.new(kind) for kind in numbers])
+    with _explained(), torch.no_grad(), tracer:
+        result = function(*args, **kwargs)
+    outputs: list[int] = []
+
+    def returned(leaf: Any) -> Any:
+        for i, stand_in in enumerate(stand_ins):
+            if leaf is stand_in:
+                return Returned(i, is_parameter=True)
+        if isinstance(leaf, Traced):
+            outputs.append(leaf.cell.value)
+            return Returned(len(outputs) - 1, is_parameter=False)
+        if leaf is None:
+            return None
+        raise RuleError(f"fused maths returns tensors, got {type(leaf).__name__} from {function.__name__}")
+
+    results = _map_nest(returned, result)
+    program = Program(
+        name=function.__name__,
+        parameters=tuple(parameters),
+        instructions=tuple(tracer.instructions),
+        scalars=tuple(s.type for s in tracer.scalars.values()),
+        stores={i: s.cell.value for i, s in enumerate(stand_ins) if s.cell.value != i},
+        outputs=tuple(outputs),
+    )
+    evaluators = tuple(live.compile(expression) for expression in tracer.scalars)
+    return Trace(program, evaluators, results, tuple(dict.fromkeys(tracer.unlowered)))
+
+
+def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
+    """`function` of every leaf of nested tuples, lists and dicts."""
+    if isinstance(nest, dict):
+        return {key: _map_nest(function, value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        mapped = [_map_nest(function, value) for value in nest]
+        return type(nest)(*mapped) if hasattr(nest, "_fields") else type(nest)(mapped)
+    return function(nest)

@@ -1,0 +1,148 @@
+"""Running a program's kernels over many tensors at once: tiles, pointer tables, and the launch itself."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subtensors.kernels.codegen import Kernel, write_kernel
+from subtensors.kernels.program import Extent, Program
+from subtensors.kernels.segments import plan_segments, slot_count
+
+ALIGNMENT = 16
+"""Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a sweep over elements is cut up: elements a tile, and warps that share one."""
+
+    block: int = 1024
+    warps: int = 4
+
+
+class Kernels:
+    """The Triton kernels of a program, one a segment."""
+
+    def __init__(self, program: Program, tiling: Tiling) -> None:
+        self.program, self.tiling = program, tiling
+        self.segments = plan_segments(program)
+        self.kernels: list[Kernel] = [
+            write_kernel(program, segment, f"{_identifier(program.name)}_{segment.extent.value}_{segment.round}")
+            for segment in self.segments
+        ]
+        self.slots = slot_count(self.segments)
+        self.reductions = max((len(s.reductions) for s in self.segments), default=0)
+        self.is_seeded = any(step.name == "stochastic_round" for step in program.instructions)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+class Grid:
+    """The tiles of a list of tensor sizes, on the device. Depends on no address."""
+
+    def __init__(self, kernels: Kernels, sizes: Sequence[int], device: torch.device) -> None:
+        self.kernels, self.device = kernels, device
+        self.count = len(sizes)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        block = kernels.tiling.block
+        # An empty tensor still gets a tile where its reductions must come out as the identity.
+        tiles = np.maximum(-(-self.sizes // block), 1 if kernels.reductions else 0)
+        self.first = np.cumsum(tiles) - tiles
+        self.total = int(tiles.sum())
+        tensor = np.repeat(np.arange(self.count, dtype=np.int64), tiles)
+        within = np.arange(self.total, dtype=np.int64) - np.repeat(self.first, tiles)
+        self.tiles = to_device(tensor << 32 | within, device)
+        rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
+        self.offsets = np.cumsum(rounded) - rounded
+        self.arena = int(rounded.sum())
+
+    @cached_property
+    def workspace(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, partial results of tiles, and the arrival counters, which every launch leaves at zero."""
+        slots = torch.empty(max(self.kernels.slots * self.count, 1), dtype=torch.int64, device=self.device)
+        partials = torch.empty(max(self.kernels.reductions * self.total, 1), dtype=torch.int64, device=self.device)
+        return slots, partials, torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
+
+    def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
+        """The pointer table (`codegen` says what is in it).
+
+        Args:
+            pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
+        """
+        addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
+        elements = [i for i, p in enumerate(self.kernels.program.parameters) if p.extent is Extent.ELEMENT]
+        aligned = (addresses[elements] % ALIGNMENT == 0).all(axis=0)
+        return to_device(
+            np.concatenate([self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses]),
+            self.device,
+        )
+
+    def launch(self, table: Tensor, scalars: Tensor, seed: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Run every kernel of the program once.
+
+        Args:
+            table: as `table` made it.
+            scalars: the live numbers' bits, (n,) int64.
+            seed: 0-d int64; read only by programs that round stochastically.
+            outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
+        """
+        slots, partials, counters = self.workspace
+        block, warps = self.kernels.tiling.block, self.kernels.tiling.warps
+        for kernel in self.kernels.kernels:
+            tiled = kernel.segment.extent is Extent.ELEMENT
+            programs = self.total if tiled else -(-self.count // LANES)
+            if programs:
+                kernel.run[(programs,)](
+                    table,
+                    self.tiles,
+                    scalars,
+                    slots,
+                    partials,
+                    counters,
+                    seed,
+                    self.count,
+                    self.total,
+                    *(outputs[k] for k in kernel.segment.outputs),
+                    BLOCK=block if tiled else LANES,
+                    num_warps=warps,
+                )
+
+
+LANES = 128
+"""Tensors a program of a tensor segment."""
+
+
+def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """A copy of `array` on `device`, without waiting for it.
+
+    While a graph is being captured the copy becomes part of it and reads the host memory again at each
+    replay, so that memory is kept for good.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return host
+    pinned = host.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
+_captured: list[Tensor] = []
+
+
+def bits(numbers: Iterable[float], kinds: Iterable[type[float] | type[int]]) -> list[int]:
+    """Each number as the int64 the kernels read: a float's float64 bits, an integer itself."""
+    return [
+        struct.unpack("<q", struct.pack("<d", n))[0] if k is float else int(n)
+        for n, k in zip(numbers, kinds, strict=True)
+    ]

@@ -1,0 +1,185 @@
+"""A straight-line program over the elements of several tensor lists, in static single assignment form.
+
+A program says what happens to ONE element of every list; the kernels say how it happens to all of them.
+Values are numbered: first the parameters, then the results of the instructions in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+
+class Extent(Enum):
+    """How many numbers a value has for one tensor of the list."""
+
+    ELEMENT = "element"
+    """One number for every element of the tensor."""
+    TENSOR = "tensor"
+    """One number for the whole tensor: a 0-d element, a 0-d tensor given to every element, or a reduction."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value with this number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A live Python number: the `index`-th entry of what is handed over at each call."""
+
+    index: int
+    type: type[float] | type[int]
+
+
+Operand = Any
+"""`Ref`, `Scalar`, a literal (bool, int, float, None, str) or a `torch.dtype`."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of each element: where it is read from and, when the program stores to it, written to."""
+
+    name: str
+    dtype: torch.dtype
+    extent: Extent
+    on_host: bool = False
+    """A 0-d CPU tensor given to elements on a GPU: its value is handed over with the live numbers."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One functional op; `args` are its schema's arguments in order, defaults filled in."""
+
+    op: OpOverload
+    args: tuple[Operand, ...]
+    dtype: torch.dtype
+    compute: torch.dtype
+    """The dtype its operands are converted to before the formula is applied."""
+    extent: Extent
+
+    @property
+    def name(self) -> str:
+        """The op without namespace and overload: `mul` for `aten.mul.Tensor`."""
+        return self.op._schema.name.rpartition("::")[2]
+
+    @property
+    def is_reduction(self) -> bool:
+        """Does this turn the elements of a tensor into one number?"""
+        return self.name in REDUCTIONS
+
+    def reads(self) -> list[int]:
+        """The numbers of the values whose contents it needs (a `zeros_like` needs none)."""
+        shape_only = _SHAPE_ONLY.get(self.name)
+        return [a.index for i, a in enumerate(self.args) if isinstance(a, Ref) and i != shape_only]
+
+
+REDUCTIONS = frozenset({"sum", "prod", "amax", "amin"})
+"""Every other reduction is expanded into these before it gets here."""
+
+# The operand that only lends its shape.
+_SHAPE_ONLY = dict.fromkeys(("zeros_like", "ones_like", "full_like", "copy", "fill", "zero", "numel"), 0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one call does to one element of every list."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    instructions: tuple[Instruction, ...]
+    scalars: tuple[type[float] | type[int], ...] = ()
+    stores: dict[int, int] = field(default_factory=dict)
+    """Parameter number -> the value it holds afterwards."""
+    outputs: tuple[int, ...] = ()
+
+    def value(self, index: int) -> Parameter | Instruction:
+        """The parameter or instruction that gives value `index`."""
+        first = len(self.parameters)
+        return self.parameters[index] if index < first else self.instructions[index - first]
+
+    def __hash__(self) -> int:
+        return hash((self.parameters, self.instructions, self.outputs, tuple(self.stores.items())))
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}({', '.join(_declaration(i, p) for i, p in enumerate(self.parameters))}):"]
+        for i, step in enumerate(self.instructions, len(self.parameters)):
+            lines.append(f"  {_declaration(i, step)} = {step.op}({', '.join(map(_operand, step.args))})")
+        lines += [f"  store v{v} -> {self.parameters[p].name}" for p, v in self.stores.items()]
+        return "\n".join([*lines, f"  return {', '.join(f'v{v}' for v in self.outputs) or 'nothing'}"])
+
+
+def _declaration(index: int, value: Parameter | Instruction) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"v{index}: {dtype}{'' if value.extent is Extent.ELEMENT else ' 0-d'}"
+
+
+def _operand(operand: Operand) -> str:
+    match operand:
+        case Ref(index):
+            return f"v{index}"
+        case Scalar(index):
+            return f"s{index}"
+        case _:
+            return str(operand)
+
+
+def interpret(program: Program, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
+    """Run the program on one element of every list with plain torch ops: the oracle of every kernel.
+
+    Args:
+        program: what to do.
+        tensors: one tensor a parameter; those the program stores to are updated in place.
+        scalars: the live numbers, in order.
+
+    Returns:
+        The outputs.
+    """
+    values: list[torch.Tensor] = list(tensors)
+
+    def resolve(operand: Operand) -> Any:
+        match operand:
+            case Ref(index):
+                return values[index]
+            case Scalar(index):
+                return scalars[index]
+            case _:
+                return operand
+
+    for step in program.instructions:
+        values.append(_run(step.op, step.dtype, [resolve(a) for a in step.args]))
+    # An output is a tensor of its own, also where it equals a parameter, another output or a stored value.
+    shared = {*range(len(tensors)), *program.stores.values()}
+    outputs = []
+    for v in program.outputs:
+        outputs.append(values[v].clone() if v in shared else values[v])
+        shared.add(v)
+    # Every stored value is computed before any is written: a store may overwrite what another one reads.
+    for parameter, value in program.stores.items():
+        if value != parameter:
+            tensors[parameter].copy_(values[value])
+    return outputs
+
+
+def _run(op: OpOverload, dtype: torch.dtype, args: list[Any]) -> torch.Tensor:
+    special = REFERENCES.get(op._schema.name)
+    result: torch.Tensor = special(*args) if special is not None else op(*_split(op, args)[0], **_split(op, args)[1])
+    return result if result.dtype == dtype else result.to(dtype)
+
+
+def _split(op: OpOverload, args: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Schema-ordered arguments as positional and keyword-only ones."""
+    schema = op._schema.arguments
+    positional = [a for a, s in zip(args, schema, strict=False) if not s.kwarg_only]
+    return positional, {s.name: a for a, s in zip(args, schema, strict=False) if s.kwarg_only}
+
+
+REFERENCES: dict[str, Callable[..., torch.Tensor]] = {}
+"""Instructions that are no torch op of their own -> how torch computes them."""
