@@ -22,17 +22,19 @@ _UNARY = (
 ).split()
 
 _ALIASES = {
-    "abs": ["absolute"],
-    "acos": ["arccos"],
-    "asin": ["arcsin"],
-    "atan": ["arctan"],
-    "neg": ["negative"],
-    "trunc": ["fix"],
-    "add": [],
-    "sub": ["subtract"],
-    "mul": ["multiply"],
-    "div": ["divide", "true_divide"],
+    "abs": ("absolute",),
+    "acos": ("arccos",),
+    "asin": ("arcsin",),
+    "atan": ("arctan",),
+    "neg": ("negative",),
+    "trunc": ("fix",),
+    "sub": ("subtract",),
+    "mul": ("multiply",),
+    "div": ("divide", "true_divide"),
 }
+
+# torch.special.round is not here: it refuses whole numbers, which torch.round and its foreach form take.
+_IN_SPECIAL = {"erf": "erf", "erfc": "erfc", "expm1": "expm1", "log1p": "log1p", "sigmoid": "expit"}
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,11 @@ def _targets() -> dict[Callable[..., Any], Target]:
                 continue
             overloads = {k: getattr(packet, o) for k, o in row.overloads.items() if o in packet.overloads()}
             target = Target(row, overloads, in_place)
-            for name in [row.base, *_ALIASES.get(row.base, [])]:
-                for owner, spelled in (
-                    (torch.Tensor, name + suffix),
-                    (torch, name + suffix),
-                    (torch.special, name),
-                    (torch.special, {"sigmoid": "expit"}.get(name, name)),
-                ):
-                    if in_place and owner is torch.special:
-                        continue
-                    func = getattr(owner, spelled, None)
-                    if func is not None:
-                        found[func] = target
+            names = [name + suffix for name in (row.base, *_ALIASES.get(row.base, ()))]
+            spellings = [getattr(owner, name, None) for name in names for owner in (torch.Tensor, torch)]
+            if not in_place and row.base in _IN_SPECIAL:
+                spellings.append(getattr(torch.special, _IN_SPECIAL[row.base]))
+            found.update((func, target) for func in spellings if func is not None)
     return found
 
 
