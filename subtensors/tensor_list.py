@@ -15,7 +15,7 @@ from subtensors import list_calls
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import list_call
 from subtensors.packing import Layout, pack
-from subtensors.tree_structure import flatten_tensors, list_structure, subtree
+from subtensors.tree_structure import Structure, flatten_tensors, list_structure, subtree
 
 _log = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class TensorList(torch.Tensor):
             return [f"flat_{i}" for i in range(len(self._flats))], arena
         for i in range(len(self)):
             self._unrecorded(i)
-        return [f"element_{i}" for i in range(len(self))], self.treespec
+        return [f"element_{i}" for i in range(len(self))], Structure(self.treespec)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -310,7 +310,7 @@ class TensorList(torch.Tensor):
         inner = list(inner_tensors.values())
         if isinstance(context, Layout):
             return _of_flats(inner, context, outer_size)
-        return _of_elements(inner, context, outer_size)
+        return _of_elements(inner, context.treespec, outer_size)
 
     def __getattr__(self, name: str) -> Any:
         kind, _, index = name.partition("_")

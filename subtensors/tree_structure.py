@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 
 Path = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What torch.compile is told of an unpacked list: its structure, in a form that its logs can print."""
+
+    treespec: optree.PyTreeSpec
+
+    def __repr__(self) -> str:
+        return f"Structure({self.treespec})"
 
 
 def path_name(path: Path) -> str:
