@@ -101,7 +101,9 @@ def functional_form(op: OpOverload) -> OpOverload | None:
     """
     if not _writes(op):
         return op
-    candidates = [c for name in _functional_names(_name(op)) for c in _overloads_named(name) if not _writes(c)]
+    candidates = [
+        c for name in _functional_names(_name(op)) for c in _overloads_named(op.namespace, name) if not _writes(c)
+    ]
     wanted = _signature(op)
     for extra in (frozenset[str](), _TENSOR_OPTIONS):
         for candidate in candidates:
@@ -171,12 +173,12 @@ def _single_tensor_form(op: OpOverload) -> OpOverload | None:
     if name in FOREACH_TWINS:
         return FOREACH_TWINS[name]
     # All overloads of these ops share a class, so the first will do.
-    candidates = _overloads_named(name.removeprefix("_foreach_"))
+    candidates = _overloads_named(op.namespace, name.removeprefix("_foreach_"))
     return next((c for c in candidates if not _writes(c)), None)
 
 
-def _overloads_named(name: str) -> list[OpOverload]:
-    packet = getattr(torch.ops.aten, name, None)
+def _overloads_named(namespace: str, name: str) -> list[OpOverload]:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
 

@@ -339,6 +339,16 @@ def test_a_functional_form_computes_what_its_in_place_op_leaves_behind() -> None
     assert compared > 100
 
 
+def test_an_op_of_another_library_never_takes_its_class_from_an_aten_op_of_that_name() -> None:
+    with torch.library._scoped_library("subtensors_test", "FRAGMENT") as library:
+        library.define("add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)")
+        library.define("scan(Tensor self) -> Tensor", tags=[torch.Tag.pointwise])
+        named_like_aten = torch.ops.subtensors_test.add_.Tensor
+        assert functional_form(named_like_aten) is None
+        assert op_class(named_like_aten) is OpClass.OTHER
+        assert op_class(torch.ops.subtensors_test.scan.default) is OpClass.POINTWISE
+
+
 def test_in_place_means_writing_to_an_operand() -> None:
     assert is_in_place(aten.add_.Tensor)
     assert is_in_place(aten._foreach_add_.List)

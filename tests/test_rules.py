@@ -7,7 +7,7 @@ import torch
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.rules import ADVICE, RuleTable
+from subtensors.dispatch.rules import ADVICE, Key, RuleTable
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def test_in_place_and_foreach_overloads_get_the_rule_of_their_class() -> None:
 
 
 @pytest.mark.parametrize("key", [aten.add.Tensor, aten.add, OpClass.POINTWISE])
-def test_registering_a_key_twice_is_refused_naming_both_functions(key: object) -> None:
+def test_registering_a_key_twice_is_refused_naming_both_functions(key: Key) -> None:
     table = RuleTable("Demo")
     table.register(key)(for_op)
     with pytest.raises(ValueError, match=r"Demo: .* has the rule for_op already, so for_class can't be registered"):
