@@ -88,8 +88,13 @@ def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
             numbers.append(position)
             kinds.append(float if isinstance(leaf, float) else int)
-        else:
+        elif isinstance(leaf, bool | str | torch.dtype | torch.device | None):
             kinds.append(leaf)
+        else:
+            raise TypeError(
+                f"an argument of fused maths is a list of tensors, a tensor, a number, a bool, a str or None; "
+                f"got {type(leaf).__name__}"
+            )
     modes = (torch.is_grad_enabled(), torch.get_default_dtype(), _interpreter.get())
     autocast = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
     return _Call(tuple(leaves), spec, tuple(tensors), tuple(numbers), (spec, tuple(kinds), modes, autocast))
@@ -173,6 +178,13 @@ class Fusion:
         for _, group in self._plan(call, columns).groups:
             lines.append("  " + group.describe().replace("\n", "\n  "))
         return "\n".join(lines)
+
+    def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
+        """Which leaves of the arguments the maths writes to; None when it returns new tensors."""
+        call = _take_apart(args, kwargs)
+        columns = self._columns(call)
+        traced = self._trace(call, _route([c[0] for c in columns], columns))
+        return None if traced.program.outputs else tuple(call.tensors[p] for p in traced.program.stores)
 
     def _columns(self, call: _Call) -> Columns:
         """One list of tensors an argument, all of one length."""

@@ -7,6 +7,7 @@ refused with the line of the user's source that asked for it.
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -121,15 +122,15 @@ _SHAPE_READERS: dict[Any, str] = {
     **{getattr(torch.Tensor, name): f"{name}()" for name in ("size", "numel", "nelement", "dim", "stride")},
 }
 
-_DISPATCH = Path(__file__).resolve().parent
-_TORCH = Path(torch.__file__).resolve().parent
+_INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
 
 
 def _is_users(filename: str) -> bool:
-    """Is this source file neither torch's nor the tracer's?"""
+    """Is this source file neither torch's, nor Python's, nor the tracer's?"""
     path = Path(filename).resolve()
-    internal = path.is_relative_to(_TORCH) or path.is_relative_to(_DISPATCH) or filename.startswith("<frozen")
-    return not internal and path.name not in ("fused.py", "contextlib.py")
+    in_packages = "site-packages" in path.parts
+    internal = any(path.is_relative_to(folder.resolve()) for folder in _INTERNAL[: 2 if in_packages else 3])
+    return not internal and not filename.startswith("<frozen")
 
 
 def _source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
@@ -263,10 +264,13 @@ class _Tracer(TorchDispatchMode):
         if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
             # One number is its own sum, product, maximum and minimum.
             instruction = replace(instruction, op=_TO, args=(instruction.args[0], instruction.dtype))
+        if instruction.name == "stochastic_round":
+            # Each rounding draws bits of its own.
+            instruction = replace(instruction, args=(instruction.args[0], len(self.instructions)))
         # Python finds 1, 1.0 and True equal; the types keep them apart.
         key = (instruction, *map(type, instruction.args))
         number = self.numbers.get(key)
-        if number is None or instruction.name == "stochastic_round":
+        if number is None:
             self.instructions.append(instruction)
             number = self.numbers[key] = len(self.parameters) + len(self.instructions) - 1
         return Traced(_Cell(number), instruction.dtype, instruction.extent, self)

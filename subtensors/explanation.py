@@ -1,0 +1,38 @@
+"""`st.explain`: what is done with a value or a call, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from subtensors.fuse import Fused
+from subtensors.list_calls import explain_call
+from subtensors.tensor_list import TensorList
+
+
+def explain(subject: TensorList | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Say what was done and why: rules applied, groups, kernels.
+
+    Args:
+        subject: a TensorList, a fused function, or any torch function; the last two with the arguments of a call.
+        args: arguments of the call, which is planned but not run.
+        kwargs: likewise.
+
+    Returns:
+        Text, a line for each group of tensors and each kernel.
+
+    Raises:
+        TypeError: there is nothing to say about `subject`.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> print(st.explain(torch.add, st.TensorList([torch.ones(2), torch.ones(3)]), 1))
+        foreach aten._foreach_add.Scalar (1 group)
+    """
+    if isinstance(subject, Fused):
+        return subject.explain(*args, **kwargs)
+    if isinstance(subject, TensorList):
+        return repr(subject)
+    if callable(subject):
+        return explain_call(subject, *args, **kwargs)
+    raise TypeError(f"explain takes a TensorList, a fused function or a torch function, got {type(subject).__name__}")

@@ -1,0 +1,98 @@
+"""Norms over all the tensors of a list, without waiting for the device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.fusion import Elements, Fusion
+from subtensors.tensor_list import TensorList
+
+
+def total_norm(tensors: TensorList, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """The norm of all elements of all tensors, as if they were one vector.
+
+    Args:
+        tensors: real or complex floating-point tensors of any shapes and dtypes.
+        norm_type: the p of the p-norm; inf is the largest magnitude.
+        error_if_nonfinite: raise when the norm is NaN or inf; that waits for the device.
+
+    Returns:
+        0-d tensor on the first tensor's device; 0 for an empty list.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> st.total_norm(st.TensorList([torch.tensor([3.0]), torch.tensor([[4.0]])]))
+        tensor(5.)
+
+    Source: `torch.nn.utils.get_total_norm`, whose numbers it gives.
+    """
+    return _total_norm(tensors.tensors, norm_type, error_if_nonfinite)
+
+
+def clip_grad_norm_(
+    parameters: TensorList, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of all parameters so that their total norm is at most `max_norm`.
+
+    Args:
+        parameters: tensors whose `.grad` is scaled in place; those without one are skipped.
+        max_norm: the largest total norm.
+        norm_type: the p of the p-norm.
+        error_if_nonfinite: raise when the norm is NaN or inf; that waits for the device.
+
+    Returns:
+        The total norm before scaling, 0-d.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> p = torch.zeros(2, requires_grad=True)
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> st.clip_grad_norm_(st.TensorList([p]), max_norm=1.0), p.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+
+    Source: `torch.nn.utils.clip_grad_norm_`, whose numbers it gives.
+    """
+    gradients = [t.grad for t in parameters.tensors if t.grad is not None]
+    norm = _total_norm(gradients, norm_type, error_if_nonfinite)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for device in dict.fromkeys(g.device for g in gradients):
+        _scale(Elements(g for g in gradients if g.device == device), coefficient.to(device))
+    return norm
+
+
+@torch.no_grad()
+def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    if not tensors:
+        return torch.tensor(0.0)
+    norms = _norm(float(norm_type))(Elements(torch.view_as_real(t) if t.is_complex() else t for t in tensors))
+    total = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} is {total.item()}, not finite; "
+            "pass error_if_nonfinite=False to scale by it all the same"
+        )
+    return total
+
+
+@functools.cache
+def _norm(order: float) -> Fusion:
+    def norm(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, order)
+
+    return Fusion(norm)
+
+
+def _scaled_by(gradient: Tensor, coefficient: Tensor) -> None:
+    gradient.mul_(coefficient)
+
+
+_scale = Fusion(_scaled_by)
