@@ -1,0 +1,329 @@
+"""The base class: an optimizer is a `state` declaration and one `update` method of single-tensor maths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import repeat
+from operator import is_not
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.groups import Elements
+from subtensors.optim.group_lists import Batch, GroupLists, State, are_same, as_real
+from subtensors.optim.single_tensor import is_narrow, single_tensor
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+MASTER = "master_param"
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer whose whole step is one fused call a parameter group.
+
+    A subclass says which state a parameter has and how one tensor is updated:
+
+    - `state`: for each entry of a parameter's state, how it starts: a function of the parameter (of its float32
+      master, where there is one).
+    - `update(self, p, g, <state entries>, *, <hyperparameters>)`: straight-line maths that writes `p` and the entries
+      in place, traced once for the class (see `fused`). What comes after `p` and `g` is taken from the state by
+      name; `step` needs no declaration: it is a 0-d float32 count on the parameter's device, 0 before the first
+      step, and `update` adds to it. Keyword-only arguments come from the parameter group: numbers stay live (a new
+      value never retraces) and arrive as floats, tensors of one element as 0-d tensors; bools, None and strings are
+      static, so that `if` may ask for them.
+
+    Values stored in less than float32 are computed in float32 and rounded once, when they are stored. Complex
+    parameters are seen as `torch.view_as_real` shows them. An option that `defaults` or a group may hold, for any
+    subclass: `maximize` (default False), and `master_weights` (default False): keep a float32 `master_param` for
+    every bfloat16 or float16 parameter, with the rest of its state in float32, and round the parameter from it.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        defaults: the hyperparameters of a group that doesn't give its own.
+
+    Raises:
+        ValueError: `differentiable` is asked for, or a hyperparameter of `update` has no value.
+        TypeError: when the class is made, if `state` and `update` don't name the same entries.
+
+    Example:
+        >>> import subtensors as st
+        >>> class MySGD(st.optim.Optimizer):
+        ...     def __init__(self, params, lr=1e-2, momentum=0.9):
+        ...         super().__init__(params, dict(lr=lr, momentum=momentum))
+        ...     state = dict(buf=torch.zeros_like)
+        ...     def update(self, p, g, buf, *, lr, momentum): buf.mul_(momentum).add_(g); p.sub_(lr * buf)
+        >>> w = torch.nn.Parameter(torch.ones(3))
+        >>> opt = MySGD([w], lr=0.5)
+        >>> for _ in range(2):
+        ...     w.grad = torch.ones(3)
+        ...     opt.step()
+        >>> w
+        Parameter containing:
+        tensor([-0.4500, -0.4500, -0.4500], requires_grad=True)
+        >>> opt.state[w]
+        {'buf': tensor([1.9000, 1.9000, 1.9000])}
+    """
+
+    # In a class body: the declaration, read and taken away by `__init_subclass__`. On an instance: torch's state.
+    state: Any
+
+    # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
+    _step_supports_amp_scaling = True
+
+    _declaration: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
+    _entries: ClassVar[tuple[str, ...]]
+    _hyperparameters: ClassVar[tuple[str, ...]]
+    _required: ClassVar[frozenset[str]]
+    _fusion: ClassVar[Fusion]
+
+    _lists: dict[int, GroupLists]
+    _known_state: list[State]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "state" in cls.__dict__:
+            cls._declaration = dict(cls.__dict__["state"])
+            del cls.state
+        if cls.update is Optimizer.update:
+            return
+        _, _, _, *entries = signature = list(inspect.signature(cls.update).parameters.values())
+        if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
+            raise TypeError(f"{cls.__name__}.update takes self, p and g first")
+        hyperparameters = [s for s in entries if s.kind is inspect.Parameter.KEYWORD_ONLY]
+        cls._entries = tuple(s.name for s in entries if s not in hyperparameters)
+        cls._hyperparameters = tuple(s.name for s in hyperparameters)
+        cls._required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
+        if set(cls._entries) - {"step"} != set(cls._declaration) - {"step"}:
+            raise TypeError(
+                f"{cls.__name__}.update takes the state entries {sorted(cls._entries)} (its arguments between g and "
+                f"the keyword-only ones), and {cls.__name__}.state declares {sorted(cls._declaration)}"
+            )
+        cls._fusion = Fusion(single_tensor(cls))
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        if not hasattr(type(self), "_fusion"):
+            raise TypeError(f"{type(self).__name__} has no update method")
+        self._lists = {}
+        self._known_state = []
+        super().__init__(params, defaults)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """What one step does to one tensor; the method that a subclass is."""
+        raise NotImplementedError
+
+    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+        """Whether the parameters of this group have this state entry; `update` is given None for one they lack.
+
+        Args:
+            entry: a name from `state`, or `step`.
+            group: the parameter group.
+        """
+        return True
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not are_same(self.state.values(), self._known_state):
+            self._lists.clear()
+        for index, group in enumerate(self.param_groups):
+            grads = [p.grad for p in group["params"]]
+            for batch in self._batches(index, group, grads):
+                self._update_batch(group, batch, grads)
+        return loss
+
+    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: list[Tensor]) -> None:
+        p = batch.params
+        g = Elements(grads if batch.indices is None else [grads[i] for i in batch.indices])
+        columns: dict[str, Elements] = batch.columns
+        if batch.is_complex:
+            p, g = as_real(p), as_real(g)
+            columns = {name: as_real(c) if c[0].is_complex() else c for name, c in columns.items()}
+        device = batch.device
+        self._fusion(
+            p,
+            g,
+            columns.get(MASTER),
+            tuple([columns.get(entry) for entry in self._entries]),
+            _live(getattr(self, "grad_scale", None), device),
+            _live(getattr(self, "found_inf", None), device),
+            bool(group.get("maximize")),
+            {name: _live(group[name], device) for name in self._hyperparameters if name in group},
+        )
+
+    def _batches(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> list[Batch]:
+        """The group's batches for this set of gradients; state that a parameter lacks is made."""
+        params = group["params"]
+        has_grad = list(map(is_not, grads, repeat(None)))
+        entries = tuple([entry for entry in self._entries if self.keeps(entry, group)])
+        has_masters = bool(group.get("master_weights"))
+        lists = self._lists.get(index)
+        if lists is not None and lists.is_current(params, has_grad, entries, has_masters):
+            return lists.batches
+        kinds: dict[tuple[torch.device, bool, bool], list[int]] = {}
+        for i in [i for i, has in enumerate(has_grad) if has]:
+            p = params[i]
+            if grads[i].layout is not torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} updates dense gradients, and parameter {i} of its group has one of layout "
+                    f"{grads[i].layout}: make it dense (Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
+                )
+            has_master = has_masters and is_narrow(p.dtype)
+            self._fill(p, (MASTER, *entries) if has_master else entries)
+            kinds.setdefault((p.device, has_master, p.is_complex()), []).append(i)
+        batches = []
+        for (device, has_master, is_complex), indices in kinds.items():
+            states = [self.state[params[i]] for i in indices]
+            names = (MASTER, *entries) if has_master else entries
+            columns = {name: Elements([s[name] for s in states], is_fixed=True) for name in names}
+            everything = None if len(indices) == len(params) else indices
+            batches.append(
+                Batch(everything, device, is_complex, Elements([params[i] for i in indices]), states, columns)
+            )
+        self._lists[index] = GroupLists(list(params), has_grad, entries, has_masters, batches)
+        self._known_state = list(self.state.values())
+        return batches
+
+    def _fill(self, p: Tensor, names: Iterable[str]) -> None:
+        state = self.state[p]
+        # A count that joins state from before it was kept: steps were taken, how many is not known.
+        is_new = not state
+        for name in names:
+            if state.get(name) is None:
+                state[name] = self._start(p, name, MASTER in names)
+                if name == "step" and not is_new:
+                    state[name].fill_(1)
+
+    def _start(self, p: Tensor, name: str, has_master: bool) -> Tensor:
+        """What state entry `name` of this parameter is before its first step."""
+        if name == "step" and name not in self._declaration:
+            return torch.zeros((), device=p.device, dtype=torch.float32)
+        p = p.detach()
+        p = p.float() if has_master else p
+        return p if name == MASTER else self._declaration[name](p)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with the defaults for what it doesn't say.
+
+        Args:
+            param_group: `params`, and hyperparameters of its own.
+        """
+        super().add_param_group(param_group)
+        self._check(param_group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        if group.get("differentiable"):
+            raise ValueError(
+                "differentiable=True is not supported: the step is one fused update in place, which autograd can't "
+                f"follow; expected False (torch.optim.{type(self).__name__} can differentiate through its step)"
+            )
+        if missing := self._required - set(group):
+            raise ValueError(
+                f"{type(self).__name__}.update needs {sorted(missing)}, which the group {sorted(group)} lacks"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch.optim's class of the same name saves it.
+
+        Returns:
+            `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
+        """
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if group.get("capturable") or group.get("fused"):
+                continue
+            for index in group["params"]:
+                if "step" in saved["state"].get(index, ()):
+                    state = saved["state"][index]
+                    saved["state"][index] = {**state, "step": state["step"].cpu()}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state that this class, or torch.optim's of the same name, saved.
+
+        Values are copied, each into the dtype and onto the device that this optimizer would have started it with.
+
+        Args:
+            state_dict: what `state_dict()` gave.
+
+        Raises:
+            ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
+        """
+        # torch would cast all state to its parameter's dtype, masters included: it is handed over wrapped, after the
+        # user's hooks have seen it.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, given: {**given, "state": {key: _Saved(value) for key, value in given["state"].items()}}
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lists = {}
+        self._known_state = []
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
+                    group.setdefault(name, default)
+            self._check(group)
+            for p in group["params"]:
+                if isinstance(saved := self.state.get(p), _Saved):
+                    self.state[p] = {name: self._loaded(p, name, value, group) for name, value in saved.entries.items()}
+        for key, value in self.state.items():
+            if isinstance(value, _Saved):
+                self.state[key] = value.entries
+
+    def _loaded(self, p: Tensor, name: str, value: Any, group: dict[str, Any]) -> Any:
+        if value is None or name not in (MASTER, *self._entries):
+            return value.to(p.device) if isinstance(value, Tensor) else value
+        entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype))
+        value = torch.as_tensor(value)
+        if value.shape != entry.shape:
+            raise ValueError(
+                f"state entry {name!r} has shape {tuple(value.shape)}, and {tuple(entry.shape)} is expected"
+            )
+        # A new tensor: `_start` may hand out a shared one, or the parameter itself.
+        return torch.empty_like(entry).copy_(value)
+
+
+@dataclass
+class _Saved:
+    """One parameter's state on its way through torch's load_state_dict, which leaves what it doesn't know as it is."""
+
+    entries: Any
+
+
+def _live(value: Any, device: torch.device) -> Any:
+    """A hyperparameter as the fused call takes it: an int as a float, a tensor of one element without dimensions."""
+    if isinstance(value, Tensor):
+        value = value.reshape(())
+        # From the host its value is handed over; one on a device is read there.
+        return value if value.device.type == "cpu" else value.to(device, non_blocking=True)
+    if isinstance(value, tuple | list):
+        return tuple([_live(v, device) for v in value])
+    return float(value) if type(value) is int else value
