@@ -36,6 +36,12 @@ def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_source_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:subtensors|dispatch|kernels|tests|docs)/[\w/.-]+\.\w+)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_page_of_docs_is_listed_in_the_index() -> None:
     listed = set(re.findall(r"\]\(([^)#:]+)\)", (ROOT / "docs" / "index.md").read_text()))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
