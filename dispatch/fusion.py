@@ -35,9 +35,11 @@ from subtensors.dispatch.groups import (
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.lowering import DTYPES
-from subtensors.kernels.program import Extent, Parameter
+from subtensors.kernels.program import Extent, Parameter, Scalar
 
 logger = logging.getLogger("subtensors.fused")
+
+SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each element, or update it outside"
 
 _interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
 
@@ -182,9 +184,22 @@ class Fusion:
     def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
         """Which leaves of the arguments the maths writes to; None when it returns new tensors."""
         call = _take_apart(args, kwargs)
+        program = self._first_trace(call).program
+        return None if program.outputs else tuple(call.tensors[p] for p in program.stores)
+
+    def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
+        """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""
+        program = self._first_trace(_take_apart(args, kwargs)).program
+        return all(
+            isinstance(declared.type, torch.TensorType)
+            for step in program.instructions
+            for operand, declared in zip(step.args, step.op._schema.arguments, strict=False)
+            if isinstance(operand, Scalar)
+        )
+
+    def _first_trace(self, call: _Call) -> Trace:
         columns = self._columns(call)
-        traced = self._trace(call, _route([c[0] for c in columns], columns))
-        return None if traced.program.outputs else tuple(call.tensors[p] for p in traced.program.stores)
+        return self._trace(call, _route([c[0] for c in columns], columns))
 
     def _columns(self, call: _Call) -> Columns:
         """One list of tensors an argument, all of one length."""
@@ -235,10 +250,7 @@ class Fusion:
         traced = self._trace(call, route)
         for parameter in traced.program.stores:
             if isinstance(columns[parameter], Repeated) and len(columns[parameter]) > 1:
-                raise RuleError(
-                    f"{self.name} writes to a tensor that all {len(columns[parameter])} elements share: each would "
-                    "write it in turn; pass a list with a tensor for each element, or update it outside"
-                )
+                raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
         if traced.unlowered:
             return TorchGroup(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not route.triton:

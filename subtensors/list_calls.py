@@ -11,11 +11,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from subtensors.dispatch.batched import batched_call
-from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.flat_rules import FOREIGN_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.foreach import foreach_call
 from subtensors.dispatch.mapping import ListCall, gather, list_call
-from subtensors.dispatch.op_classes import OpClass, op_class
+from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.rules import RuleTable
 from subtensors.packing import Layout
 from subtensors.tree_structure import first_difference, leaf_name
 
@@ -82,26 +82,27 @@ def plan(call: ListCall) -> Plan:
     return Plan(lambda: "mapped element by element", lambda: _map(call))
 
 
+RULES = RuleTable(
+    "TensorList",
+    dict.fromkeys(OpClass, "call it on the elements (for t in tl) or outside the compiled function"),
+)
+"""What a list does with an overload that reaches `__torch_dispatch__`: each rule takes the `ListCall`."""
+
+
 def run_overload(call: ListCall) -> Any:
-    """An aten overload called with TensorLists, as the compiler does: on flats where it can be, else mapped.
+    """An overload called with TensorLists, as the compiler does: on flats where it can be, else by `RULES`.
 
     The compiler and the code above `__torch_dispatch__` see a list as a vector with one entry an element; an op that
     reads that shape (a view, a matrix product) has lost its meaning by the time it arrives here, and is refused.
     """
-    lists: list[TensorList] = call.lists
     overload: OpOverload = call.func  # type: ignore[assignment]
-    _check_same_structure(lists)
-    elementwise = overload_acts_on_values(overload)
-    if not elementwise and op_class(overload) not in (OpClass.POINTWISE, OpClass.REDUCTION):
-        raise RuleError(
-            f"{overload} ({op_class(overload).value}) has no rule for a TensorList under torch.compile, which takes "
-            f"pointwise ops and reductions; call it on the elements (for t in tl) or outside the compiled function"
-        )
-    arena = _common_arena(lists)
-    if elementwise and arena is not None and _plain_operands_fit(call, arena):
-        out = _run_on_flats(call, arena)
+    _check_same_structure(call.lists)
+    if overload_acts_on_values(overload):
+        arena = _common_arena(call.lists)
+        on_flats = arena is not None and _plain_operands_fit(call, arena)
+        out = _run_on_flats(call, arena) if arena is not None and on_flats else _map(call)
     else:
-        out = _map(call)
+        out = RULES.lookup(overload)(call)
     return return_and_correct_aliasing(overload, call.args, call.kwargs, out)
 
 
@@ -181,6 +182,9 @@ def _map(call: ListCall) -> Any:
     if all(r is None for r in results) and getattr(call.func, "__name__", "") != "__get__":
         return None
     return _gathered(results, lists)
+
+
+RULES.register(OpClass.POINTWISE, OpClass.REDUCTION)(_map)
 
 
 def _gathered(results: list[Any], lists: Sequence[TensorList]) -> Any:

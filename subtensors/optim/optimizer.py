@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any, ClassVar, overload
 
 import torch
@@ -20,6 +20,9 @@ from subtensors.optim.single_tensor import is_narrow, single_tensor
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 MASTER = "master_param"
+
+# Mapped in C over each group, in every step.
+_grad = attrgetter("grad")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -150,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         if not are_same(self.state.values(), self._known_state):
             self._lists.clear()
         for index, group in enumerate(self.param_groups):
-            grads = [p.grad for p in group["params"]]
+            grads = list(map(_grad, group["params"]))
             for batch in self._batches(index, group, grads):
                 self._update_batch(group, batch, grads)
         return loss
@@ -196,8 +199,8 @@ class Optimizer(torch.optim.Optimizer):
             kinds.setdefault((p.device, has_master, p.is_complex()), []).append(i)
         batches = []
         for (device, has_master, is_complex), indices in kinds.items():
-            states = [self.state[params[i]] for i in indices]
             names = (MASTER, *entries) if has_master else entries
+            states = [self.state[params[i]] for i in indices] if names else []
             columns = {name: Elements([s[name] for s in states], is_fixed=True) for name in names}
             everything = None if len(indices) == len(params) else indices
             batches.append(
@@ -207,7 +210,9 @@ class Optimizer(torch.optim.Optimizer):
         self._known_state = list(self.state.values())
         return batches
 
-    def _fill(self, p: Tensor, names: Iterable[str]) -> None:
+    def _fill(self, p: Tensor, names: tuple[str, ...]) -> None:
+        if not names:
+            return  # asking for the state would make an empty one
         state = self.state[p]
         # A count that joins state from before it was kept: steps were taken, how many is not known.
         is_new = not state
@@ -293,13 +298,14 @@ class Optimizer(torch.optim.Optimizer):
             self._check(group)
             for p in group["params"]:
                 if isinstance(saved := self.state.get(p), _Saved):
-                    self.state[p] = {name: self._loaded(p, name, value, group) for name, value in saved.entries.items()}
+                    entries = {name: value for name, value in saved.entries.items() if value is not None}
+                    self.state[p] = {name: self._loaded(p, name, value, group) for name, value in entries.items()}
         for key, value in self.state.items():
             if isinstance(value, _Saved):
                 self.state[key] = value.entries
 
     def _loaded(self, p: Tensor, name: str, value: Any, group: dict[str, Any]) -> Any:
-        if value is None or name not in (MASTER, *self._entries):
+        if name not in (MASTER, *self._entries):
             return value.to(p.device) if isinstance(value, Tensor) else value
         entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype))
         value = torch.as_tensor(value)
