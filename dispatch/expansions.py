@@ -30,12 +30,12 @@ def _accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     _whole(dim, keepdim)
     return aten.sum.default(x, dtype=dtype)
 
 
-def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     _whole(dim, keepdim)
     result = dtype or x.dtype
     return (aten.sum.default(x.to(_accumulation(result))) / torch.ops.subtensors.numel(x)).to(result)
@@ -43,7 +43,7 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
 
 def _vector_norm(
     x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
+) -> Any:
     _whole(dim, keepdim)
     result = dtype or x.dtype
     x = x.to(_accumulation(result))
@@ -62,7 +62,7 @@ def _vector_norm(
     return norm.to(result)
 
 
-def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     _whole(dim, keepdim)
     wide = x.to(_accumulation(x.dtype))
     count = torch.ops.subtensors.numel(x)
@@ -71,25 +71,15 @@ def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
     return ((away * away).sum() / degrees.clamp(min=0)).to(x.dtype)
 
 
-def _amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    _whole(list(dim) or None, keepdim)
-    return aten.amax.default(x)
-
-
-def _amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    _whole(list(dim) or None, keepdim)
-    return aten.amin.default(x)
-
-
-def _any(x: Tensor) -> Tensor:
+def _any(x: Tensor) -> Any:
     return aten.amax.default((x != 0).to(torch.int32)) != 0
 
 
-def _all(x: Tensor) -> Tensor:
+def _all(x: Tensor) -> Any:
     return aten.amin.default((x != 0).to(torch.int32)) != 0
 
 
-EXPANSIONS: dict[Any, Callable[..., Tensor]] = {
+EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,

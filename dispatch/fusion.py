@@ -81,8 +81,9 @@ class _Call:
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-    tensors, numbers, kinds = [], [], []
+    leaves, spec = torch_private.flatten((args, kwargs))
+    tensors, numbers = [], []
+    kinds: list[Any] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Elements | Tensor):
             tensors.append(position)
@@ -186,6 +187,11 @@ class Fusion:
         call = _take_apart(args, kwargs)
         program = self._first_trace(call).program
         return None if program.outputs else tuple(call.tensors[p] for p in program.stores)
+
+    def digest(self, *args: Any, **kwargs: Any) -> str:
+        """What a call does, as text: the program and how its live numbers are computed."""
+        traced = self._first_trace(_take_apart(args, kwargs))
+        return f"{traced.program} {traced.expressions}"
 
     def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
         """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""

@@ -128,10 +128,10 @@ def written_overlap(columns: Columns, program: Program) -> bool:
     starts, ends, written = [], [], []
     for index, column in enumerate(columns):
         for tensor in distinct(column):
-            start = tensor.data_ptr()
+            begin = tensor.data_ptr()
             reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            starts.append(start)
-            ends.append(start + reach * tensor.element_size() if tensor.numel() else start)
+            starts.append(begin)
+            ends.append(begin + reach * tensor.element_size() if tensor.numel() else begin)
             written.append(index in program.stores)
     order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
     start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]
@@ -325,7 +325,7 @@ class KernelGroup(Group):
     def describe(self) -> str:
         """The kernels, a line each."""
         lines = [
-            f"{self.grid.count} tensors, {int(self.grid.sizes.sum())} elements, {self.grid.total} tiles on {self.device}"
+            f"{self.grid.count} tensors, {self.grid.sizes.sum()} elements, {self.grid.total} tiles on {self.device}"
         ]
         for kernel in self.kernels.kernels:
             what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"

@@ -108,5 +108,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11, 2.13."""
     import torch._prims_common as prims
 
-    known = getattr(prims, "is_non_overlapping_and_dense_or_false", None) or prims.is_non_overlapping_and_dense
-    return tensor.is_contiguous() or known(tensor)
+    name = "is_non_overlapping_and_dense"
+    known = getattr(prims, f"{name}_or_false", None) or getattr(prims, name)
+    return tensor.is_contiguous() or bool(known(tensor))
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists and dicts, None among them, and how to nest them again."""
+    import optree
+
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    return leaves, spec

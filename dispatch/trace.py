@@ -50,6 +50,8 @@ class Trace:
     program: Program
     scalars: tuple[Callable[[Sequence[float]], float], ...]
     """How each of the program's live numbers is computed from the numbers of the call."""
+    expressions: tuple[str, ...]
+    """The same, to be read."""
     results: Any
     """What the function returned: `Returned` leaves in a nest of tuples, lists and dicts."""
     unlowered: tuple[str, ...] = ()
@@ -98,11 +100,13 @@ class Traced(torch.Tensor):
                 "use a reduction such as x.mean(), or pass the number as an argument",
             )
         if func is torch.where:
-            args = [torch.scalar_tensor(a) if isinstance(a, torch.SymFloat | torch.SymInt) else a for a in args]
-        return super().__torch_function__(func, types, args, kwargs or {})
+            args = [torch.scalar_tensor(a) if isinstance(a, torch.SymFloat | torch.SymInt) else a for a in args]  # type: ignore[arg-type]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         """Nothing reaches a stand-in outside its trace."""
         raise RuleError(f"{func}: a tensor of fused maths outlived the call that made it")
 
@@ -158,7 +162,7 @@ class _Tracer(TorchDispatchMode):
     depth: int = 0
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = _schema_order(func, args, kwargs or {})
@@ -412,7 +416,8 @@ def trace(
         outputs=tuple(outputs),
     )
     evaluators = tuple(live.compile(expression) for expression in tracer.scalars)
-    return Trace(program, evaluators, results, tuple(dict.fromkeys(tracer.unlowered)))
+    expressions = tuple(map(str, tracer.scalars))
+    return Trace(program, evaluators, expressions, results, tuple(dict.fromkeys(tracer.unlowered)))
 
 
 def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:

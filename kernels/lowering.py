@@ -77,11 +77,11 @@ def _sub(a: Text, b: Text, alpha: Text = ONE) -> str:
     return f"({a} - {_scaled(b, alpha)})"
 
 
-def _clamp(x: str, low: Text = ABSENT, high: Text = ABSENT) -> str:
+def _clamp(x: Text, low: Text = ABSENT, high: Text = ABSENT) -> str:
     if low is not ABSENT:
-        x = f"tl.maximum({x}, {low}, propagate_nan=tl.PropagateNan.ALL)"
+        x = Text(f"tl.maximum({x}, {low}, propagate_nan=tl.PropagateNan.ALL)")
     if high is not ABSENT:
-        x = f"tl.minimum({x}, {high}, propagate_nan=tl.PropagateNan.ALL)"
+        x = Text(f"tl.minimum({x}, {high}, propagate_nan=tl.PropagateNan.ALL)")
     return x
 
 
@@ -118,7 +118,7 @@ _SHARED: dict[str, Template] = {
     "fmin": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)"),
     "clamp": _clamp,
     "clamp_min": _clamp,
-    "clamp_max": lambda x, high: _clamp(x, "None", high),
+    "clamp_max": lambda x, high: _clamp(x, ABSENT, high),
     "relu": lambda x: _clamp(x, Text("0", 0)),
     "abs": _format("tl.abs({0})"),
     "where": _format("tl.where({0}, {1}, {2})"),

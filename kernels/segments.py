@@ -75,14 +75,11 @@ class _Planner:
             reads = value.reads() if isinstance(value, Instruction) else []
             before = max((self.rounds[r] for r in reads), default=0)
             self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
-        sinks = [*self.program.stores.values(), *self.program.outputs]
-        self.last = max((self.rounds[v] for v in sinks), default=0)
-        for parameter, value in self.program.stores.items():
-            if self.program.parameters[parameter].extent is Extent.TENSOR:
-                self.tensor_rounds.add(self.rounds[value])
-        for value in self.program.outputs:
-            if self.program.value(value).extent is Extent.TENSOR:
-                self.tensor_rounds.add(self.rounds[value])
+        stored, returned = self.program.stores, self.program.outputs
+        self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
+        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].extent is Extent.TENSOR]
+        per_tensor += [v for v in returned if self.program.value(v).extent is Extent.TENSOR]
+        self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
         self.tensor_rounds.update(self.rounds[v] for v in self._costly())
 
     def _costly(self) -> Iterable[int]:

@@ -9,7 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import optree
 import torch
 
-from subtensors.dispatch.fusion import Elements, Fusion
+from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.groups import Elements
 from subtensors.fused_op import call_opaque, register
 from subtensors.tensor_list import TensorList
 from subtensors.tree_structure import first_difference

@@ -7,6 +7,7 @@ the maths itself; the elements of other lists go to one opaque op, `subtensors::
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.fusion import SHARED_ADVICE, Elements, Fusion
+from subtensors.dispatch.fusion import SHARED_ADVICE, Fusion
+from subtensors.dispatch.groups import Elements
 from subtensors.dispatch.mapping import ListCall
 from subtensors.list_calls import RULES
 from subtensors.tensor_list import TensorList
@@ -33,7 +35,7 @@ class _Signature(NamedTuple):
 
 
 _fusions: list[Fusion] = []
-_signatures: list[_Signature] = []
+_signatures: dict[str, _Signature] = {}
 
 
 def register(fusion: Fusion) -> int:
@@ -68,7 +70,7 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
         else:
             return False
     signature, written = _signature(key, tuple(kinds), names)
-    if signature < 0:
+    if not signature:
         return False
     tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, Tensor)]
     torch.ops.subtensors.fused_lists(
@@ -82,8 +84,11 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) -> tuple[int, tuple[int, ...]]:
-    """A number for this kind of call and which arguments it writes; -1 when it returns tensors."""
+def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) -> tuple[str, tuple[int, ...]]:
+    """The name of this kind of call and which arguments it writes; no name when it returns tensors.
+
+    The name is made from what the call does: compiled graphs are cached on disk under what they hold.
+    """
 
     def stand_in(kind: tuple[Any, ...]) -> Any:
         match kind:
@@ -102,14 +107,14 @@ def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) 
     with torch.no_grad():
         written = _fusions[key].writes(*args, **kwargs)
         if written is None:
-            return -1, ()
+            return "", ()
         is_traceable = _fusions[key].takes_tensors_for_numbers(*args, **kwargs)
     if any(kinds[i][0] == "tensor" for i in written) and any(kind[0] == "list" for kind in kinds):
         raise RuleError(f"{_fusions[key].name} writes to a tensor that all elements share: {SHARED_ADVICE}")
     entry = _Signature(key, kinds, names, written, is_traceable)
-    if entry not in _signatures:
-        _signatures.append(entry)
-    return _signatures.index(entry), written
+    name = hashlib.sha256(f"{_fusions[key].digest(*args, **kwargs)} {kinds} {names}".encode()).hexdigest()
+    _signatures[name] = entry
+    return name, written
 
 
 def _place(values: Sequence[Any], names: Sequence[str | None]) -> tuple[list[Any], dict[str, Any]]:
@@ -118,7 +123,7 @@ def _place(values: Sequence[Any], names: Sequence[str | None]) -> tuple[list[Any
 
 
 def _arguments(
-    signature: int, count: int, writes: Sequence[Any], reads: Sequence[Any], numbers: Sequence[Any], spread: bool
+    signature: str, count: int, writes: Sequence[Any], reads: Sequence[Any], numbers: Sequence[Any], spread: bool
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of the fused function; `spread`: a list arrives as its `count` elements, not as one value."""
     _, kinds, names, written, _ = _signatures[signature]
@@ -140,13 +145,13 @@ def _arguments(
 
 
 torch.library.define(
-    "subtensors::fused", "(int signature, int count, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
+    "subtensors::fused", "(str signature, int count, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
 )
 
 
 @torch.library.impl("subtensors::fused", "CompositeExplicitAutograd")
 def _run(
-    signature: int, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
+    signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
 ) -> None:
     key, kinds, *_ = _signatures[signature]
     numeric = [k[0] for k in kinds if k[0] in ("float", "int")]
@@ -156,26 +161,26 @@ def _run(
         _fusions[key](*args, **kwargs)
 
 
-@torch.library.register_fake("subtensors::fused")
+@torch.library.register_fake("subtensors::fused")  # type: ignore[untyped-decorator]
 def _fake(
-    signature: int, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
+    signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
 ) -> None:
     return None
 
 
 torch.library.define(
-    "subtensors::fused_lists", "(int signature, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
+    "subtensors::fused_lists", "(str signature, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
 )
 
 
 @torch.library.impl("subtensors::fused_lists", "CompositeExplicitAutograd")
-def _run_plain(signature: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+def _run_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
     """The call on plain tensors: a list of one."""
     torch.ops.subtensors.fused(signature, 1, writes, reads, numbers)
 
 
-@torch.library.register_fake("subtensors::fused_lists")
-def _fake_plain(signature: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+@torch.library.register_fake("subtensors::fused_lists")  # type: ignore[untyped-decorator]
+def _fake_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
     return None
 
 

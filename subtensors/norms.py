@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fusion import Elements, Fusion
+from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.groups import Elements
 from subtensors.tensor_list import TensorList
 
 
@@ -74,7 +76,7 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
     if not tensors:
         return torch.tensor(0.0)
     norms = _norm(float(norm_type))(Elements(torch.view_as_real(t) if t.is_complex() else t for t in tensors))
-    total = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} is {total.item()}, not finite; "
@@ -85,7 +87,7 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
 
 @functools.cache
 def _norm(order: float) -> Fusion:
-    def norm(x: Tensor) -> Tensor:
+    def norm(x: Tensor) -> Any:
         return torch.linalg.vector_norm(x, order)
 
     return Fusion(norm)

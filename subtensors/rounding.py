@@ -18,7 +18,7 @@ def _round(x: Tensor, salt: int = 0) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-@torch.library.register_fake("subtensors::stochastic_round")
+@torch.library.register_fake("subtensors::stochastic_round")  # type: ignore[untyped-decorator]
 def _fake(x: Tensor, salt: int = 0) -> Tensor:
     return torch.empty_like(x, dtype=torch.bfloat16)
 
