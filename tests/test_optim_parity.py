@@ -1,0 +1,215 @@
+"""The optimizers against torch.optim's classes of the same name, over torch's own sample arguments for them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum, OptimizerInput, optim_db
+
+import subtensors as st
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65, 33)]
+STEPS = 20
+NAMES = ["SGD", "Adam", "AdamW"]
+INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in NAMES}
+
+MakeOptimizer = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
+def random_tensors(
+    device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0
+) -> list[Tensor]:
+    """The same values on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = torch.complex128 if dtype.is_complex else torch.float64
+    return [torch.randn(shape, generator=generator, dtype=exact).to(device, dtype) for shape in shapes]
+
+
+def start(device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    """Values to begin with; matrices lie column after column, so that strides are not the default ones."""
+    values = random_tensors(device, dtype, shapes)
+    return [v.mT.contiguous().mT if v.dim() == 2 else v for v in values]
+
+
+def train(
+    make: MakeOptimizer, values: Iterable[Tensor], dtype: torch.dtype, steps: int = STEPS, first: int = 0
+) -> tuple[list[Parameter], torch.optim.Optimizer]:
+    """`steps` steps from `values`, held as `dtype`, on gradients that were rounded to the dtype of `values`."""
+    params = [Parameter(v.detach().to(dtype, copy=True)) for v in values]
+    optimizer = make(params)
+    take_steps(optimizer, params, values, range(first, first + steps))
+    return params, optimizer
+
+
+def take_steps(
+    optimizer: torch.optim.Optimizer, params: list[Parameter], values: Iterable[Tensor], steps: Iterable[int]
+) -> None:
+    for number in steps:
+        for p, v in zip(params, values, strict=True):
+            exact = torch.complex128 if p.is_complex() else torch.float64
+            (g,) = random_tensors(str(p.device), exact, [p.shape], seed=number + 1)
+            p.grad = g.to(v.dtype).to(p.dtype)
+        optimizer.step()
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return torch.cat([t.detach().cpu().double().reshape(-1) for t in parts])
+
+
+def assert_as_accurate(
+    ours: Iterable[Tensor], theirs: Iterable[Tensor], truth: Iterable[Tensor], dtype: torch.dtype
+) -> None:
+    """Ours is as near to the float64 truth as 1.5 times torch's own distance and one rounding to `dtype`."""
+    exact = flat(truth)
+    assert torch.isfinite(exact).all()
+    error, allowed = (flat(ours) - exact).norm(), 1.5 * (flat(theirs) - exact).norm()
+    rounding = torch.finfo(dtype).eps * exact.norm()
+    assert error <= allowed + rounding, f"{error=:.3g} {allowed=:.3g} {rounding=:.3g}"
+
+
+def sample_arguments(name: str, device: str, dtype: torch.dtype) -> list[OptimizerInput]:
+    samples = INFOS[name].optim_inputs_func(device=torch.device(device), dtype=dtype)
+    # torch builds its tensor hyperparameters on the CPU and lets its optimizers take them there.
+    return [s for s in samples if not s.kwargs.get("differentiable")]
+
+
+def makers(name: str, kwargs: dict[str, Any]) -> tuple[MakeOptimizer, MakeOptimizer]:
+    """Ours and torch's class with these arguments, each with tensors of its own."""
+
+    def maker(package: Any) -> MakeOptimizer:
+        return lambda params: getattr(package, name)(params, **copy.deepcopy(kwargs))  # type: ignore[no-any-return]
+
+    return maker(st.optim), maker(torch.optim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_end_where_torch_does_for_every_sample_of_optim_db(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    values = start(device, dtype)
+    samples = sample_arguments(name, device, dtype)
+    assert len(samples) >= 5
+    for sample in samples:
+        make, make_theirs = makers(name, sample.kwargs)
+        theirs, _ = train(make_theirs, values, dtype)
+        truth, _ = train(make_theirs, values, torch.float64)
+        ours, _ = train(make, values, dtype)
+        assert_as_accurate(ours, theirs, truth, dtype)
+        assert all(p.stride() == v.stride() for p, v in zip(ours, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SGD", {"lr": torch.tensor([0.01]), "momentum": 0.9}),
+        ("Adam", {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.9), torch.tensor([0.99]))}),
+        ("AdamW", {"lr": torch.tensor(0.01), "amsgrad": True, "weight_decay": 1}),
+        ("Adam", {"lr": 1, "betas": (0.0, 0.9)}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tensor_and_integer_hyperparameters_do_what_they_do_in_torch(
+    name: str, kwargs: dict[str, Any], dtype: torch.dtype
+) -> None:
+    make, make_theirs = makers(name, kwargs)
+    values = start("cpu", dtype)
+    theirs, _ = train(make_theirs, values, dtype)
+    truth, _ = train(make_theirs, values, torch.float64)
+    # A tensor among the hyperparameters is float32, and so is what is computed from it, whatever the parameters are.
+    assert_as_accurate(train(make, values, dtype)[0], theirs, truth, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "lr": 0.1}),
+        ("Adam", {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+        ("AdamW", {}),
+    ],
+)
+def test_complex_parameters_end_where_torch_does(
+    name: str, kwargs: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    values = start(device, dtype)
+    make, make_theirs = makers(name, kwargs)
+    theirs, _ = train(make_theirs, values, dtype)
+    truth, _ = train(make_theirs, values, torch.complex128)
+    ours, optimizer = train(make, values, dtype)
+    assert_as_accurate(ours, theirs, truth, torch.empty(0, dtype=dtype).real.dtype)
+    assert optimizer.state.keys() in ({*ours}, set())
+    for state in optimizer.state.values():
+        assert {t.dtype for name, t in state.items() if name != "step"} == {dtype}
+
+
+def test_a_group_of_several_dtypes_ends_where_torch_does(device: str) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    shapes = [(5, 3), (4,), (), (2, 2)]
+    values = [v.to(dtype) for v, dtype in zip(start(device, torch.float64, shapes), dtypes, strict=True)]
+
+    def ending(make: MakeOptimizer, widened: bool) -> list[Parameter]:
+        params = [Parameter(v.double() if widened else v.clone()) for v in values]
+        take_steps(make(params), params, values, range(STEPS))
+        return params
+
+    make, make_theirs = makers("Adam", {"lr": 0.01, "eps": 1e-3})
+    ours, theirs, truth = ending(make, False), ending(make_theirs, False), ending(make_theirs, True)
+    for i, dtype in enumerate(dtypes):
+        assert_as_accurate(ours[i : i + 1], theirs[i : i + 1], truth[i : i + 1], dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_torch_refuses_are_refused_alike(name: str) -> None:
+    info = INFOS[name]
+    errors = info.optim_error_inputs_func(device=torch.device("cpu"), dtype=torch.float32)
+    assert len(errors) >= 6
+    for error in errors:
+        assert error.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
+        sample = error.optimizer_error_input
+        params = [Parameter(torch.randn(1, 1))] if sample.params is None else sample.params
+        with pytest.raises(error.error_type, match=error.error_regex or re.escape("")):
+            getattr(st.optim, name)(params, **sample.kwargs)
+
+
+def lion_by_the_paper(params: list[Parameter], steps: int, lr: float, decay: float) -> list[Tensor]:
+    """Chen et al. 2023, Algorithm 2, in float64."""
+    weights, momenta = [p.detach().double() for p in params], [torch.zeros_like(p, dtype=torch.float64) for p in params]
+    for number in range(steps):
+        for i, g in enumerate(lion_gradients(params, number)):
+            direction = torch.sign(0.9 * momenta[i] + (1 - 0.9) * g.double())
+            weights[i] = weights[i] - lr * (direction + decay * weights[i])
+            momenta[i] = 0.99 * momenta[i] + (1 - 0.99) * g.double()
+    return weights
+
+
+def lion_gradients(params: list[Parameter], number: int) -> list[Tensor]:
+    return random_tensors(str(params[0].device), params[0].dtype, seed=number)
+
+
+def test_lion_follows_the_algorithm_of_its_paper(device: str) -> None:
+    params = [Parameter(v) for v in start(device, torch.float32)]
+    expected = lion_by_the_paper(params, STEPS, lr=0.01, decay=0.1)
+    optimizer = st.optim.Lion(params, lr=0.01, weight_decay=0.1)
+    for number in range(STEPS):
+        for p, g in zip(params, lion_gradients(params, number), strict=True):
+            p.grad = g
+        optimizer.step()
+    # Each step rounds each parameter once.
+    assert (flat(params) - flat(expected)).abs().max() <= STEPS * torch.finfo(torch.float32).eps * flat(
+        params
+    ).abs().max()
+
+
+@pytest.mark.parametrize("arguments", [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9,)}])
+def test_lion_refuses_values_out_of_range(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape(str(next(iter(arguments.values()))))):
+        st.optim.Lion([Parameter(torch.zeros(1))], **arguments)
