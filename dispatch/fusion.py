@@ -26,6 +26,7 @@ from subtensors.dispatch.groups import (
     FixedLists,
     Group,
     KernelGroup,
+    Leaves,
     MappedGroup,
     Repeated,
     TorchGroup,
@@ -109,8 +110,8 @@ class _Plan:
 
     fixed: FixedLists
     guard: torch_private.MetadataGuard
-    groups: list[tuple[list[int] | None, Group]]
-    """Which elements (None: all of them), and how they run."""
+    groups: list[tuple[list[int], Group]]
+    """Which elements, and how they run."""
 
 
 class Fusion:
@@ -158,20 +159,19 @@ class Fusion:
         plan = self._plan(call, columns)
         numbers = [call.leaves[i] for i in call.numbers]
         count = call.count
-        leaves: list[list[Any]] = []
-        for indices, group in plan.groups:
-            if indices is None:
-                leaves = group.run(columns, numbers)
-                continue
-            results = group.run(_part(columns, indices), numbers)
-            leaves = leaves or [[None] * len(columns[0]) for _ in results]
-            for leaf, result in zip(leaves, results, strict=True):
-                for index, value in zip(indices, result, strict=True):
-                    leaf[index] = value
         if not plan.groups:
             return None
-        returned = plan.groups[0][1].returned
-        return returned.unflatten([leaf[0] if count is None else _as_elements(leaf) for leaf in leaves])
+        if len(plan.groups) == 1:
+            leaves = plan.groups[0][1].run(columns, numbers)
+        else:
+            leaves = _merge(
+                [(indices, group.run(_part(columns, indices), numbers)) for indices, group in plan.groups],
+                len(columns[0]),
+            )
+        result = plan.groups[0][1].returned
+        if count is None:
+            return result.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
+        return result.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """What a call with these arguments runs, without running it."""
@@ -241,10 +241,10 @@ class Fusion:
             route = _Route(reason="autograd records it") if needs_autograd else _route(row, columns)
             routes.setdefault(route, []).append(index)
         count = len(columns[0])
-        groups: list[tuple[list[int] | None, Group]] = []
+        groups: list[tuple[list[int], Group]] = []
         for route, indices in routes.items():
             part = columns if len(indices) == count else _part(columns, indices)
-            groups.append((None if len(indices) == count else indices, self._make_group(call, route, part)))
+            groups.append((indices, self._make_group(call, route, part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
         return _Plan(FixedLists(columns), guard, groups)
@@ -326,6 +326,17 @@ def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
     triton = triton and all(p.dtype in DTYPES for p in parameters)
     alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or torch_private.is_dense(sized[0]))
     return _Route("", str(device), parameters, triton, copies=triton and not alike)
+
+
+def _merge(parts: list[tuple[list[int], Leaves]], count: int) -> Leaves:
+    """The results of several groups in the order of all elements."""
+    merged: Leaves = [None if leaf is None else [None] * count for leaf in parts[0][1]]
+    for indices, leaves in parts:
+        for whole, leaf in zip(merged, leaves, strict=True):
+            if whole is not None and leaf is not None:
+                for index, value in zip(indices, leaf, strict=True):
+                    whole[index] = value
+    return merged
 
 
 def _as_elements(leaf: list[Any]) -> Any:

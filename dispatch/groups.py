@@ -57,8 +57,8 @@ def is_fixed(column: Sequence[Tensor]) -> bool:
 
 
 Columns = Sequence[Sequence[Tensor]]
-Leaves = list[list[Any]]
-"""For each leaf of the result, one value an element."""
+Leaves = list[list[Any] | None]
+"""For each leaf of the result, one value an element; None for a leaf that is None for all."""
 
 
 class Group(ABC):
@@ -145,9 +145,9 @@ def written_overlap(columns: Columns, program: Program) -> bool:
 
 
 def _leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
-    def column(leaf: Returned | None) -> list[Any]:
+    def column(leaf: Returned | None) -> list[Any] | None:
         if leaf is None:
-            return [None] * len(columns[0])
+            return None
         return list(columns[leaf.index] if leaf.is_parameter else outputs[leaf.index])
 
     return [column(leaf) for leaf in optree.tree_leaves(trace.results, none_is_leaf=True)]
