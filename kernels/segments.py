@@ -129,7 +129,8 @@ class _Planner:
             return
         value = self.program.value(index)
         home = self._home(index, segment)
-        kept = self._kept_in(index, segment)
+        # Only what no memory holds is kept: a number per tensor that is never stored has no time to be kept at.
+        kept = self._kept_in(index, segment) if home is None else None
         if home is not None:
             segment.memory[index] = home
         elif kept is not None:
