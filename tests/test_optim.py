@@ -17,11 +17,14 @@ import subtensors as st
 
 
 class MySGD(st.optim.Optimizer):
-    def __init__(self, params, lr=1e-2, momentum=0.9): super().__init__(params, dict(lr=lr, momentum=momentum))  # type: ignore[no-untyped-def]  # fmt: skip  # noqa
+    def __init__(self, params: Any, lr: float = 1e-2, momentum: float = 0.9) -> None:
+        super().__init__(params, dict(lr=lr, momentum=momentum))  # noqa: C408
 
-    state = dict(buf=torch.zeros_like)  # noqa
+    state = dict(buf=torch.zeros_like)  # noqa: C408, RUF012
 
-    def update(self, p, g, buf, *, lr, momentum): buf.mul_(momentum).add_(g); p.sub_(lr * buf)  # type: ignore  # fmt: skip  # noqa
+    def update(self, p: Tensor, g: Tensor, buf: Tensor, *, lr: float, momentum: float) -> None:
+        buf.mul_(momentum).add_(g)
+        p.sub_(lr * buf)
 
 
 def model(device: str = "cpu", seed: int = 0) -> torch.nn.Sequential:

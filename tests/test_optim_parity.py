@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, OptimizerInput, optim_db
 
 import subtensors as st
+from subtensors.dispatch.fusion import kernels_on_cpu
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65, 33)]
 STEPS = 20
@@ -165,6 +166,39 @@ def test_a_group_of_several_dtypes_ends_where_torch_does(device: str) -> None:
     ours, theirs, truth = ending(make, False), ending(make_theirs, False), ending(make_theirs, True)
     for i, dtype in enumerate(dtypes):
         assert_as_accurate(ours[i : i + 1], theirs[i : i + 1], truth[i : i + 1], dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}),
+        ("Adam", {"lr": 0.01, "amsgrad": True, "maximize": True}),
+        ("AdamW", {"lr": torch.tensor(0.01)}),
+    ],
+)
+def test_the_kernels_of_a_step_end_where_torch_does(name: str, kwargs: dict[str, Any]) -> None:
+    values = start("cpu", torch.float32, [(7,), (), (0,), (3, 5), (1030,)])
+    make, make_theirs = makers(name, kwargs)
+    with kernels_on_cpu():
+        ours, _ = train(make, values, torch.float32, 3)
+    theirs, _ = train(make_theirs, values, torch.float32, 3)
+    truth, _ = train(make_theirs, values, torch.float64, 3)
+    assert_as_accurate(ours, theirs, truth, torch.float32)
+
+
+# numpy, which runs the kernels here, warns of 0/0 in lanes beyond the end.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+def test_the_kernels_of_a_step_skip_an_overflow_and_keep_masters() -> None:
+    params = [Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in [(5,), (), (33, 40)]]
+    optimizer = st.optim.Lion(params, lr=0.125, master_weights=True)
+    for found_inf in (0.0, 1.0, 0.0):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(found_inf), torch.tensor(2.0)
+        with kernels_on_cpu():
+            optimizer.step()
+    assert [set(p.flatten().tolist()) for p in params] == [{0.75}] * 3
+    assert [set(optimizer.state[p]["master_param"].flatten().tolist()) for p in params] == [{0.75}] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
