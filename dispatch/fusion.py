@@ -21,9 +21,9 @@ from torch import Tensor
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import (
+    ColumnGuard,
     Columns,
     Elements,
-    FixedLists,
     Group,
     KernelGroup,
     Leaves,
@@ -31,7 +31,6 @@ from subtensors.dispatch.groups import (
     Repeated,
     TorchGroup,
     distinct,
-    is_fixed,
 )
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
@@ -108,8 +107,7 @@ def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
 class _Plan:
     """The groups of one call, good for every later call whose tensors are alike."""
 
-    fixed: FixedLists
-    guard: torch_private.MetadataGuard
+    guards: list[ColumnGuard]
     groups: list[tuple[list[int], Group]]
     """Which elements, and how they run."""
 
@@ -224,17 +222,16 @@ class Fusion:
         return columns
 
     def _plan(self, call: _Call, columns: Columns) -> _Plan:
-        guarded = [t for c in columns if not is_fixed(c) for t in distinct(c)]
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
-            if plan.fixed.matches(columns) and plan.guard.matches(guarded):
+            if all(guard.matches(column) for guard, column in zip(plan.guards, columns, strict=True)):
                 return plan
-        plan = self._make_plan(call, columns, torch_private.MetadataGuard(guarded))
+        plan = self._make_plan(call, columns)
         plans.insert(0, plan)
         del plans[self.PLANS :]
         return plan
 
-    def _make_plan(self, call: _Call, columns: Columns, guard: torch_private.MetadataGuard) -> _Plan:
+    def _make_plan(self, call: _Call, columns: Columns) -> _Plan:
         routes: dict[_Route, list[int]] = {}
         needs_autograd = torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c))
         for index, row in enumerate(zip(*columns, strict=True)):
@@ -247,7 +244,7 @@ class Fusion:
             groups.append((indices, self._make_group(call, route, part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
-        return _Plan(FixedLists(columns), guard, groups)
+        return _Plan([ColumnGuard(c) for c in columns], groups)
 
     def _make_group(self, call: _Call, route: _Route, columns: Columns) -> Group:
         mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")

@@ -19,6 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import torch_private
 from subtensors.dispatch.trace import Returned, Trace
 from subtensors.kernels.launch import Grid, Kernels, bits, to_device
 from subtensors.kernels.program import Extent, Program, interpret
@@ -27,17 +28,21 @@ logger = logging.getLogger("subtensors.fused")
 
 
 class Elements(list[Tensor]):
-    """One tensor for each element of a list: how lists reach the core.
+    """One tensor for each element of a list: how lists reach the core. Never changed once made.
+
+    So a call with an `Elements` that was seen before has the same tensors, and only their addresses are
+    read again.
 
     Args:
         tensors: the tensors.
-        is_fixed: does the holder promise that neither the tensors nor their memory change while this
-            object lives? Then it is known by identity, and no address is read again.
+        is_fixed: does the holder promise that their memory does not move while this object lives? Then not
+            even addresses are read. The memory is kept for as long.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), is_fixed: bool = False) -> None:
         super().__init__(tensors)
         self.is_fixed = is_fixed
+        self._memory = [t.untyped_storage() for t in self] if is_fixed else []
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -167,6 +172,47 @@ class FixedLists:
         )
 
 
+class ColumnGuard:
+    """Are the tensors of a column like those of the column it was made for?
+
+    The same `Elements`, and the same tensors while they live, are known by identity: of what can be done to
+    a tensor in place, only a change of shape or strides at an unchanged address would go unseen. Other
+    tensors are compared by type, dtype, device, shape, strides and requires_grad.
+    """
+
+    # Lists that die at every step are not worth the weak references.
+    DEATHS = 3
+
+    def __init__(self, column: Sequence[Tensor]) -> None:
+        self._list = weakref.ref(column) if isinstance(column, Elements) else None
+        self._metadata = torch_private.MetadataGuard(distinct(column))
+        self._identities: list[int] = []
+        self._watched: list[weakref.ref[Tensor]] = []
+        self._deaths = 0
+
+    def matches(self, column: Sequence[Tensor]) -> bool:
+        """Is every tensor like the one in its place?"""
+        if self._list is not None and self._list() is column:
+            return True
+        tensors = distinct(column)
+        identities = list(map(id, tensors))
+        is_known = identities == self._identities
+        if is_known and self._watched:
+            return True
+        if not self._metadata.matches(tensors):
+            return False
+        if is_known and self._deaths < self.DEATHS:
+            # Seen twice in a row: they stay for a while.
+            self._watched = [weakref.ref(t, self._forget) for t in tensors]
+        self._identities = identities
+        return True
+
+    def _forget(self, _: weakref.ref[Tensor]) -> None:
+        if self._watched:
+            self._deaths += 1
+        self._watched, self._identities = [], []
+
+
 @dataclass
 class _OnStream:
     """What launches on one stream share: the live numbers on the device, as last written."""
@@ -232,6 +278,12 @@ class KernelGroup(Group):
 
     def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Launch the kernels."""
+        if self.device.type != "cuda":
+            return self._run(columns, numbers)
+        with torch.cuda.device(self.device):
+            return self._run(columns, numbers)
+
+    def _run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         program = self.trace.program
         originals = columns
         if self.copies:

@@ -8,6 +8,10 @@ from typing import Any
 
 import sympy
 import torch
+
+# Torch imports its compiler at the first op that a dispatch mode sees, some seconds on a cold machine: they
+# belong to importing this package, not to the first step of a training run.
+import torch._dynamo
 from torch._ops import OpOverload
 
 

@@ -33,6 +33,7 @@ from subtensors.kernels.lowering import (
     CONDITIONS,
     FLOATS,
     HALF,
+    INTEGERS,
     TRITON_TYPES,
     Text,
     identity,
@@ -57,22 +58,25 @@ class Kernel:
     """The `triton.jit` function."""
     source: str
     name: str
+    block: int
+    """Elements a tile, or tensors a program."""
 
 
-def write_kernel(program: Program, segment: Segment, name: str) -> Kernel:
+def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
     """The Triton kernel of one segment.
 
     Args:
         program: the program the segment is cut from.
         segment: what to read, compute and write.
         name: what the kernel is called in profiles.
+        block: elements a tile, or tensors a program of a tensor segment.
 
     Returns:
         The kernel; its source can be read in tracebacks and with `st.explain`.
     """
     writer = _TileWriter if segment.extent is Extent.ELEMENT else _LaneWriter
     source = writer(program, segment, name).source()
-    return Kernel(segment, _compile(source, name), source, name)
+    return Kernel(segment, _compile(source, name), source, name, block)
 
 
 _serial = itertools.count()
@@ -123,7 +127,21 @@ class _Writer:
                 if step.is_reduction:
                     continue
                 text = self.formula(index, step)
+                if self.is_rounded(index, step):
+                    text = _cast(_cast(text, self.register(index), step.dtype), step.dtype, self.register(index))
             yield f"v{index} = {text}"
+
+    def is_rounded(self, index: int, step: Instruction) -> bool:
+        """Does a value wider in registers than its dtype lose the difference at once?
+
+        When the program converts to that dtype, and when memory will hold the value: what is read from it
+        later in this kernel is then what is read from memory in the next, and compensated sums work.
+        """
+        if step.dtype not in FLOATS or step.dtype == self.register(index):
+            return False
+        source = step.args[1 if step.name == "copy" else 0] if step.name in _CONVERSIONS else None
+        is_converted = isinstance(source, Ref) and self.value(source.index).dtype != step.dtype
+        return is_converted or index in self.program.stores.values()
 
     def formula(self, index: int, step: Instruction) -> str:
         """The expression of an instruction, in the register type of its result."""
@@ -132,10 +150,7 @@ class _Writer:
         if step.name in _FREE:
             # Nothing to compute: the operand's own register converts straight to the result's.
             source = self.register(step.args[0].index)
-            text = f"v{step.args[0].index}"
-            if step.dtype in HALF and source == torch.float32 and self.value(step.args[0].index).dtype != step.dtype:
-                return _cast(_cast(text, source, step.dtype), step.dtype, self.register(index))
-            return _cast(text, source, self.register(index))
+            return _cast(f"v{step.args[0].index}", source, self.register(index))
         rule = template(step.name, step.compute)
         assert rule is not None
         arity = _ARITY.get(step.name, len(operands))
@@ -149,8 +164,8 @@ class _Writer:
                 text = "tl.full([], 1, tl.int64)"
         text = _cast(text, made, self.register(index))
         if step.extent is Extent.ELEMENT and not any(self.is_tile(r) for r in step.reads()):
-            zeros = f"tl.zeros([BLOCK], {TRITON_TYPES[_arithmetic(self.register(index))]})"
-            text = _cast(f"({zeros} + {text})", _arithmetic(self.register(index)), self.register(index))
+            kind = _arithmetic(self.register(index))
+            text = _cast(f"tl.full([BLOCK], {text}, {TRITON_TYPES[kind]})", kind, self.register(index))
         return text
 
     def is_tile(self, index: int) -> bool:
@@ -172,6 +187,8 @@ class _Writer:
             case Scalar(index, kind):
                 return Text(_cast(f"s{index}", torch.int64 if kind is int else torch.float64, wanted))
             case bool() | int() | float():
+                if wanted in INTEGERS:
+                    operand = int(operand)
                 return Text(f"tl.full([], {_literal(operand)}, {TRITON_TYPES[_arithmetic(wanted)]})", operand)
             case None:
                 return ABSENT
@@ -337,6 +354,7 @@ class _LaneWriter(_Writer):
 
 
 _FREE = frozenset({"_to_copy", "convert_element_type", "clone"})
+_CONVERSIONS = frozenset({"_to_copy", "convert_element_type", "copy"})
 _COMPARISONS = frozenset(
     "eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not".split()
 )

@@ -16,6 +16,9 @@ from subtensors.kernels.codegen import Kernel, write_kernel
 from subtensors.kernels.program import Extent, Program
 from subtensors.kernels.segments import plan_segments, slot_count
 
+LANES = 128
+"""Tensors a program of a tensor segment."""
+
 ALIGNMENT = 16
 """Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
 
@@ -35,7 +38,12 @@ class Kernels:
         self.program, self.tiling = program, tiling
         self.segments = plan_segments(program)
         self.kernels: list[Kernel] = [
-            write_kernel(program, segment, f"{_identifier(program.name)}_{segment.extent.value}_{segment.round}")
+            write_kernel(
+                program,
+                segment,
+                name=f"{_identifier(program.name)}_{segment.extent.value}_{segment.round}",
+                block=tiling.block if segment.extent is Extent.ELEMENT else LANES,
+            )
             for segment in self.segments
         ]
         self.slots = slot_count(self.segments)
@@ -52,6 +60,7 @@ class Grid:
 
     def __init__(self, kernels: Kernels, sizes: Sequence[int], device: torch.device) -> None:
         self.kernels, self.device = kernels, device
+        self._launchers: dict[int, Any] = {}
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -96,30 +105,23 @@ class Grid:
             seed: 0-d int64; read only by programs that round stochastically.
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
         """
-        slots, partials, counters = self.workspace
-        block, warps = self.kernels.tiling.block, self.kernels.tiling.warps
-        for kernel in self.kernels.kernels:
-            tiled = kernel.segment.extent is Extent.ELEMENT
-            programs = self.total if tiled else -(-self.count // LANES)
-            if programs:
-                kernel.run[(programs,)](
-                    table,
-                    self.tiles,
-                    scalars,
-                    slots,
-                    partials,
-                    counters,
-                    seed,
-                    self.count,
-                    self.total,
-                    *(outputs[k] for k in kernel.segment.outputs),
-                    BLOCK=block if tiled else LANES,
-                    num_warps=warps,
-                )
+        arguments = (table, self.tiles, scalars, *self.workspace, seed, self.count, self.total)
+        for number, kernel in enumerate(self.kernels.kernels):
+            arenas = [outputs[k] for k in kernel.segment.outputs]
+            launcher = self._launchers.get(number)
+            if launcher is not None:
+                launcher(*arguments, *arenas, kernel.block)
+            else:
+                self._first_launch(number, kernel, (*arguments, *arenas))
 
-
-LANES = 128
-"""Tensors a program of a tensor segment."""
+    def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
+        programs = self.total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
+        if not programs:
+            return
+        compiled = kernel.run[(programs,)](*arguments, kernel.block, num_warps=self.kernels.tiling.warps)
+        if compiled is not None:
+            self._launchers[number] = compiled[(programs, 1, 1)]
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
