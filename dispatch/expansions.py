@@ -72,11 +72,11 @@ def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
 
 
 def _any(x: Tensor) -> Any:
-    return aten.amax.default((x != 0).to(torch.int32)) != 0
+    return aten.sum.default(x != 0) != 0
 
 
 def _all(x: Tensor) -> Any:
-    return aten.amin.default((x != 0).to(torch.int32)) != 0
+    return aten.sum.default(x == 0) == 0
 
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
@@ -89,6 +89,7 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.std.correction: lambda x, *args, **kwargs: _variance(x, *args, **kwargs).sqrt(),
     aten.max.default: lambda x: aten.amax.default(x),
     aten.min.default: lambda x: aten.amin.default(x),
+    aten.empty_like.default: lambda x, **options: aten.zeros_like.default(x, **options),
     aten.any.default: _any,
     aten.all.default: _all,
     aten.count_nonzero.default: lambda x, dim=None: aten.sum.default(x != 0),

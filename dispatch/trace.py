@@ -33,6 +33,9 @@ aten = torch.ops.aten
 # Any shape would do; an odd one shows up in an error that should have been caught here.
 _SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: ()}
 
+# A view that keeps all of these keeps any shape: they differ in rank, one holds a 1, one is larger than any slice.
+_VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
+
 _TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.COPY, OpClass.FACTORY, OpClass.REDUCTION})
 
 _ADVICE = {
@@ -99,8 +102,12 @@ class Traced(torch.Tensor):
                 f"it reads the shape of a tensor ({_SHAPE_READERS[func]}), and elements differ in shape",
                 "use a reduction such as x.mean(), or pass the number as an argument",
             )
-        if func is torch.where:
-            args = [torch.scalar_tensor(a) if isinstance(a, torch.SymFloat | torch.SymInt) else a for a in args]  # type: ignore[arg-type]
+        if func in _VALUE_READERS:
+            _refuse_value(f"{func.__name__}()")
+        if func in _LIKE_ANOTHER and all(isinstance(a, Traced) and a.extent is args[0].extent for a in args):
+            return aten.alias.default(args[0])
+        if func is torch.where and len(args) == 3:
+            args = [args[0], _wrapped(args[1], args[2]), _wrapped(args[2], args[1])]
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -115,9 +122,35 @@ class Traced(torch.Tensor):
         return f"Traced(v{self.cell.value}, {self.dtype}, {self.extent.value})"
 
 
+_EXAMPLES: dict[type, float] = {torch.SymFloat: 0.5, torch.SymInt: 2}
+"""What stands for a live number where only its type matters."""
+
+
+def _wrapped(value: Any, other: Any) -> Any:
+    """A live number as the tensor `torch.where` makes of a plain one beside `other`."""
+    if type(value) not in _EXAMPLES:
+        return value
+    dtype = torch.result_type(_EXAMPLES.get(type(other), other), _EXAMPLES[type(value)])
+    return torch.scalar_tensor(value, dtype=dtype)
+
+
+# Views whose new shape is that of another tensor.
+_LIKE_ANOTHER = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as})
+
+_VALUE_READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
+
+
+def _refuse_value(how: str) -> NoReturn:
+    _refuse(
+        f"it needs the value of a tensor on the host ({how})",
+        "keep the decision on the device: torch.where(condition, a, b)",
+    )
+
+
 _SHAPE_READERS: dict[Any, str] = {
     torch.Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__: "nbytes",  # type: ignore[attr-defined]
     torch.Tensor.storage_offset: "storage_offset()",
     torch.Tensor.is_contiguous: "is_contiguous()",
     torch.Tensor.__len__: "len()",
@@ -167,10 +200,7 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = _schema_order(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:
-            _refuse(
-                "it needs the value of a tensor on the host (item(), float(), or an `if` on it)",
-                "keep the decision on the device: torch.where(condition, a, b)",
-            )
+            _refuse_value("item(), float(), or an `if` on it")
         if func is aten.lift_fresh.default and not isinstance(arguments[0], Traced):
             return self._constant(arguments[0])
         if func in _IDENTITIES:
@@ -181,6 +211,9 @@ class _Tracer(TorchDispatchMode):
 
     def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
         if func in EXPANSIONS:
+            # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
+            positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+            func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
         if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
             return self._view(func, arguments)
@@ -205,9 +238,18 @@ class _Tracer(TorchDispatchMode):
     def _view(self, func: OpOverload, arguments: list[Any]) -> Traced:
         """A view that keeps the shape is its input under another name."""
         source = arguments[0]
-        positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
-        if tuple(func(*positional, **keywords).shape) != tuple(_SHAPES[source.extent]):
-            _refuse(f"{func} changes the shape of a tensor", _ADVICE[OpClass.VIEW])
+        # A user's own view must keep any shape; one inside a decomposition was written for the stand-ins' shape.
+        for shape in [_SHAPES[source.extent]] if source.extent is Extent.TENSOR or self.depth else _VIEWED_SHAPES:
+            viewed = torch.empty(shape, dtype=source.dtype, device="meta")
+            positional, keywords = _call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
+            try:
+                result = func(*positional, **keywords)
+            except (RuntimeError, IndexError):
+                result = None
+            if not isinstance(result, Tensor) or (result.shape, result.stride()) != (viewed.shape, viewed.stride()):
+                _refuse(f"{func} changes the shape of a tensor", _ADVICE[OpClass.VIEW])
+            if result.dtype != source.dtype:
+                _refuse(f"{func} reads the bits of a tensor as {result.dtype}", _ADVICE[OpClass.VIEW])
         return Traced(source.cell, source.dtype, source.extent, self)
 
     def _is_simple(self, func: OpOverload) -> bool:
@@ -231,6 +273,8 @@ class _Tracer(TorchDispatchMode):
     def _mutate(self, func: OpOverload, arguments: list[Any]) -> Any:
         target = arguments[0]
         functional = _functional(func)
+        if op_class(func) is OpClass.RANDOM:
+            _refuse(f"{func} is random", _ADVICE[OpClass.RANDOM])
         if functional is None or not isinstance(target, Traced):
             _refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
         # Torch's own check that the result may be cast back, and that the shapes allow it.
@@ -253,6 +297,8 @@ class _Tracer(TorchDispatchMode):
         extent = shapes.get(tuple(result.shape))
         if extent is None:
             return None
+        if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
+            _refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
         operands = tuple(self._operand(func, a) for a in arguments)
         compute = result.dtype
         if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
@@ -271,8 +317,8 @@ class _Tracer(TorchDispatchMode):
         if instruction.name == "stochastic_round":
             # Each rounding draws bits of its own.
             instruction = replace(instruction, args=(instruction.args[0], len(self.instructions)))
-        # Python finds 1, 1.0 and True equal; the types keep them apart.
-        key = (instruction, *map(type, instruction.args))
+        # Python finds 1, 1.0 and True equal, and 0.0 and -0.0; their texts differ.
+        key = (instruction, repr(instruction.args))
         number = self.numbers.get(key)
         if number is None:
             self.instructions.append(instruction)
@@ -310,10 +356,8 @@ class _Tracer(TorchDispatchMode):
             return torch.empty(_SHAPES[argument.extent], dtype=argument.dtype, device="meta")
         if isinstance(argument, Tensor):
             self._foreign(argument)
-        if isinstance(argument, torch.SymFloat):
-            return 0.5
-        if isinstance(argument, torch.SymInt):
-            return 2
+        if type(argument) in _EXAMPLES:
+            return _EXAMPLES[type(argument)]
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
     def _operand(self, func: OpOverload, argument: Any) -> Any:

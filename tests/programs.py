@@ -1,0 +1,256 @@
+"""Fused maths under test: the ways to run it, and the oracle that says what is right.
+
+The oracle calls the same function on each element in turn, on plain tensors. What rounding may do to the result is
+measured rather than guessed: beside the plain tensors run a float64 one (the truth), and a few in which every result
+that torch rounds is moved by one rounding of its dtype. The error of a kernel may not exceed 1.5 times the largest
+error among them, plus one rounding of the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subtensors.dispatch.fusion import Elements, Fusion, kernels_on_cpu
+from subtensors.kernels.launch import Tiling
+
+
+class Lowering(Enum):
+    """A way to run fused maths."""
+
+    TORCH = "torch"
+    INTERPRETER = "interpreter"
+    CUDA = "cuda"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self is Lowering.CUDA else "cpu"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Fused calls in here run this way."""
+        if self is not Lowering.INTERPRETER:
+            yield
+            return
+        # The interpreter computes with numpy, which warns where a GPU gives inf or NaN.
+        with np.errstate(all="ignore"), kernels_on_cpu():
+            yield
+
+    def slack(self, dtype: torch.dtype) -> float:
+        """Roundings beyond one that a result of this dtype may be off: the interpreter truncates to half precision."""
+        return float(self is Lowering.INTERPRETER and dtype in (torch.bfloat16, torch.float16))
+
+
+INTERPRETER = pytest.param(
+    Lowering.INTERPRETER,
+    id="interpreter",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles where there is a GPU"),
+)
+CUDA = pytest.param(Lowering.CUDA, id="cuda", marks=pytest.mark.gpu)
+KERNELS = [INTERPRETER, CUDA]
+LOWERINGS = [pytest.param(Lowering.TORCH, id="torch"), *KERNELS]
+
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
+each_kernel_lowering = pytest.mark.parametrize("lowering", KERNELS)
+
+SMALL_TILES = Tiling(block=64, warps=2)
+"""Tiles so small that a tensor of a few hundred elements has several."""
+
+
+# Ops whose result is one of their operands, or a truth: nothing is rounded.
+_EXACT = frozenset(
+    "clone detach alias copy_ where neg neg_ abs abs_ maximum minimum fmax fmin clamp clamp_ clamp_min clamp_max relu "
+    "amax amin max min sign zeros_like ones_like zero_ floor ceil trunc round isnan masked_fill masked_fill_".split()
+)
+
+PERTURBED = 4
+
+
+@dataclass
+class _Shadows(TorchDispatchMode):
+    """Runs every op once more in float64 for each shadow; shadow 0 is the truth, the others are perturbed.
+
+    Truths and integers are taken from the plain run, so all shadows take the same decisions.
+    """
+
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    shadows: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def of(self, tensor: Tensor) -> list[Tensor]:
+        """The shadows of a tensor, itself where it holds no floats."""
+        if not tensor.is_floating_point():
+            return [tensor] * (1 + PERTURBED)
+        if id(tensor) not in self.shadows:
+            self.shadows[id(tensor)] = tensor, [tensor.to(torch.float64, copy=True) for _ in range(1 + PERTURBED)]
+        return self.shadows[id(tensor)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = [[self.of(a)[k] if isinstance(a, Tensor) else a for a in args] for k in range(1 + PERTURBED)]
+        plain = func(*args, **kwargs)
+        if not isinstance(plain, Tensor) or not plain.is_floating_point():
+            return plain
+        keywords = {k: torch.float64 if v in _FLOATS and k == "dtype" else v for k, v in kwargs.items()}
+        name = func._schema.name.rpartition("::")[2]
+        exact = name in _EXACT and (name != "copy_" or _widens(args[1].dtype, plain.dtype))
+        exact |= name == "_to_copy" and _widens(args[0].dtype, plain.dtype)
+        results = []
+        for k, shadow_args in enumerate(before):
+            given = {key: self.of(v)[k] if isinstance(v, Tensor) else v for key, v in keywords.items()}
+            shadow = func(*shadow_args, **given)
+            if shadow.dtype != torch.float64:
+                shadow = shadow.to(torch.float64)
+            if k and not exact:
+                info = torch.finfo(plain.dtype)
+                step = shadow.abs() * info.eps + info.smallest_normal * info.eps
+                signs = torch.randint(0, 2, shadow.shape, generator=self.generator).to(shadow.device) * 2 - 1
+                # A finite truth stays finite: what overflows is left to the plain run.
+                shadow.copy_(torch.where(shadow.isfinite(), shadow + step * signs, shadow))
+            results.append(shadow)
+        if plain is not args[0]:
+            self.shadows[id(plain)] = plain, results
+        return plain
+
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _widens(source: torch.dtype, target: torch.dtype) -> bool:
+    order = {torch.float64: 3, torch.float32: 2, torch.float16: 1, torch.bfloat16: 1, torch.bool: 0}
+    return source == target or order.get(source, 9) < order[target]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor should be: torch's own answer, the truth, and how far rounding can push it."""
+
+    plain: Tensor
+    shadows: list[Tensor]
+
+    def check(self, actual: Tensor, slack: float = 0) -> None:
+        """Raise AssertionError where `actual` is further from the truth than rounding explains."""
+        plain = self.plain
+        assert actual.dtype == plain.dtype
+        assert actual.shape == plain.shape
+        if not plain.is_floating_point():
+            assert torch.equal(actual, plain), f"{actual} is not {plain}"
+            return
+        info = torch.finfo(plain.dtype)
+        got, truth = actual.double(), self.shadows[0]
+        errors = torch.stack([(s - truth).abs() for s in (plain.double(), *self.shadows[1:])]).nan_to_num(0, 0, 0)
+        unit = truth.abs().clamp(min=info.smallest_normal) * info.eps
+        # Luck in one element says nothing about its neighbours: roundings are counted over the whole tensor.
+        roundings = (errors / unit).nan_to_num(0, 0, 0)
+        worst = roundings.amax() if plain.numel() else 0
+        right = (got - truth).abs() <= (1.5 * worst + 1 + slack) * unit
+        # Where torch itself overflows, a kernel that works in higher precision may not; or it agrees.
+        right |= (got == plain.double()) | (got.isnan() & plain.isnan())
+        assert right.all(), (
+            f"off by {((got - truth).abs() / unit).nan_to_num(0)[~right].tolist()} roundings where torch is by "
+            f"{float(worst)}:\n got {actual[~right]}\n torch {plain[~right]}\n truth {truth[~right]}"
+        )
+
+
+def same_strides(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own with the same strides, misaligned if `tensor` is; a broadcast one is shared."""
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor.detach()
+    offset = tensor.storage_offset()
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = torch.empty(offset + reach, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor.detach())
+
+
+def fresh(arguments: Any) -> Any:
+    """Arguments with copies for tensors; lists of tensors become `Elements`."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Elements):
+            return Elements(map(same_strides, value))
+        return same_strides(value) if isinstance(value, Tensor) else value
+
+    return optree.tree_map(copied, arguments, none_is_leaf=True)
+
+
+def each_element(arguments: Any) -> list[Any]:
+    """The arguments of the call for each element."""
+    lists = [v for v in optree.tree_leaves(arguments, none_is_leaf=True) if isinstance(v, Elements)]
+    count = len(lists[0]) if lists else 1
+    return [
+        optree.tree_map(lambda v: v[i] if isinstance(v, Elements) else v, arguments, none_is_leaf=True)  # noqa: B023
+        for i in range(count)
+    ]
+
+
+def tensors_of(nest: Any) -> list[Tensor]:
+    """The tensors among the leaves of a nest, lists taken apart."""
+    leaves = optree.tree_leaves(nest, none_is_leaf=True)
+    return [t for v in leaves for t in (v if isinstance(v, Elements) else [v]) if isinstance(t, Tensor)]
+
+
+def expected(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Expected]:
+    """What the map gives: results element by element, then the arguments as they are left."""
+    arguments = fresh((tuple(args), kwargs))
+    found = []
+    shadows = _Shadows()
+    results = []
+    with torch.no_grad():
+        for element_args, element_kwargs in each_element(arguments):
+            for tensor in tensors_of((element_args, element_kwargs)):
+                shadows.of(tensor)
+            with shadows:
+                results.append(function(*element_args, **element_kwargs))
+    for tensor in (*itertools.chain.from_iterable(map(tensors_of, results)), *tensors_of(arguments)):
+        found.append(Expected(tensor, shadows.of(tensor)))
+    return found
+
+
+def check(
+    lowering: Lowering, function: Callable[..., Any], *args: Any, fusion: Fusion | None = None, **kwargs: Any
+) -> Fusion | None:
+    """Fused maths equals the same maths element by element; where that raises, so does it.
+
+    Args:
+        lowering: how the fused call runs.
+        function: the maths.
+        args, kwargs: its arguments, `Elements` for lists; they are copied first.
+        fusion: what to call; by default the function, fused, with small tiles.
+
+    Returns:
+        What was called; None where the maths was refused, by torch too.
+    """
+    args, kwargs = optree.tree_map(
+        lambda v: Elements(t.to(lowering.device) for t in v) if isinstance(v, Elements) else v,
+        (args, kwargs),
+        none_is_leaf=True,
+    )
+    arguments, keywords = fresh((args, kwargs))
+    fusion = fusion or Fusion(function, SMALL_TILES)
+    try:
+        wanted = expected(function, args, kwargs)
+    except Exception as error:
+        with lowering.running(), contextlib.suppress(Exception), torch.no_grad():
+            fusion(*arguments, **keywords)
+            raise AssertionError(f"torch refuses with {error!r}, the fused call does not") from error
+        return None
+    with lowering.running(), torch.no_grad():
+        result = fusion(*arguments, **keywords)
+    got = [t for row in each_element(result) for t in tensors_of(row)] + tensors_of((arguments, keywords))
+    assert len(got) == len(wanted)
+    for a, e in zip(got, wanted, strict=True):
+        e.check(a, lowering.slack(a.dtype))
+    return fusion
