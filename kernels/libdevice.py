@@ -44,7 +44,7 @@ _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ]
 } | {"nearbyint": torch.round}
 _BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    name: getattr(torch, name) for name in "atan2 copysign fmod hypot nextafter pow".split()
+    name: getattr(torch, name) for name in "atan2 copysign fmod hypot pow".split()
 }
 
 

@@ -192,7 +192,6 @@ _FLOAT: dict[str, Template] = {
             "log10",
             "log1p",
             "log2",
-            "nextafter",
             "sin",
             "sinh",
             "tan",
@@ -204,7 +203,7 @@ _FLOAT: dict[str, Template] = {
 
 _INTEGER: dict[str, Template] = {
     "div": _divide,
-    "sign": _format("(({0} > 0).to(tl.int8) - ({0} < 0).to(tl.int8))"),
+    "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
     **dict.fromkeys(("isnan", "isinf"), _format("({0} != {0})")),
     "isfinite": _format("({0} == {0})"),
     **dict.fromkeys(("ceil", "floor", "round", "trunc"), _format("{0}")),
@@ -225,6 +224,9 @@ _TRUTH: dict[str, Template] = {
     "logical_xor": _format("({0} ^ {1})"),
     "logical_not": _format("({0} == 0)"),
 }
+
+# What differs for truths: -2, the bitwise complement of 1, is as true as 1.
+_BOOL: dict[str, Template] = {"bitwise_not": _format("({0} == 0)")}
 
 _REDUCE = {"sum": "tile_sum", "prod": "tile_prod", "amax": "tile_amax", "amin": "tile_amin"}
 
@@ -248,6 +250,8 @@ def template(name: str, compute: torch.dtype) -> Template | None:
         return _call(_REDUCE[name])
     if name in _TRUTH:
         return _TRUTH[name]
+    if compute == torch.bool and name in _BOOL:
+        return _BOOL[name]
     return _SHARED.get(name) or (_FLOAT if compute in FLOATS else _INTEGER).get(name)
 
 
@@ -255,6 +259,9 @@ def can_lower(instruction: Instruction) -> bool:
     """Does Triton have a formula for this instruction, at its dtypes and literals?"""
     name, compute = instruction.name, instruction.compute
     if not DTYPES.issuperset((compute, instruction.dtype)) or template(name, compute) is None:
+        return False
+    if name == "round" and len(instruction.args) > 1:
+        # To a number of decimals.
         return False
     if name == "pow" and compute in INTEGERS:
         exponent = instruction.args[1]

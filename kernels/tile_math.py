@@ -65,11 +65,13 @@ def floor_divide(a, b):
 def stochastic_round(x, seed, lane, tile, tensor, salt):
     """Round float32 to one of its two bfloat16 neighbours, up with the probability of the part cut off.
 
-    Adding 16 random bits below the bfloat16 mantissa carries into it with just that probability.
+    Adding 16 random bits below the bfloat16 mantissa carries into it with just that probability. A number
+    per tensor comes as float64.
     The bits are Philox's at (lane, tile, tensor, salt), all int32. The result is still float32, and
     exact in bfloat16. Non-finite values pass through.
     """
     noise, _, _, _ = tl.philox(seed, lane, tile, tensor, salt)
+    x = x.to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)
     rounded = (bits & -65536).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < float("inf"), rounded, x)
