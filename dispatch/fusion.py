@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -227,6 +227,9 @@ class Fusion:
             if all(guard.matches(column) for guard, column in zip(plan.guards, columns, strict=True)):
                 return plan
         plan = self._make_plan(call, columns)
+        if any(isinstance(group, KernelGroup) and group.is_capturing() for _, group in plan.groups):
+            # What a plan puts on the device is filled at replay, so no eager call may use it.
+            return plan
         plans.insert(0, plan)
         del plans[self.PLANS :]
         return plan
@@ -252,15 +255,18 @@ class Fusion:
             return mapped
         traced = self._trace(call, route)
         for parameter in traced.program.stores:
-            if isinstance(columns[parameter], Repeated) and len(columns[parameter]) > 1:
+            is_shared = isinstance(columns[parameter], Repeated) and len(columns[parameter]) > 1
+            if is_shared or route.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
         if traced.unlowered:
             return TorchGroup(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not route.triton:
             return TorchGroup(traced, mapped, "")
-        kernels = self._kernels.get(traced.program)
+        # By text too: Python finds 0.0 and -0.0 equal.
+        key = (traced.program, str(traced.program))
+        kernels = self._kernels.get(key)
         if kernels is None:
-            kernels = self._kernels[traced.program] = Kernels(traced.program, self.tiling or Tiling())
+            kernels = self._kernels[key] = Kernels(traced.program, self.tiling or Tiling())
         return KernelGroup(traced, kernels, columns, mapped, route.copies)
 
     def _trace(self, call: _Call, route: _Route) -> Trace:
@@ -273,6 +279,10 @@ class Fusion:
         return self._traces[key]
 
     def _apply_to(self, call: _Call) -> Callable[[list[Any], Sequence[float]], Any]:
+        # The plan outlives the call; its tensors must not.
+        placed = {*call.tensors, *call.numbers}
+        call = replace(call, leaves=tuple(None if i in placed else leaf for i, leaf in enumerate(call.leaves)))
+
         def apply(tensors: list[Any], numbers: Sequence[float]) -> Any:
             args, kwargs = call.place(tensors, numbers)
             return self.function(*args, **kwargs)

@@ -30,13 +30,11 @@ logger = logging.getLogger("subtensors.fused")
 class Elements(list[Tensor]):
     """One tensor for each element of a list: how lists reach the core. Never changed once made.
 
-    So a call with an `Elements` that was seen before has the same tensors, and only their addresses are
-    read again.
-
     Args:
         tensors: the tensors.
-        is_fixed: does the holder promise that their memory does not move while this object lives? Then not
-            even addresses are read. The memory is kept for as long.
+        is_fixed: does the holder promise that neither the tensors nor their memory change while this object
+            lives, and that autograd has saved none of them that does not require grad? Then the list is known
+            by identity, and not even addresses are read again. The memory is kept for as long.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), is_fixed: bool = False) -> None:
@@ -175,49 +173,27 @@ class FixedLists:
 class ColumnGuard:
     """Are the tensors of a column like those of the column it was made for?
 
-    The same `Elements`, and the same tensors while they live, are known by identity: of what can be done to
-    a tensor in place, only a change of shape or strides at an unchanged address would go unseen. Other
-    tensors are compared by type, dtype, device, shape, strides and requires_grad.
+    A fixed list is known by identity. Other tensors are compared by type, dtype, device, shape, strides and
+    requires_grad, also when they are the same objects: `p.data = ...` and `p.requires_grad_()` change them.
     """
 
-    # Lists that die at every step are not worth the weak references.
-    DEATHS = 3
-
     def __init__(self, column: Sequence[Tensor]) -> None:
-        self._list = weakref.ref(column) if isinstance(column, Elements) else None
+        self._list = weakref.ref(column) if isinstance(column, Elements) and column.is_fixed else None
         self._metadata = torch_private.MetadataGuard(distinct(column))
-        self._identities: list[int] = []
-        self._watched: list[weakref.ref[Tensor]] = []
-        self._deaths = 0
 
     def matches(self, column: Sequence[Tensor]) -> bool:
         """Is every tensor like the one in its place?"""
         if self._list is not None and self._list() is column:
             return True
-        tensors = distinct(column)
-        identities = list(map(id, tensors))
-        is_known = identities == self._identities
-        if is_known and self._watched:
-            return True
-        if not self._metadata.matches(tensors):
-            return False
-        if is_known and self._deaths < self.DEATHS:
-            # Seen twice in a row: they stay for a while.
-            self._watched = [weakref.ref(t, self._forget) for t in tensors]
-        self._identities = identities
-        return True
-
-    def _forget(self, _: weakref.ref[Tensor]) -> None:
-        if self._watched:
-            self._deaths += 1
-        self._watched, self._identities = [], []
+        return self._metadata.matches(distinct(column))
 
 
 @dataclass
 class _OnStream:
-    """What launches on one stream share: the live numbers on the device, as last written."""
+    """The live numbers on the device, as last written by the launches on one stream."""
 
-    values: list[float]
+    values: list[int]
+    """Their bits, which tell -0.0 from 0.0."""
     scalars: Tensor
 
 
@@ -261,10 +237,11 @@ class KernelGroup(Group):
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
         self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
         stored = trace.program.stores
-        self.differentiable = {i for i in stored if any(t.requires_grad for t in columns[i])}
+        self.observed = {i for i in stored if not is_fixed(columns[i]) or any(t.requires_grad for t in columns[i])}
         self.bindings: list[_Binding] = []
         self.tables = 0
-        self.captured: list[Any] = []
+        self.stream = 0
+        """The stream of the last eager call."""
         self.reason = "elements with strides of their own are copied in and out" if copies else ""
         self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
         self._refuse_empty_extremes()
@@ -305,17 +282,24 @@ class KernelGroup(Group):
             for v in program.outputs
         ]
         seed = torch.randint(2**62, (), device=self.device) if self.kernels.is_seeded else self.seed
-        self.grid.launch(binding.table, self._scalars(binding, values), seed, arenas)
+        if self.device.type == "cuda" and not self.is_capturing():
+            self.stream = torch.cuda.current_stream(self.device).cuda_stream
+        self.grid.launch(binding.table, self._scalars(binding, values), seed, arenas, self.stream)
         for parameter in program.stores:
             if self.copies:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
                     if original is not copy:
                         original.copy_(copy)
-            if parameter in self.differentiable:
-                # Torch's ops tell autograd that they wrote; so must a kernel it does not know.
+            if parameter in self.observed:
+                # Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does
+                # not know.
                 torch.autograd.graph.increment_version(originals[parameter])
         outputs = [
-            self._parts(arena) if program.value(v).extent is Extent.ELEMENT else list(arena.unbind())
+            # `.data`: tensors in their own right, whose versions autograd counts one by one.
+            [
+                part.data
+                for part in (self._parts(arena) if program.value(v).extent is Extent.ELEMENT else arena.unbind())
+            ]
             for arena, v in zip(arenas, program.outputs, strict=True)
         ]
         return _leaves(self.trace, originals, outputs)
@@ -329,12 +313,14 @@ class KernelGroup(Group):
     def _bind(self, columns: Columns) -> _Binding:
         moving = [distinct(c) for i, c in enumerate(columns) if not is_fixed(c) and i not in self.hosts]
         addresses = list(map(Tensor.data_ptr, itertools.chain.from_iterable(moving)))
-        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_capturing = self.is_capturing()
         for position, binding in enumerate(self.bindings):
             if binding.addresses == addresses and binding.fixed.matches(columns):
                 if position:
                     self.bindings.insert(0, self.bindings.pop(position))
-                binding.is_captured |= is_capturing
+                if is_capturing and not binding.is_captured:
+                    binding.is_captured = True
+                    _captured.append((self, binding))
                 return binding
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
         nowhere = [0] * self.grid.count
@@ -345,30 +331,32 @@ class KernelGroup(Group):
         binding = _Binding(FixedLists(columns), addresses, self.grid.table(pointers), overlaps)
         self.tables += 1
         if is_capturing:
-            # Its table is filled at replay, so no eager call may use it; the graph needs it for good.
-            self.captured.append(binding)
+            # Its table is filled at replay, so no eager call may use it.
+            _captured.append((self, binding))
             return binding
         self.bindings.insert(0, binding)
-        for old in self.bindings[self.BINDINGS :]:
-            self.bindings.remove(old)
-            if old.is_captured:
-                self.captured.append(old)
+        del self.bindings[self.BINDINGS :]
         return binding
 
-    def _scalars(self, binding: _Binding, values: list[float]) -> Tensor:
-        """The numbers on the device; written again only when one has changed."""
-        stream = 0
-        if self.device.type == "cuda":
-            capturing = torch.cuda.is_current_stream_capturing()
-            # A graph reads what eager calls write, so that a number stays live after the capture.
-            known = next(reversed(binding.streams), 0)
-            stream = known if capturing else torch.cuda.current_stream(self.device).cuda_stream
-        state = binding.streams.get(stream)
+    def is_capturing(self) -> bool:
+        """Is this call recorded into a CUDA graph rather than run?"""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _scalars(self, binding: _Binding, numbers: list[float]) -> Tensor:
+        """The numbers on the device; written again only when one has changed.
+
+        A graph captured with the numbers of the eager call before it reads what later eager calls write, so
+        they stay live; one captured with others has numbers of its own.
+        """
+        values = bits(numbers, self.kinds)
+        state = binding.streams.get(self.stream)
         if state is not None and state.values == values:
             return state.scalars
-        fresh = to_device(np.asarray([*bits(values, self.kinds), 0], dtype=np.int64), self.device)
+        fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
+        if self.is_capturing():
+            return fresh
         if state is None:
-            binding.streams[stream] = state = _OnStream(values, fresh)
+            binding.streams[self.stream] = state = _OnStream(values, fresh)
         else:
             state.values = values
             state.scalars.copy_(fresh)
@@ -383,6 +371,10 @@ class KernelGroup(Group):
             what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
             lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
+
+
+_captured: list[tuple[KernelGroup, _Binding]] = []
+"""What graphs read and write, kept for good: a graph does not say when it dies."""
 
 
 def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:

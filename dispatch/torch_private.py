@@ -100,12 +100,26 @@ class MetadataGuard:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         from torch._C._dynamo.guards import TensorGuards
 
+        self._firsts = self._first_places(tensors)
+        distinct = tensors if self._firsts is None else [tensors[i] for i in dict.fromkeys(self._firsts)]
         self._count = len(tensors)
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Is every tensor like the one in its place?"""
-        return len(tensors) == self._count and self._guards.check(*tensors)
+        if len(tensors) != self._count:
+            return False
+        if self._firsts is None:
+            return self._guards.check(*tensors)
+        return self._first_places(tensors) == self._firsts and self._guards.check(
+            *(tensors[i] for i in dict.fromkeys(self._firsts))
+        )
+
+    @staticmethod
+    def _first_places(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """For each tensor the first place where it stands; None when all differ. The C++ loop wants distinct ones."""
+        first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
+        return None if len(first) == len(tensors) else [first[id(t)] for t in tensors]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

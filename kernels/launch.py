@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,6 +60,7 @@ class Grid:
     def __init__(self, kernels: Kernels, sizes: Sequence[int], device: torch.device) -> None:
         self.kernels, self.device = kernels, device
         self._launchers: dict[int, Any] = {}
+        self._workspaces: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -75,12 +75,19 @@ class Grid:
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
 
-    @cached_property
-    def workspace(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, partial results of tiles, and the arrival counters, which every launch leaves at zero."""
+    def workspace(self, stream: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, partial results of tiles, and the arrival counters, which every launch leaves at zero.
+
+        Launches on one stream follow each other and share them; those on several streams do not.
+        """
+        known = self._workspaces.get(stream)
+        if known is not None:
+            return known
         slots = torch.empty(max(self.kernels.slots * self.count, 1), dtype=torch.int64, device=self.device)
         partials = torch.empty(max(self.kernels.reductions * self.total, 1), dtype=torch.int64, device=self.device)
-        return slots, partials, torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
+        counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
+        self._workspaces[stream] = slots, partials, counters
+        return slots, partials, counters
 
     def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
         """The pointer table (`codegen` says what is in it).
@@ -96,7 +103,7 @@ class Grid:
             self.device,
         )
 
-    def launch(self, table: Tensor, scalars: Tensor, seed: Tensor, outputs: Sequence[Tensor]) -> None:
+    def launch(self, table: Tensor, scalars: Tensor, seed: Tensor, outputs: Sequence[Tensor], stream: int) -> None:
         """Run every kernel of the program once.
 
         Args:
@@ -104,8 +111,9 @@ class Grid:
             scalars: the live numbers' bits, (n,) int64.
             seed: 0-d int64; read only by programs that round stochastically.
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
+            stream: a number for the stream the kernels run on.
         """
-        arguments = (table, self.tiles, scalars, *self.workspace, seed, self.count, self.total)
+        arguments = (table, self.tiles, scalars, *self.workspace(stream), seed, self.count, self.total)
         for number, kernel in enumerate(self.kernels.kernels):
             arenas = [outputs[k] for k in kernel.segment.outputs]
             launcher = self._launchers.get(number)
