@@ -225,7 +225,8 @@ class _Tracer(TorchDispatchMode):
             recorded = len(self.instructions)
             try:
                 return self._expand(func, decomposition, arguments)
-            except (RuleError, torch_private.undecidable()):
+            except RuntimeError:
+                # Also a RuleError, or a live number that must not be looked at: torch can run the op as it is.
                 if instruction is None:
                     raise
                 self._forget(recorded)

@@ -37,6 +37,7 @@ def total_norm(tensors: TensorList, norm_type: float = 2.0, error_if_nonfinite: 
     return _total_norm(tensors.tensors, norm_type, error_if_nonfinite)
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: TensorList, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -75,7 +76,7 @@ def clip_grad_norm_(
 def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     if not tensors:
         return torch.tensor(0.0)
-    norms = _norm(float(norm_type))(Elements(torch.view_as_real(t) if t.is_complex() else t for t in tensors))
+    norms = _norm(float(norm_type))(Elements(_real(t, norm_type) for t in tensors))
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -83,6 +84,13 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
             "pass error_if_nonfinite=False to scale by it all the same"
         )
     return total
+
+
+def _real(tensor: Tensor, norm_type: float) -> Tensor:
+    """Real numbers of the same norm: of order 2 the parts will do, otherwise it takes the magnitudes."""
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor) if norm_type == 2 else tensor.abs()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -116,7 +117,11 @@ class _Shadows(TorchDispatchMode):
                 shadow = shadow.to(torch.float64)
             if k and not exact:
                 info = torch.finfo(plain.dtype)
-                step = shadow.abs() * info.eps + info.smallest_normal * info.eps
+                # A sum of n numbers by halves rounds each of them log2 n times.
+                depth = max(
+                    [1.0, *(math.log2(max(a.numel(), 1) / max(plain.numel(), 1) + 1) for a in tensors_of(args))]
+                )
+                step = (shadow.abs() + info.smallest_normal) * info.eps * depth
                 signs = torch.randint(0, 2, shadow.shape, generator=self.generator).to(shadow.device) * 2 - 1
                 # A finite truth stays finite: what overflows is left to the plain run.
                 shadow.copy_(torch.where(shadow.isfinite(), shadow + step * signs, shadow))
