@@ -21,6 +21,7 @@ from torch import Tensor
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import (
+    Addresses,
     ColumnGuard,
     Columns,
     Elements,
@@ -30,6 +31,7 @@ from subtensors.dispatch.groups import (
     MappedGroup,
     Repeated,
     TorchGroup,
+    addresses_of,
     distinct,
 )
 from subtensors.dispatch.trace import Trace, trace
@@ -154,13 +156,14 @@ class Fusion:
         """
         call = _take_apart(args, kwargs)
         columns = self._columns(call)
-        plan = self._plan(call, columns)
+        addresses = [addresses_of(c) if _keeps_layout(c) else None for c in columns]
+        plan = self._plan(call, columns, addresses)
         numbers = [call.leaves[i] for i in call.numbers]
         count = call.count
         if not plan.groups:
             return None
         if len(plan.groups) == 1:
-            leaves = plan.groups[0][1].run(columns, numbers)
+            leaves = plan.groups[0][1].run(columns, numbers, addresses)
         else:
             leaves = _merge(
                 [(indices, group.run(_part(columns, indices), numbers)) for indices, group in plan.groups],
@@ -176,7 +179,7 @@ class Fusion:
         call = _take_apart(args, kwargs)
         columns = self._columns(call)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
-        for _, group in self._plan(call, columns).groups:
+        for _, group in self._plan(call, columns, [None] * len(columns)).groups:
             lines.append("  " + group.describe().replace("\n", "\n  "))
         return "\n".join(lines)
 
@@ -221,10 +224,10 @@ class Fusion:
                 columns.append([leaf] if count is None else Repeated([leaf] * count))
         return columns
 
-    def _plan(self, call: _Call, columns: Columns) -> _Plan:
+    def _plan(self, call: _Call, columns: Columns, addresses: Addresses) -> _Plan:
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
-            if all(guard.matches(column) for guard, column in zip(plan.guards, columns, strict=True)):
+            if all(map(ColumnGuard.matches, plan.guards, columns, addresses)):
                 return plan
         plan = self._make_plan(call, columns)
         if any(isinstance(group, KernelGroup) and group.is_capturing() for _, group in plan.groups):
@@ -300,6 +303,11 @@ class _Route:
     parameters: tuple[Parameter, ...] = ()
     triton: bool = False
     copies: bool = False
+
+
+def _keeps_layout(column: Sequence[Tensor]) -> bool:
+    """Do addresses tell all there is to know? Where autograd records, it matters too which tensors it follows."""
+    return isinstance(column, Elements) and column.keeps_layout and not torch.is_grad_enabled()
 
 
 def _part(columns: Columns, indices: list[int]) -> Columns:

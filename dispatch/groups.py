@@ -30,16 +30,21 @@ logger = logging.getLogger("subtensors.fused")
 class Elements(list[Tensor]):
     """One tensor for each element of a list: how lists reach the core. Never changed once made.
 
+    A promise of its holder spares looks at every tensor in every call.
+
     Args:
         tensors: the tensors.
-        is_fixed: does the holder promise that neither the tensors nor their memory change while this object
-            lives, and that autograd has saved none of them that does not require grad? Then the list is known
-            by identity, and not even addresses are read again. The memory is kept for as long.
+        is_fixed: neither the tensors nor their memory change while this object lives, and autograd has saved
+            none of them that does not require grad. Then the list is known by identity, and not even addresses
+            are read again. The memory is kept for as long.
+        keeps_layout: a tensor whose address is what it was in the last such call has the shape, strides and
+            dtype it had then, as parameters and their gradients do. Then addresses are all that is read.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = (), is_fixed: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = (), is_fixed: bool = False, keeps_layout: bool = False) -> None:
         super().__init__(tensors)
         self.is_fixed = is_fixed
+        self.keeps_layout = keeps_layout
         self._memory = [t.untyped_storage() for t in self] if is_fixed else []
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -59,7 +64,14 @@ def is_fixed(column: Sequence[Tensor]) -> bool:
     return isinstance(column, Elements) and column.is_fixed
 
 
+def addresses_of(column: Sequence[Tensor]) -> list[int]:
+    """Where the tensors of a column start; nothing for a fixed one."""
+    return [] if is_fixed(column) else list(map(Tensor.data_ptr, distinct(column)))
+
+
 Columns = Sequence[Sequence[Tensor]]
+Addresses = Sequence[list[int] | None]
+"""What `addresses_of` gave for each column, where it was asked already in this call."""
 Leaves = list[list[Any] | None]
 """For each leaf of the result, one value an element; None for a leaf that is None for all."""
 
@@ -73,7 +85,7 @@ class Group(ABC):
     """The nest of what the function returns, known once it has been traced or run."""
 
     @abstractmethod
-    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Do the maths to every element."""
 
     @abstractmethod
@@ -87,7 +99,7 @@ class MappedGroup(Group):
     def __init__(self, call: Callable[[list[Any], Sequence[float]], Any], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Call the function once an element."""
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.returned = optree.tree_structure(results[0], none_is_leaf=True)
@@ -106,7 +118,7 @@ class TorchGroup(Group):
         self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
 
     @torch.no_grad()
-    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Interpret the program once an element."""
         if written_overlap(columns, self.trace.program):
             return self.mapped.run(columns, numbers)
@@ -173,19 +185,32 @@ class FixedLists:
 class ColumnGuard:
     """Are the tensors of a column like those of the column it was made for?
 
-    A fixed list is known by identity. Other tensors are compared by type, dtype, device, shape, strides and
-    requires_grad, also when they are the same objects: `p.data = ...` and `p.requires_grad_()` change them.
+    A fixed list is known by identity, tensors that keep their layout by address. Others are compared by type,
+    dtype, device, shape, strides and requires_grad, also when they are the same objects: `p.data = ...` and
+    `p.requires_grad_()` change them.
     """
 
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if isinstance(column, Elements) and column.is_fixed else None
         self._metadata = torch_private.MetadataGuard(distinct(column))
+        self._addresses: list[int] = []
 
-    def matches(self, column: Sequence[Tensor]) -> bool:
-        """Is every tensor like the one in its place?"""
+    def matches(self, column: Sequence[Tensor], addresses: list[int] | None) -> bool:
+        """Is every tensor like the one in its place?
+
+        Args:
+            column: the tensors.
+            addresses: where they start, if they keep their layout.
+        """
         if self._list is not None and self._list() is column:
             return True
-        return self._metadata.matches(distinct(column))
+        if addresses is not None and addresses == self._addresses:
+            return True
+        if not self._metadata.matches(distinct(column)):
+            return False
+        if addresses is not None:
+            self._addresses = addresses
+        return True
 
 
 @dataclass
@@ -202,7 +227,7 @@ class _Binding:
     """A pointer table for one set of addresses."""
 
     fixed: FixedLists
-    addresses: list[int]
+    addresses: list[list[int]]
     """Where the tensors of the other lists start."""
     table: Tensor
     overlaps: bool
@@ -253,14 +278,14 @@ class KernelGroup(Group):
             if step.name in ("amax", "amin"):
                 raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
 
-    def run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Launch the kernels."""
-        if self.device.type != "cuda":
-            return self._run(columns, numbers)
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            return self._run(columns, numbers, addresses)
         with torch.cuda.device(self.device):
-            return self._run(columns, numbers)
+            return self._run(columns, numbers, addresses)
 
-    def _run(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+    def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses) -> Leaves:
         program = self.trace.program
         originals = columns
         if self.copies:
@@ -268,7 +293,7 @@ class KernelGroup(Group):
                 [t.contiguous() if p.extent is Extent.ELEMENT else t for t in column]
                 for column, p in zip(columns, self.parameters, strict=True)
             ]
-        binding = self._bind(columns)
+        binding = self._bind(columns, () if self.copies else addresses)
         if binding.overlaps:
             return self.mapped.run(originals, numbers)
         values = [evaluate(numbers) for evaluate in self.trace.scalars]
@@ -310,9 +335,11 @@ class KernelGroup(Group):
             return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
         return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
 
-    def _bind(self, columns: Columns) -> _Binding:
-        moving = [distinct(c) for i, c in enumerate(columns) if not is_fixed(c) and i not in self.hosts]
-        addresses = list(map(Tensor.data_ptr, itertools.chain.from_iterable(moving)))
+    def _bind(self, columns: Columns, known: Addresses) -> _Binding:
+        addresses = [
+            [] if i in self.hosts else a if a is not None else addresses_of(c)
+            for i, (c, a) in enumerate(zip(columns, known or itertools.repeat(None), strict=False))
+        ]
         is_capturing = self.is_capturing()
         for position, binding in enumerate(self.bindings):
             if binding.addresses == addresses and binding.fixed.matches(columns):
