@@ -38,6 +38,7 @@ from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.lowering import DTYPES
 from subtensors.kernels.program import Extent, Parameter, Scalar
+from subtensors.kernels.tuning import tune, tuned_tiling
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -183,6 +184,41 @@ class Fusion:
             lines.append("  " + group.describe().replace("\n", "\n  "))
         return "\n".join(lines)
 
+    def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:
+        """Choose tile sizes for a call with these arguments by measurement, without running it.
+
+        What is measured runs on scratch tensors of its own. The choice is kept on disk (`kernels.tuning`),
+        and calls from now on use it. A tiling that was given to this object stays.
+
+        Returns:
+            For each device and program that the call runs there, its tiling.
+        """
+        call = _take_apart(args, kwargs)
+        columns = self._columns(call)
+        chosen: dict[str, Tiling] = {}
+        for indices, group in self._plan(call, columns, [None] * len(columns)).groups:
+            if not isinstance(group, KernelGroup):
+                logger.info("%s: no tile sizes to choose: %s", self.name, group.describe())
+            if isinstance(group, MappedGroup):
+                continue
+            assert isinstance(group, KernelGroup | TorchGroup)
+            device = _route([c[indices[0]] for c in columns], columns).device
+            label = f"{device}: {group.trace.program}"
+            if label in chosen:
+                continue
+            chosen[label] = self.tiling or Tiling()
+            if isinstance(group, KernelGroup) and self.tiling is None:
+                chosen[label] = tune(group.trace.program, group.device)
+                if chosen[label] != group.kernels.tiling:
+                    self._forget(group.kernels)
+        return chosen
+
+    def _forget(self, kernels: Kernels) -> None:
+        """Drop kernels and every plan that launches them."""
+        self._kernels = {key: known for key, known in self._kernels.items() if known is not kernels}
+        for plans in self._plans.values():
+            plans[:] = [p for p in plans if all(getattr(g, "kernels", None) is not kernels for _, g in p.groups)]
+
     def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
         """Which leaves of the arguments the maths writes to; None when it returns new tensors."""
         call = _take_apart(args, kwargs)
@@ -266,10 +302,12 @@ class Fusion:
         if not route.triton:
             return TorchGroup(traced, mapped, "")
         # By text too: Python finds 0.0 and -0.0 equal.
-        key = (traced.program, str(traced.program))
+        key = (traced.program, str(traced.program), route.device)
         kernels = self._kernels.get(key)
         if kernels is None:
-            kernels = self._kernels[key] = Kernels(traced.program, self.tiling or Tiling())
+            kernels = self._kernels[key] = Kernels(
+                traced.program, self.tiling or tuned_tiling(traced.program, torch.device(route.device))
+            )
         return KernelGroup(traced, kernels, columns, mapped, route.copies)
 
     def _trace(self, call: _Call, route: _Route) -> Trace:

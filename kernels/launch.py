@@ -26,8 +26,8 @@ ALIGNMENT = 16
 class Tiling:
     """How a sweep over elements is cut up: elements a tile, and warps that share one."""
 
-    block: int = 1024
-    warps: int = 4
+    block: int = 512
+    warps: int = 2
 
 
 class Kernels:

@@ -12,6 +12,7 @@ import torch
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.groups import Elements
 from subtensors.fused_op import call_opaque, register
+from subtensors.kernels.launch import Tiling
 from subtensors.tensor_list import TensorList
 from subtensors.tree_structure import first_difference
 
@@ -52,6 +53,31 @@ class Fused(Generic[P, R]):
         """What a call with these arguments runs: groups of elements, kernels, and why anything is slower."""
         args, kwargs, _ = _open_lists(self.__name__, args, kwargs)  # type: ignore[assignment, attr-defined]
         return self.fusion.explain(*args, **kwargs)
+
+    def tune(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Tiling]:
+        """Choose tile sizes for a call with these arguments by measurement, and keep the choice on disk.
+
+        The arguments are looked at but neither read nor written: what is measured runs on scratch tensors.
+        It takes about a second on a GPU, and does nothing without one.
+
+        Args:
+            args: as for a call.
+            kwargs: as for a call.
+
+        Returns:
+            For each device and program that the call runs there, its tiling.
+
+        Example:
+            >>> import torch, subtensors as st
+            >>> @st.fused
+            ... def halve(p):
+            ...     p.mul_(0.5)
+            >>> for program, tiling in halve.tune(st.TensorList([torch.ones(2), torch.ones(3)])).items():
+            ...     print(tiling)
+            Tiling(block=512, warps=2)
+        """
+        args, kwargs, _ = _open_lists(self.__name__, args, kwargs)  # type: ignore[assignment, attr-defined]
+        return self.fusion.tune(*args, **kwargs)
 
     @property
     def traces(self) -> int:
