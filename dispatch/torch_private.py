@@ -41,6 +41,10 @@ class LiveNumbers:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._env = ShapeEnv()
+        # It would note and log the source line where each number was made, and import all of inductor for that.
+        vars(self._env).update(
+            _get_stack_summary=lambda *_, **__: (None, ""), _log_create_unbacked_symbol=lambda *_, **__: None
+        )
         self.symbols: list[sympy.Symbol] = []
 
     def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
