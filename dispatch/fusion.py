@@ -8,17 +8,15 @@ decide is planned once (`groups`); what addresses decide is one small table (`ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
+from subtensors.dispatch.calls import Call, interprets_kernels
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import (
     Addresses,
@@ -43,67 +41,6 @@ from subtensors.kernels.tuning import tune, tuned_tiling
 logger = logging.getLogger("subtensors.fused")
 
 SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each element, or update it outside"
-
-_interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
-
-
-@contextmanager
-def kernels_on_cpu() -> Iterator[None]:
-    """Run the Triton kernels on CPU tensors too, through Triton's interpreter (`TRITON_INTERPRET=1`)."""
-    token = _interpreter.set(True)
-    try:
-        yield
-    finally:
-        _interpreter.reset(token)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call taken apart."""
-
-    leaves: tuple[Any, ...]
-    spec: optree.PyTreeSpec
-    tensors: tuple[int, ...]
-    """Which leaves are tensors or lists of them."""
-    numbers: tuple[int, ...]
-    """Which leaves are live numbers."""
-    key: tuple[Any, ...]
-    """What decides how the maths is traced."""
-
-    @property
-    def count(self) -> int | None:
-        """How many elements the lists have; None when there is no list."""
-        return next((len(self.leaves[i]) for i in self.tensors if isinstance(self.leaves[i], Elements)), None)
-
-    def place(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for the function, with these in the places of the tensors and numbers."""
-        leaves = list(self.leaves)
-        for position, value in zip((*self.tensors, *self.numbers), (*tensors, *numbers), strict=True):
-            leaves[position] = value
-        return self.spec.unflatten(leaves)  # type: ignore[return-value]
-
-
-def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    leaves, spec = torch_private.flatten((args, kwargs))
-    tensors, numbers = [], []
-    kinds: list[Any] = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Elements | Tensor):
-            tensors.append(position)
-            kinds.append(Elements if isinstance(leaf, Elements) else Tensor)
-        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            numbers.append(position)
-            kinds.append(float if isinstance(leaf, float) else int)
-        elif isinstance(leaf, bool | str | torch.dtype | torch.device | None):
-            kinds.append(leaf)
-        else:
-            raise TypeError(
-                f"an argument of fused maths is a list of tensors, a tensor, a number, a bool, a str or None; "
-                f"got {type(leaf).__name__}"
-            )
-    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), _interpreter.get())
-    autocast = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
-    return _Call(tuple(leaves), spec, tuple(tensors), tuple(numbers), (spec, tuple(kinds), modes, autocast))
 
 
 @dataclass
@@ -155,12 +92,11 @@ class Fusion:
             What the function returns, with `Elements` in place of tensors; plain tensors when no argument
             was a list.
         """
-        call = _take_apart(args, kwargs)
-        columns = self._columns(call)
+        call = Call(args, kwargs)
+        columns = call.columns(self.name)
         addresses = [addresses_of(c) if _keeps_layout(c) else None for c in columns]
         plan = self._plan(call, columns, addresses)
-        numbers = [call.leaves[i] for i in call.numbers]
-        count = call.count
+        numbers = call.numbers()
         if not plan.groups:
             return None
         if len(plan.groups) == 1:
@@ -171,14 +107,14 @@ class Fusion:
                 len(columns[0]),
             )
         result = plan.groups[0][1].returned
-        if count is None:
+        if call.count is None:
             return result.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
         return result.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """What a call with these arguments runs, without running it."""
-        call = _take_apart(args, kwargs)
-        columns = self._columns(call)
+        call = Call(args, kwargs)
+        columns = call.columns(self.name)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
         for _, group in self._plan(call, columns, [None] * len(columns)).groups:
             lines.append("  " + group.describe().replace("\n", "\n  "))
@@ -193,8 +129,8 @@ class Fusion:
         Returns:
             For each device and program that the call runs there, its tiling.
         """
-        call = _take_apart(args, kwargs)
-        columns = self._columns(call)
+        call = Call(args, kwargs)
+        columns = call.columns(self.name)
         chosen: dict[str, Tiling] = {}
         for indices, group in self._plan(call, columns, [None] * len(columns)).groups:
             if not isinstance(group, KernelGroup):
@@ -221,18 +157,18 @@ class Fusion:
 
     def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
         """Which leaves of the arguments the maths writes to; None when it returns new tensors."""
-        call = _take_apart(args, kwargs)
+        call = Call(args, kwargs)
         program = self._first_trace(call).program
-        return None if program.outputs else tuple(call.tensors[p] for p in program.stores)
+        return None if program.outputs else tuple(call.form.tensors[p] for p in program.stores)
 
     def digest(self, *args: Any, **kwargs: Any) -> str:
         """What a call does, as text: the program and how its live numbers are computed."""
-        traced = self._first_trace(_take_apart(args, kwargs))
+        traced = self._first_trace(Call(args, kwargs))
         return f"{traced.program} {traced.expressions}"
 
     def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
         """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""
-        program = self._first_trace(_take_apart(args, kwargs)).program
+        program = self._first_trace(Call(args, kwargs)).program
         return all(
             isinstance(declared.type, torch.TensorType)
             for step in program.instructions
@@ -240,27 +176,11 @@ class Fusion:
             if isinstance(operand, Scalar)
         )
 
-    def _first_trace(self, call: _Call) -> Trace:
-        columns = self._columns(call)
+    def _first_trace(self, call: Call) -> Trace:
+        columns = call.columns(self.name)
         return self._trace(call, _route([c[0] for c in columns], columns))
 
-    def _columns(self, call: _Call) -> Columns:
-        """One list of tensors an argument, all of one length."""
-        count = call.count
-        if not call.tensors:
-            raise TypeError(f"{self.name} needs a tensor or a list of tensors among its arguments")
-        columns: list[Sequence[Tensor]] = []
-        for position in call.tensors:
-            leaf = call.leaves[position]
-            if isinstance(leaf, Elements):
-                if len(leaf) != count:
-                    raise ValueError(f"{self.name}: lists of {count} and of {len(leaf)} tensors do not match")
-                columns.append(leaf)
-            else:
-                columns.append([leaf] if count is None else Repeated([leaf] * count))
-        return columns
-
-    def _plan(self, call: _Call, columns: Columns, addresses: Addresses) -> _Plan:
+    def _plan(self, call: Call, columns: Columns, addresses: Addresses) -> _Plan:
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
             if all(map(ColumnGuard.matches, plan.guards, columns, addresses)):
@@ -273,7 +193,7 @@ class Fusion:
         del plans[self.PLANS :]
         return plan
 
-    def _make_plan(self, call: _Call, columns: Columns) -> _Plan:
+    def _make_plan(self, call: Call, columns: Columns) -> _Plan:
         routes: dict[_Route, list[int]] = {}
         needs_autograd = torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c))
         for index, row in enumerate(zip(*columns, strict=True)):
@@ -288,7 +208,7 @@ class Fusion:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
         return _Plan([ColumnGuard(c) for c in columns], groups)
 
-    def _make_group(self, call: _Call, route: _Route, columns: Columns) -> Group:
+    def _make_group(self, call: Call, route: _Route, columns: Columns) -> Group:
         mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")
         if route.reason:
             return mapped
@@ -310,19 +230,19 @@ class Fusion:
             )
         return KernelGroup(traced, kernels, columns, mapped, route.copies)
 
-    def _trace(self, call: _Call, route: _Route) -> Trace:
+    def _trace(self, call: Call, route: _Route) -> Trace:
         key = (call.key, route.parameters, route.device)
         if key not in self._traces:
-            numbers = [float if isinstance(call.leaves[i], float) else int for i in call.numbers]
-            self._traces[key] = trace(self.function, route.parameters, numbers, call.place, torch.device(route.device))
+            self._traces[key] = trace(
+                self.function, route.parameters, call.form.number_types, call.place, torch.device(route.device)
+            )
             self.traces += 1
             logger.debug("traced %s", self._traces[key].program)
         return self._traces[key]
 
-    def _apply_to(self, call: _Call) -> Callable[[list[Any], Sequence[float]], Any]:
+    def _apply_to(self, call: Call) -> Callable[[list[Any], Sequence[float]], Any]:
         # The plan outlives the call; its tensors must not.
-        placed = {*call.tensors, *call.numbers}
-        call = replace(call, leaves=tuple(None if i in placed else leaf for i, leaf in enumerate(call.leaves)))
+        call = call.without_values()
 
         def apply(tensors: list[Any], numbers: Sequence[float]) -> Any:
             args, kwargs = call.place(tensors, numbers)
@@ -366,7 +286,7 @@ def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
     if any(t.shape != sized[0].shape for t in sized):
         return _Route(reason="an element's tensors have several shapes")
     device = devices.pop()
-    triton = device.type == "cuda" or (device.type == "cpu" and _interpreter.get())
+    triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
     parameters = tuple(
         Parameter(
             f"x{i}",

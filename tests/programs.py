@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.fusion import Elements, Fusion, kernels_on_cpu
+from subtensors.dispatch.calls import kernels_on_cpu
+from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.groups import Elements
 from subtensors.kernels.launch import Tiling
 
 

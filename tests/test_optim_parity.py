@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, OptimizerInput, optim_db
 
 import subtensors as st
-from subtensors.dispatch.fusion import kernels_on_cpu
+from subtensors.dispatch.calls import kernels_on_cpu
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65, 33)]
 STEPS = 20
