@@ -20,7 +20,10 @@ class Adam(Optimizer):
         v <- beta2 v + (1 - beta2) g^2
         p <- p - lr m' / (sqrt(v') + eps)               m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
 
-    With `amsgrad`, v' is made of the largest v so far.
+    With `amsgrad`, v' is made of the largest v so far. What t decides is computed once a tensor; an element is left
+    with one square root and one division:
+
+        p <- p - (lr / (1 - beta1^t)) (m / (sqrt(v) (1 - beta2^t)^(-1/2) + eps))
 
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
@@ -54,6 +57,7 @@ class Adam(Optimizer):
     and Beyond" (2018) for amsgrad.
     """
 
+    optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}  # noqa: RUF012  (read by the base class)
 
     def __init__(
@@ -106,7 +110,7 @@ class Adam(Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        weight_decay: float,
+        weight_decay: float | None,
         decoupled_weight_decay: bool,
     ) -> None:
         """The maths of the class, for one tensor."""
@@ -115,19 +119,20 @@ class Adam(Optimizer):
         # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
         t = step.double()
 
-        if decoupled_weight_decay:
-            p.mul_(1 - lr * weight_decay)
-        else:
-            g = g + weight_decay * p
+        if weight_decay is not None:
+            if decoupled_weight_decay:
+                p.mul_(1 - lr * weight_decay)
+            else:
+                g = g + weight_decay * p
 
         exp_avg.mul_(beta1).add_((1 - beta1) * g)
         exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        v = exp_avg_sq
         if max_exp_avg_sq is not None:
-            max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+            v = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
 
-        m = exp_avg / (1 - beta1**t)
-        v = (exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq) / (1 - beta2**t)
-        p.sub_(lr * m / (v.sqrt() + eps))
+        denominator = v.sqrt() * (1 - beta2**t) ** -0.5 + eps
+        p.sub_((lr / (1 - beta1**t)) * (exp_avg / denominator))
 
 
 class AdamW(Adam):

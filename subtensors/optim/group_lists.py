@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_, itemgetter
-from typing import Any
+from operator import is_
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from subtensors.dispatch.groups import Elements
-
-State = dict[str, Any]
-"""One parameter's entry in `optimizer.state`."""
-
-
-def are_same(now: Collection[object], before: Collection[object]) -> bool:
-    """Do both hold the very same objects, in the same order?"""
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 @dataclass
@@ -30,25 +22,30 @@ class Batch:
     device: torch.device
     is_complex: bool
     params: Elements
-    states: list[State]
-    columns: dict[str, Elements]
-    """State entry -> it for each parameter; only entries that these parameters have."""
+    master: Elements | None
+    entries: tuple[Elements | None, ...]
+    """For each state entry that `update` takes, it for each parameter; None where these parameters have none."""
 
     def __post_init__(self) -> None:
-        self._places = self._first_places()
-
-    def is_current(self) -> bool:
-        """Do the parameters' states still hold these tensors?"""
-        try:
-            held = all(all(map(is_, map(itemgetter(name), self.states), c)) for name, c in self.columns.items())
-        except KeyError:
-            return False
-        return held and self._first_places() == self._places
-
-    def _first_places(self) -> list[int]:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a
         # tensor that stays (an offload through `.data`) moves all of the state, so the first of each column tells.
-        return [column[0].data_ptr() for column in self.columns.values()]
+        self._firsts = [column[0] for column in (self.master, *self.entries) if column is not None]
+        self._places = [t.data_ptr() for t in self._firsts]
+        self._plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
+
+    def has_moved(self) -> bool:
+        """Is the state's memory elsewhere?"""
+        return [t.data_ptr() for t in self._firsts] != self._places
+
+    def gradients(self, grads: list[Tensor]) -> Elements:
+        """Of the group's gradients, those of these parameters."""
+        own = grads if self.indices is None else [grads[i] for i in self.indices]
+        return as_real(own) if self.is_complex else Elements(own, keeps_layout=self._plain_gradients)
+
+
+def _has_plain_gradient(p: Tensor) -> bool:
+    """Does torch see to it that the gradient has the parameter's dtype?"""
+    return type(p) in (Tensor, Parameter) and getattr(p, "grad_dtype", p.dtype) == p.dtype
 
 
 @dataclass
@@ -56,24 +53,45 @@ class GroupLists:
     """The batches of one parameter group, and what they were made for."""
 
     params: list[Tensor]
-    has_grad: list[bool]
+    missing: list[int]
+    """The parameters without a gradient."""
     entries: tuple[str, ...]
     has_masters: bool
     batches: list[Batch]
 
+    def __post_init__(self) -> None:
+        self._single = [i for i, p in enumerate(self.params) if p.numel() == 1]
+        self._single_params = [self.params[i] for i in self._single]
+
     def is_current(
-        self, params: Collection[Tensor], has_grad: list[bool], entries: tuple[str, ...], has_masters: bool
+        self, params: list[Tensor], grads: Sequence[Tensor | None], entries: tuple[str, ...], has_masters: bool
     ) -> bool:
         """Do the lists fit a step with these parameters, gradients and state entries?"""
         return (
-            has_grad == self.has_grad
-            and entries == self.entries
+            entries == self.entries
             and has_masters == self.has_masters
-            and are_same(params, self.params)
-            and all(batch.is_current() for batch in self.batches)
+            and self._has_params(params)
+            and missing(grads) == self.missing
+            and not any(map(Batch.has_moved, self.batches))
         )
 
+    def _has_params(self, params: list[Tensor]) -> bool:
+        # Lists compare by identity first, in C. Where two tensors are not the same, `==` compares them: those of one
+        # element may be equal, so they are looked at before; of others torch refuses to say.
+        if len(params) != len(self.params):
+            return False
+        try:
+            return all(map(is_, map(params.__getitem__, self._single), self._single_params)) and params == self.params
+        except RuntimeError:
+            return False
 
-def as_real(tensors: Iterable[Tensor]) -> Elements:
-    """Complex tensors as pairs of reals, sharing memory."""
-    return Elements([torch.view_as_real(t) for t in tensors])
+
+def missing(grads: Sequence[Tensor | None]) -> list[int]:
+    """Where there is no gradient."""
+    # The first pass is all there is in most steps, and has nothing to count.
+    return [i for i, g in enumerate(grads) if g is None] if [g for g in grads if g is None] else []
+
+
+def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> Elements:
+    """Complex tensors as pairs of reals, sharing memory; others as they are."""
+    return Elements([torch.view_as_real(t) if t.is_complex() else t for t in tensors], is_fixed=is_fixed)

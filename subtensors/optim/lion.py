@@ -38,6 +38,7 @@ class Lion(Optimizer):
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Algorithm 2.
     """
 
+    optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like}  # noqa: RUF012  (read by the base class)
 
     def __init__(
@@ -68,10 +69,19 @@ class Lion(Optimizer):
         )
 
     def update(
-        self, p: Tensor, g: Tensor, exp_avg: Tensor, *, lr: float, betas: tuple[float, float], weight_decay: float
+        self,
+        p: Tensor,
+        g: Tensor,
+        exp_avg: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float | None,
     ) -> None:
         """The maths of the class, for one tensor."""
         beta1, beta2 = betas
         direction = torch.sign(beta1 * exp_avg + (1 - beta1) * g)
-        p.sub_(lr * (direction + weight_decay * p))
+        if weight_decay is not None:
+            p.mul_(1 - lr * weight_decay)
+        p.sub_(lr * direction)
         exp_avg.mul_(beta2).add_((1 - beta2) * g)

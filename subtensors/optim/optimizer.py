@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, ClassVar, overload
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.groups import Elements
-from subtensors.optim.group_lists import Batch, GroupLists, State, are_same, as_real
+from subtensors.optim.group_lists import Batch, GroupLists, as_real, missing
 from subtensors.optim.single_tensor import is_narrow, single_tensor
+from subtensors.optim.watched_state import Entry, States
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -38,6 +38,8 @@ class Optimizer(torch.optim.Optimizer):
       step, and `update` adds to it. Keyword-only arguments come from the parameter group: numbers stay live (a new
       value never retraces) and arrive as floats, tensors of one element as 0-d tensors; bools, None and strings are
       static, so that `if` may ask for them.
+    - `optional`: hyperparameters that `update` is given as None while they are the number 0, so that it can leave out
+      what would do nothing.
 
     Values stored in less than float32 are computed in float32 and rounded once, when they are stored. Complex
     parameters are seen as `torch.view_as_real` shows them. An option that `defaults` or a group may hold, for any
@@ -73,6 +75,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # In a class body: the declaration, read and taken away by `__init_subclass__`. On an instance: torch's state.
     state: Any
+    optional: ClassVar[Collection[str]] = ()
 
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
@@ -84,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
     _fusion: ClassVar[Fusion]
 
     _lists: dict[int, GroupLists]
-    _known_state: list[State]
+    _mark: object
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,8 +114,9 @@ class Optimizer(torch.optim.Optimizer):
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._lists = {}
-        self._known_state = []
+        self._mark = None
         super().__init__(params, defaults)
+        self.state = States()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """What one step does to one tensor; the method that a subclass is."""
@@ -150,7 +154,9 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not are_same(self.state.values(), self._known_state):
+        if type(self.state) is not States:
+            self.state = States(self.state)
+        if self.state.changes.mark is not self._mark:
             self._lists.clear()
         for index, group in enumerate(self.param_groups):
             grads = list(map(_grad, group["params"]))
@@ -159,55 +165,76 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _update_batch(self, group: dict[str, Any], batch: Batch, grads: list[Tensor]) -> None:
-        p = batch.params
-        g = Elements(grads if batch.indices is None else [grads[i] for i in batch.indices])
-        columns: dict[str, Elements] = batch.columns
-        if batch.is_complex:
-            p, g = as_real(p), as_real(g)
-            columns = {name: as_real(c) if c[0].is_complex() else c for name, c in columns.items()}
         device = batch.device
-        self._fusion(
-            p,
-            g,
-            columns.get(MASTER),
-            tuple([columns.get(entry) for entry in self._entries]),
-            _live(getattr(self, "grad_scale", None), device),
-            _live(getattr(self, "found_inf", None), device),
-            bool(group.get("maximize")),
-            {name: _live(group[name], device) for name in self._hyperparameters if name in group},
-        )
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        try:
+            self._fusion(
+                as_real(batch.params) if batch.is_complex else batch.params,
+                batch.gradients(grads),
+                batch.master,
+                batch.entries,
+                None if scale is None else _live(scale, device),
+                None if found_inf is None else _live(found_inf, device),
+                bool(group.get("maximize")),
+                self._values(group, device),
+            )
+        except RuntimeError:
+            self._refuse_sparse(grads)
+            raise
+
+    def _values(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The group's hyperparameters as the fused call takes them."""
+        values = {}
+        for name in self._hyperparameters:
+            if name in group:
+                value = group[name]
+                if type(value) is not float:
+                    value = _live(value, device)
+                if type(value) is float and value == 0 and name in self.optional:
+                    value = None
+                values[name] = value
+        return values
+
+    def _refuse_sparse(self, grads: list[Tensor]) -> None:
+        for i, g in enumerate(grads):
+            if g is not None and g.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} updates dense gradients, and parameter {i} of its group has one of layout "
+                    f"{g.layout}: make it dense (Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
+                )
 
     def _batches(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> list[Batch]:
         """The group's batches for this set of gradients; state that a parameter lacks is made."""
         params = group["params"]
-        has_grad = list(map(is_not, grads, repeat(None)))
         entries = tuple([entry for entry in self._entries if self.keeps(entry, group)])
         has_masters = bool(group.get("master_weights"))
         lists = self._lists.get(index)
-        if lists is not None and lists.is_current(params, has_grad, entries, has_masters):
+        if lists is not None and lists.is_current(params, grads, entries, has_masters):
             return lists.batches
+        self._refuse_sparse(grads)
         kinds: dict[tuple[torch.device, bool, bool], list[int]] = {}
-        for i in [i for i, has in enumerate(has_grad) if has]:
+        for i in [i for i, g in enumerate(grads) if g is not None]:
             p = params[i]
-            if grads[i].layout is not torch.strided:
-                raise RuntimeError(
-                    f"{type(self).__name__} updates dense gradients, and parameter {i} of its group has one of layout "
-                    f"{grads[i].layout}: make it dense (Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
-                )
             has_master = has_masters and is_narrow(p.dtype)
             self._fill(p, (MASTER, *entries) if has_master else entries)
             kinds.setdefault((p.device, has_master, p.is_complex()), []).append(i)
         batches = []
         for (device, has_master, is_complex), indices in kinds.items():
-            names = (MASTER, *entries) if has_master else entries
-            states = [self.state[params[i]] for i in indices] if names else []
-            columns = {name: Elements([s[name] for s in states], is_fixed=True) for name in names}
-            everything = None if len(indices) == len(params) else indices
+            own = [params[i] for i in indices]
+            kept = (MASTER, *entries) if has_master else entries
+            columns = {name: as_real([self.state[p][name] for p in own], is_fixed=True) for name in kept}
             batches.append(
-                Batch(everything, device, is_complex, Elements([params[i] for i in indices]), states, columns)
+                Batch(
+                    None if len(indices) == len(params) else indices,
+                    device,
+                    is_complex,
+                    Elements(own, keeps_layout=not is_complex),
+                    columns.get(MASTER),
+                    tuple([columns.get(entry) for entry in self._entries]),
+                )
             )
-        self._lists[index] = GroupLists(list(params), has_grad, entries, has_masters, batches)
-        self._known_state = list(self.state.values())
+        self._lists[index] = GroupLists(list(params), missing(grads), entries, has_masters, batches)
+        self._mark = self.state.changes.mark
         return batches
 
     def _fill(self, p: Tensor, names: tuple[str, ...]) -> None:
@@ -257,6 +284,7 @@ class Optimizer(torch.optim.Optimizer):
             `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
         """
         saved = super().state_dict()
+        saved["state"] = {key: dict(v) if isinstance(v, Entry) else v for key, v in saved["state"].items()}
         for group in saved["param_groups"]:
             if group.get("capturable") or group.get("fused"):
                 continue
@@ -290,7 +318,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._lists = {}
-        self._known_state = []
+        self._mark = None
+        self.state = States(self.state)
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
@@ -325,7 +354,7 @@ class _Saved:
 
 
 def _live(value: Any, device: torch.device) -> Any:
-    """A hyperparameter as the fused call takes it: an int as a float, a tensor of one element without dimensions."""
+    """A value as the fused call takes it: an int as a float, a tensor of one element without dimensions."""
     if isinstance(value, Tensor):
         value = value.reshape(())
         # From the host its value is handed over; one on a device is read there.

@@ -48,6 +48,7 @@ class SGD(Optimizer):
     placing of the learning rate and its undamped first step.
     """
 
+    optional = ("weight_decay", "dampening")
     state = {"momentum_buffer": torch.zeros_like}  # noqa: RUF012  (read by the base class)
 
     def __init__(
@@ -93,14 +94,15 @@ class SGD(Optimizer):
         *,
         lr: float,
         momentum: float,
-        dampening: float,
-        weight_decay: float,
+        dampening: float | None,
+        weight_decay: float | None,
         nesterov: bool,
     ) -> None:
         """The maths of the class, for one tensor."""
-        g = g + weight_decay * p
+        if weight_decay is not None:
+            g = g + weight_decay * p
         if momentum_buffer is not None:
-            momentum_buffer.mul_(momentum).add_((1 - dampening) * g)
+            momentum_buffer.mul_(momentum).add_(g if dampening is None else (1 - dampening) * g)
             if step is not None:
                 step.add_(1)
                 momentum_buffer.copy_(torch.where(step == 1, g, momentum_buffer))
