@@ -230,6 +230,11 @@ class TensorList(torch.Tensor):
     __format__ = object.__format__
     __dir__ = object.__dir__  # type: ignore[assignment]
 
+    @property
+    def is_nested(self) -> bool:  # type: ignore[override]
+        """False, of the list itself: the compiler asks, and refuses nested tensors."""
+        return False
+
     def __bool__(self) -> bool:
         self._refuse_one_value("truth value")
 
