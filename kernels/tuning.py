@@ -68,7 +68,7 @@ def tuned_tiling(program: Program, device: torch.device) -> Tiling:
         >>> tuned_tiling(Program("nothing", (), ()), torch.device("cpu"))
         Tiling(block=512, warps=2)
     """
-    if device.type != "cuda":
+    if not _is_gpu(device):
         return Tiling()
     known = _known(program, device)
     if known is None and os.environ.get("SUBTENSORS_TUNE") == "1":
@@ -107,7 +107,7 @@ def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = 
         except torch.OutOfMemoryError:
             obstacle = "not enough free device memory"
     if obstacle:
-        stays = (_known(program, device) if device.type == "cuda" else None) or Tiling()
+        stays = (_known(program, device) if _is_gpu(device) else None) or Tiling()
         logger.info("%s: tile sizes not measured, %s stays: %s", program.name, stays, obstacle)
         return stays
     best = min(times, key=times.__getitem__)
@@ -119,9 +119,13 @@ def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = 
     return best
 
 
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _obstacle(program: Program, device: torch.device) -> str:
     """Why nothing can be measured; empty when it can."""
-    if device.type != "cuda":
+    if not _is_gpu(device):
         return f"{device} is no CUDA device"
     if torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
