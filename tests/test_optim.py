@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 import subtensors as st
+from subtensors.dispatch.calls import kernels_on_cpu
+from subtensors.kernels.launch import Grid
 
 
 class MySGD(st.optim.Optimizer):
@@ -215,6 +219,16 @@ def test_sparse_gradients_are_refused_with_what_to_do() -> None:
         st.optim.SGD(table.parameters()).step()
 
 
+def test_a_gradient_that_turns_sparse_is_refused_too() -> None:
+    (p,) = ones(1)
+    optimizer = st.optim.SGD([p])
+    optimizer.step()
+    optimizer.step()
+    p.grad = torch.ones(1).to_sparse()
+    with pytest.raises(RuntimeError, match=r"parameter 0 .*sparse_coo.*SparseAdam"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("cls", [st.optim.SGD, st.optim.Adam, st.optim.AdamW])
 def test_differentiable_is_refused(cls: Any) -> None:
     with pytest.raises(ValueError, match="differentiable=True is not supported"):
@@ -315,14 +329,56 @@ def test_a_scheduler_moves_the_step_as_in_torch_and_nothing_is_traced_again(
 
 
 def test_a_number_that_changes_its_kind_or_reaches_zero_is_not_traced_again() -> None:
-    params = ones(4)
-    optimizer = st.optim.Adam(params, lr=1, weight_decay=0)
+    class Own(st.optim.Adam):
+        pass
+
+    optimizer = Own(ones(4), lr=1, weight_decay=1)
     optimizer.step()
-    traces = optimizer._fusion.traces
-    for lr, decay, betas in [(0.5, 0.1, (0.9, 0.99)), (0, 1, (0, 0.9)), (1e-3, 0.0, (0.5, 0.5))]:
+    for lr, decay, betas in [(0.5, 0.1, (0.9, 0.99)), (0, 1, (0, 0.9)), (1e-3, 0.1, (0.5, 0.5))]:
         optimizer.param_groups[0].update(lr=lr, weight_decay=decay, betas=betas)
         optimizer.step()
-    assert optimizer._fusion.traces == traces
+    assert Own._fusion.traces == 1
+    # Without a weight decay it is other maths, traced once.
+    for decay in (0, 0.0, 0.1, 0, 0.2, -0.0):
+        optimizer.param_groups[0]["weight_decay"] = decay
+        optimizer.step()
+    assert Own._fusion.traces == 2
+
+
+def test_an_optional_number_is_none_while_it_is_zero() -> None:
+    class Decaying(st.optim.Optimizer):
+        optional = ("decay",)
+
+        def update(self, p: Tensor, g: Tensor, *, lr: float, decay: float | None) -> None:
+            p.sub_(lr * g)
+            if decay is not None:
+                p.mul_(1 - decay)
+
+    (p,) = ones(1)
+    optimizer = Decaying([p], {"lr": 0, "decay": 0.5})
+    for decay, expected in [(0.5, 0.5), (0, 0.5), (0.0, 0.5), (0.5, 0.25), (torch.tensor(0.0), 0.25), (False, 0.25)]:
+        optimizer.param_groups[0]["decay"] = decay
+        optimizer.step()
+        assert p.item() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {}),
+        ("AdamW", {"weight_decay": 0}),
+        ("Lion", {}),
+    ],
+)
+def test_an_infinite_parameter_stays_infinite_without_weight_decay(
+    name: str, kwargs: dict[str, Any], device: str
+) -> None:
+    p = Parameter(torch.tensor([float("inf"), -float("inf"), 1.0], device=device))
+    p.grad = torch.ones_like(p)
+    getattr(st.optim, name)([p], lr=0.5, **kwargs).step()
+    assert p.tolist() == pytest.approx([float("inf"), -float("inf"), 0.5])
 
 
 # --- loss scaling ----------------------------------------------------------------------------------------------------
@@ -431,6 +487,36 @@ def test_parameters_on_two_kinds_of_device_are_updated_in_one_group() -> None:
 
 
 # --- host time -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion"])
+def test_a_step_runs_as_much_python_for_a_thousand_tensors_as_for_ten(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grid, "launch", lambda *_: None)
+
+    def calls(count: int) -> int:
+        params = [Parameter(torch.ones(i % 3 + 1, device=device)) for i in range(count)]
+        optimizer = getattr(st.optim, name)(params)
+        seen = 0
+
+        def count_call(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal seen
+            seen += event == "call"
+
+        with kernels_on_cpu():
+            for number in range(4):
+                for p in params:
+                    p.grad = torch.ones_like(p) if p.grad is None or number < 2 else p.grad
+                seen = 0
+                sys.setprofile(count_call)
+                try:
+                    optimizer.step()
+                finally:
+                    sys.setprofile(None)
+        return seen
+
+    assert 0 < calls(1000) == calls(10)
 
 
 def test_the_lists_of_a_group_are_made_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

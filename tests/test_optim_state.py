@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import pickle
@@ -206,6 +207,18 @@ def test_a_removed_state_starts_again() -> None:
     assert [p[0].item() for p in params] == [-4.5, -5.0]
 
 
+def test_a_whole_state_that_is_replaced_starts_again() -> None:
+    params, optimizer = stepped()
+    optimizer.state = collections.defaultdict(dict)
+    optimizer.step()
+    assert [p[0].item() for p in params] == [-3.5, -3.5]
+    for p, entry in optimizer.state.items():
+        # As libraries do that move a state to another device.
+        optimizer.state[p] = type(entry)({name: torch.zeros_like(t) for name, t in entry.items()})
+    optimizer.step()
+    assert [p[0].item() for p in params] == [-4.5, -4.5]
+
+
 def test_state_whose_memory_moved_is_found_where_it_is_now() -> None:
     params, optimizer = stepped()
     old = [optimizer.state[p]["momentum_buffer"].data for p in params]
@@ -232,6 +245,36 @@ def test_a_parameter_put_in_the_place_of_another_starts_without_state() -> None:
     optimizer.param_groups[0]["params"][0] = fresh
     optimizer.step()
     assert [fresh[0].item(), params[0][0].item(), params[1][0].item()] == [-1.0, -2.5, -4.25]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3,), (0,)], ids=str)
+@pytest.mark.parametrize("in_place", [True, False], ids=["list changed", "list replaced"])
+def test_a_parameter_that_takes_any_place_of_another_is_the_one_that_is_updated(
+    place: int, shape: tuple[int, ...], in_place: bool
+) -> None:
+    params = [Parameter(torch.zeros(s)) for s in ((2,), (), (3,), (1,))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = st.optim.SGD(params, lr=1.0)
+    optimizer.step()
+    old = params[place]
+    # Equal in value to what it replaces, where the shapes agree.
+    fresh = Parameter(torch.full(shape, -1.0))
+    fresh.grad = torch.ones(shape)
+    now = optimizer.param_groups[0]["params"]
+    now[place] = fresh
+    if not in_place:
+        optimizer.param_groups[0]["params"] = list(now)
+    optimizer.step()
+    assert torch.equal(fresh, torch.full(shape, -2.0))
+    assert torch.equal(old, torch.full_like(old, -1.0))
+    assert all(torch.equal(p, torch.full_like(p, -2.0)) for p in now)
+    del now[place]
+    optimizer.param_groups[0]["params"] = now
+    optimizer.step()
+    assert torch.equal(fresh, torch.full(shape, -2.0))
+    assert all(torch.equal(p, torch.full_like(p, -3.0)) for p in now)
 
 
 def test_options_changed_between_steps_make_the_state_they_need() -> None:

@@ -155,7 +155,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if type(self.state) is not States:
-            self.state = States(self.state)
+            self.state = States(dict, self.state)
         if self.state.changes.mark is not self._mark:
             self._lists.clear()
         for index, group in enumerate(self.param_groups):
@@ -319,7 +319,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._lists = {}
         self._mark = None
-        self.state = States(self.state)
+        self.state = States(dict, self.state)
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it

@@ -84,13 +84,14 @@ class States(_Watched, defaultdict[Any, Any]):
     A dict that is put into it is copied, so that changes of what it then holds are marked.
 
     Args:
+        default_factory: only dict; it stands here because defaultdict makes others of its kind so.
         entries: what it holds first.
     """
 
     __slots__ = ("changes",)
 
-    def __init__(self, entries: Any = ()) -> None:
-        super().__init__(dict)
+    def __init__(self, default_factory: Any = dict, entries: Any = ()) -> None:
+        super().__init__(default_factory)
         self.changes = Changes()
         self.update(entries)
 
