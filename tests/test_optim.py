@@ -519,6 +519,19 @@ def test_a_step_runs_as_much_python_for_a_thousand_tensors_as_for_ten(
     assert 0 < calls(1000) == calls(10)
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_parameters_that_lie_where_others_lay_are_updated_as_what_they_are(name: str, device: str) -> None:
+    memory, gradients = torch.zeros(64, device=device), torch.zeros(64, device=device)
+    with kernels_on_cpu():
+        for dtype, size in [(torch.float32, 3), (torch.float32, 5), (torch.bfloat16, 5), (torch.float16, 5)] * 2:
+            p = Parameter(memory.view(dtype)[:size].fill_(1))
+            p.grad = gradients.view(dtype)[:size].fill_(1)
+            optimizer = getattr(st.optim, name)([p], lr=0.25)
+            for _ in range(2):
+                optimizer.step()
+            assert p.tolist() == pytest.approx([0.5] * size)
+
+
 def test_the_lists_of_a_group_are_made_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     params = ones(8)
     optimizer = st.optim.Adam(params)

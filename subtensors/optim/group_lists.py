@@ -70,12 +70,13 @@ class GroupLists:
         return (
             entries == self.entries
             and has_masters == self.has_masters
-            and self._has_params(params)
+            and self.has_params(params)
             and missing(grads) == self.missing
             and not any(map(Batch.has_moved, self.batches))
         )
 
-    def _has_params(self, params: list[Tensor]) -> bool:
+    def has_params(self, params: list[Tensor]) -> bool:
+        """Are these the very parameters that the lists were made for?"""
         # Lists compare by identity first, in C. Where two tensors are not the same, `==` compares them: those of one
         # element may be equal, so they are looked at before; of others torch refuses to say.
         if len(params) != len(self.params):

@@ -156,8 +156,8 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if type(self.state) is not States:
             self.state = States(dict, self.state)
-        if self.state.changes.mark is not self._mark:
-            self._lists.clear()
+        if self.state.changes.mark is not self._mark or len(self._lists) != len(self.param_groups):
+            self._forget()
         for index, group in enumerate(self.param_groups):
             grads = list(map(_grad, group["params"]))
             for batch in self._batches(index, group, grads):
@@ -212,6 +212,8 @@ class Optimizer(torch.optim.Optimizer):
         if lists is not None and lists.is_current(params, grads, entries, has_masters):
             return lists.batches
         self._refuse_sparse(grads)
+        if lists is not None and not lists.has_params(params):
+            self._forget()
         kinds: dict[tuple[torch.device, bool, bool], list[int]] = {}
         for i in [i for i, g in enumerate(grads) if g is not None]:
             p = params[i]
@@ -236,6 +238,12 @@ class Optimizer(torch.optim.Optimizer):
         self._lists[index] = GroupLists(list(params), missing(grads), entries, has_masters, batches)
         self._mark = self.state.changes.mark
         return batches
+
+    def _forget(self) -> None:
+        """Drop what is known of the parameters; what was traced and compiled stays."""
+        self._lists.clear()
+        # Plans know parameters and gradients by address, and new ones may lie where others did that are gone.
+        self._fusion._plans.clear()
 
     def _fill(self, p: Tensor, names: tuple[str, ...]) -> None:
         if not names:
