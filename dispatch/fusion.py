@@ -107,6 +107,8 @@ class Fusion:
                 len(columns[0]),
             )
         result = plan.groups[0][1].returned
+        if not leaves:
+            return result.unflatten([None] * result.num_leaves)
         if call.count is None:
             return result.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
         return result.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])

@@ -230,6 +230,8 @@ class _Binding:
     addresses: list[list[int]]
     """Where the tensors of the other lists start."""
     table: Tensor
+    address: int
+    """The table's."""
     overlaps: bool
     streams: dict[int, _OnStream] = field(default_factory=dict)
     is_captured: bool = False
@@ -257,12 +259,16 @@ class KernelGroup(Group):
             (c for c, p in zip(columns, self.parameters, strict=True) if p.extent is Extent.ELEMENT), columns[0]
         )
         self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
+        self.is_cuda = self.device.type == "cuda"
         self.grid = Grid(kernels, [t.numel() for t in pattern], self.device)
         self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern]
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
         self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
         stored = trace.program.stores
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(t.requires_grad for t in columns[i])}
+        outputs = [trace.program.value(v) for v in trace.program.outputs]
+        self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
+        self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
         self.bindings: list[_Binding] = []
         self.tables = 0
         self.stream = 0
@@ -280,54 +286,52 @@ class KernelGroup(Group):
 
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Launch the kernels."""
-        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+        if not self.is_cuda or self.device.index == torch.cuda.current_device():
             return self._run(columns, numbers, addresses)
         with torch.cuda.device(self.device):
             return self._run(columns, numbers, addresses)
 
     def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses) -> Leaves:
-        program = self.trace.program
-        originals = columns
         if self.copies:
+            originals = columns
             columns = [
                 [t.contiguous() if p.extent is Extent.ELEMENT else t for t in column]
                 for column, p in zip(columns, self.parameters, strict=True)
             ]
-        binding = self._bind(columns, () if self.copies else addresses)
+            addresses = ()
+        is_capturing = self.is_capturing()
+        binding = self._bind(columns, addresses, is_capturing)
         if binding.overlaps:
-            return self.mapped.run(originals, numbers)
+            return self.mapped.run(originals if self.copies else columns, numbers)
+        if self.is_cuda and not is_capturing:
+            self.stream = torch_private.current_stream(self.device)
         values = [evaluate(numbers) for evaluate in self.trace.scalars]
-        values += [originals[i][0].item() for i in self.hosts]
-        arenas = [
-            torch.empty(
-                self.grid.arena if program.value(v).extent is Extent.ELEMENT else self.grid.count,
-                dtype=program.value(v).dtype,
-                device=self.device,
-            )
-            for v in program.outputs
-        ]
+        values += [columns[i][0].item() for i in self.hosts]
+        scalars = self._scalars(binding, values, is_capturing)
+        arenas = [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
         seed = torch.randint(2**62, (), device=self.device) if self.kernels.is_seeded else self.seed
-        if self.device.type == "cuda" and not self.is_capturing():
-            self.stream = torch.cuda.current_stream(self.device).cuda_stream
-        self.grid.launch(binding.table, self._scalars(binding, values), seed, arenas, self.stream)
-        for parameter in program.stores:
-            if self.copies:
+        self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, self.stream)
+        if self.copies:
+            for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
                     if original is not copy:
                         original.copy_(copy)
-            if parameter in self.observed:
-                # Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does
-                # not know.
-                torch.autograd.graph.increment_version(originals[parameter])
-        outputs = [
-            # `.data`: tensors in their own right, whose versions autograd counts one by one.
-            [
-                part.data
-                for part in (self._parts(arena) if program.value(v).extent is Extent.ELEMENT else arena.unbind())
-            ]
-            for arena, v in zip(arenas, program.outputs, strict=True)
-        ]
-        return _leaves(self.trace, originals, outputs)
+            columns = originals
+        for parameter in self.observed:
+            # Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know.
+            torch.autograd.graph.increment_version(columns[parameter])
+        if not self.returns:
+            return []
+        return _leaves(
+            self.trace,
+            columns,
+            [self._outputs(arena, v) for arena, v in zip(arenas, self.trace.program.outputs, strict=True)],
+        )
+
+    def _outputs(self, arena: Tensor, value: int) -> list[Tensor]:
+        is_tiled = self.trace.program.value(value).extent is Extent.ELEMENT
+        # `.data`: tensors in their own right, whose versions autograd counts one by one.
+        return [part.data for part in (self._parts(arena) if is_tiled else arena.unbind())]
 
     def _parts(self, arena: Tensor) -> list[Tensor]:
         offsets = self.grid.offsets.tolist()
@@ -335,12 +339,11 @@ class KernelGroup(Group):
             return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
         return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
 
-    def _bind(self, columns: Columns, known: Addresses) -> _Binding:
+    def _bind(self, columns: Columns, known: Addresses, is_capturing: bool) -> _Binding:
         addresses = [
             [] if i in self.hosts else a if a is not None else addresses_of(c)
             for i, (c, a) in enumerate(zip(columns, known or itertools.repeat(None), strict=False))
         ]
-        is_capturing = self.is_capturing()
         for position, binding in enumerate(self.bindings):
             if binding.addresses == addresses and binding.fixed.matches(columns):
                 if position:
@@ -355,7 +358,8 @@ class KernelGroup(Group):
             nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
         ]
         overlaps = written_overlap(columns, self.trace.program)
-        binding = _Binding(FixedLists(columns), addresses, self.grid.table(pointers), overlaps)
+        table = self.grid.table(pointers)
+        binding = _Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
         self.tables += 1
         if is_capturing:
             # Its table is filled at replay, so no eager call may use it.
@@ -367,9 +371,9 @@ class KernelGroup(Group):
 
     def is_capturing(self) -> bool:
         """Is this call recorded into a CUDA graph rather than run?"""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _scalars(self, binding: _Binding, numbers: list[float]) -> Tensor:
+    def _scalars(self, binding: _Binding, numbers: list[float], is_capturing: bool) -> Tensor:
         """The numbers on the device; written again only when one has changed.
 
         A graph captured with the numbers of the eager call before it reads what later eager calls write, so
@@ -380,7 +384,7 @@ class KernelGroup(Group):
         if state is not None and state.values == values:
             return state.scalars
         fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
-        if self.is_capturing():
+        if is_capturing:
             return fresh
         if state is None:
             binding.streams[self.stream] = state = _OnStream(values, fresh)

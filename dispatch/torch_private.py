@@ -141,3 +141,8 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     return leaves, spec
+
+
+def current_stream(device: torch.device) -> int:
+    """The CUDA stream that work on this device goes to now, as a number. Checked on 2.11, 2.13."""
+    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]

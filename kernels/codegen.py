@@ -46,7 +46,11 @@ from subtensors.kernels.segments import Segment
 SIZE, ALIGNED, FIRST_TILE, OUTPUT, POINTERS = range(5)
 
 ARGUMENTS = "table, tiles, scalars, slots, partials, counters, seed_pointer, N, T"
-"""What every kernel takes, before the output arenas."""
+"""What every kernel takes, before the output arenas: addresses, as integers that are cheap to pass, and two counts."""
+
+_ADDRESSED = dict.fromkeys("table tiles scalars slots partials seed_pointer".split(), "tl.int64") | {
+    "counters": "tl.int32"
+}
 
 
 @dataclass(frozen=True)
@@ -385,6 +389,8 @@ def _literal(number: float) -> str:
 
 
 def _function(name: str, arguments: str, body: list[str], kernel: bool = False) -> str:
-    decorator = '@triton.jit(do_not_specialize=["N", "T"])' if kernel else "@triton.jit"
+    decorator = f"@triton.jit(do_not_specialize={ARGUMENTS.split(', ')})" if kernel else "@triton.jit"
+    if kernel:
+        body = [f"{name} = {name}.to(tl.pointer_type({kind}))" for name, kind in _ADDRESSED.items()] + body
     lines = "".join(f"    {line}\n" for line in body)
     return f"{decorator}\ndef {name}({arguments}, BLOCK: tl.constexpr):\n{lines}\n\n"

@@ -60,7 +60,7 @@ class Grid:
     def __init__(self, kernels: Kernels, sizes: Sequence[int], device: torch.device) -> None:
         self.kernels, self.device = kernels, device
         self._launchers: dict[int, Any] = {}
-        self._workspaces: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -71,23 +71,25 @@ class Grid:
         tensor = np.repeat(np.arange(self.count, dtype=np.int64), tiles)
         within = np.arange(self.total, dtype=np.int64) - np.repeat(self.first, tiles)
         self.tiles = to_device(tensor << 32 | within, device)
+        self._tiles_address = self.tiles.data_ptr()
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
 
-    def workspace(self, stream: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, partial results of tiles, and the arrival counters, which every launch leaves at zero.
+    def _workspace(self, stream: int) -> list[int]:
+        """Addresses of slots, of partial results of tiles, and of the arrival counters, which launches leave at zero.
 
         Launches on one stream follow each other and share them; those on several streams do not.
         """
         known = self._workspaces.get(stream)
         if known is not None:
-            return known
+            return known[0]
         slots = torch.empty(max(self.kernels.slots * self.count, 1), dtype=torch.int64, device=self.device)
         partials = torch.empty(max(self.kernels.reductions * self.total, 1), dtype=torch.int64, device=self.device)
         counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
-        self._workspaces[stream] = slots, partials, counters
-        return slots, partials, counters
+        buffers = [slots, partials, counters]
+        self._workspaces[stream] = addresses, _ = [b.data_ptr() for b in buffers], buffers
+        return addresses
 
     def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
         """The pointer table (`codegen` says what is in it).
@@ -103,17 +105,17 @@ class Grid:
             self.device,
         )
 
-    def launch(self, table: Tensor, scalars: Tensor, seed: Tensor, outputs: Sequence[Tensor], stream: int) -> None:
+    def launch(self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int) -> None:
         """Run every kernel of the program once.
 
         Args:
-            table: as `table` made it.
-            scalars: the live numbers' bits, (n,) int64.
-            seed: 0-d int64; read only by programs that round stochastically.
+            table: address of what `table` made.
+            scalars: address of the live numbers' bits, (n,) int64.
+            seed: address of a 0-d int64; read only by programs that round stochastically.
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: a number for the stream the kernels run on.
         """
-        arguments = (table, self.tiles, scalars, *self.workspace(stream), seed, self.count, self.total)
+        arguments = (table, self._tiles_address, scalars, *self._workspace(stream), seed, self.count, self.total)
         for number, kernel in enumerate(self.kernels.kernels):
             arenas = [outputs[k] for k in kernel.segment.outputs]
             launcher = self._launchers.get(number)
