@@ -72,11 +72,16 @@ def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
 
 
 def _any(x: Tensor) -> Any:
-    return aten.sum.default(x != 0) != 0
+    return (aten.sum.default(x != 0) != 0).to(_truth(x.dtype))
 
 
 def _all(x: Tensor) -> Any:
-    return aten.sum.default(x == 0) == 0
+    return (aten.sum.default(x == 0) == 0).to(_truth(x.dtype))
+
+
+def _truth(dtype: torch.dtype) -> torch.dtype:
+    """What torch's `any` and `all` return: uint8 was its first boolean type."""
+    return torch.uint8 if dtype == torch.uint8 else torch.bool
 
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {

@@ -106,18 +106,22 @@ class MetadataGuard:
 
         self._firsts = self._first_places(tensors)
         distinct = tensors if self._firsts is None else [tensors[i] for i in dict.fromkeys(self._firsts)]
-        self._count = len(tensors)
-        self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        # It ends the process on tensors that have no strides: those are alike to none.
+        has_strides = all(t.layout == torch.strided for t in distinct)
+        self._count = len(tensors) if has_strides else -1
+        self._guards: Any = None
+        if has_strides:
+            self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Is every tensor like the one in its place?"""
         if len(tensors) != self._count:
             return False
-        if self._firsts is None:
-            return self._guards.check(*tensors)
-        return self._first_places(tensors) == self._firsts and self._guards.check(
-            *(tensors[i] for i in dict.fromkeys(self._firsts))
-        )
+        if self._firsts is not None:
+            if self._first_places(tensors) != self._firsts:
+                return False
+            tensors = [tensors[i] for i in dict.fromkeys(self._firsts)]
+        return bool(self._guards.check(*tensors))
 
     @staticmethod
     def _first_places(tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -146,3 +150,10 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def current_stream(device: torch.device) -> int:
     """The CUDA stream that work on this device goes to now, as a number. Checked on 2.11, 2.13."""
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]
+
+
+def is_tracing() -> bool:
+    """Is the compiler looking at a function, in code of its own? Checked on 2.11, 2.13."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None

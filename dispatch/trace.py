@@ -36,9 +36,10 @@ _SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: ()}
 # A view that keeps all of these keeps any shape: they differ in rank, one holds a 1, one is larger than any slice.
 _VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
 
-_TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.COPY, OpClass.FACTORY, OpClass.REDUCTION})
+_TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.FACTORY, OpClass.REDUCTION})
 
 _ADVICE = {
+    OpClass.COPY: "it moves elements, and fused maths sees one at a time: call it on the TensorList itself",
     OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
     OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
     OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
@@ -215,6 +216,8 @@ class _Tracer(TorchDispatchMode):
             positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
             func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
+        if op_class(func) is OpClass.COPY and self.depth == 0:
+            _refuse(f"{func} (copy) has no rule here", _ADVICE[OpClass.COPY])
         if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
             return self._view(func, arguments)
         instruction = self._instruction(func, arguments) if self._is_simple(func) else None
@@ -230,7 +233,7 @@ class _Tracer(TorchDispatchMode):
                 if instruction is None:
                     raise
                 self._forget(recorded)
-        if instruction is None or op_class(func) not in (OpClass.POINTWISE, OpClass.COPY):
+        if instruction is None or op_class(func) is not OpClass.POINTWISE:
             kind = op_class(func)
             _refuse(f"{func} ({kind.value}) has no rule here", _ADVICE.get(kind, "call it on the TensorList itself"))
         self.unlowered.append(str(func))
@@ -437,7 +440,13 @@ def trace(
     stand_ins = [Traced(_Cell(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
     args, kwargs = call(list(stand_ins), [live.new(kind) for kind in numbers])
     with _explained(), torch.no_grad(), tracer:
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except RuleError:
+            raise
+        except Exception as error:
+            error.add_note(f"while the maths was traced\n  at {_source_line(traceback.walk_tb(error.__traceback__))}")
+            raise
     outputs: list[int] = []
 
     def returned(leaf: Any) -> Any:

@@ -192,7 +192,7 @@ class _Writer:
                 return Text(_cast(f"s{index}", torch.int64 if kind is int else torch.float64, wanted))
             case bool() | int() | float():
                 if wanted in INTEGERS:
-                    operand = int(operand)
+                    operand = _wrapped(int(operand), torch.iinfo(wanted))
                 return Text(f"tl.full([], {_literal(operand)}, {TRITON_TYPES[_arithmetic(wanted)]})", operand)
             case None:
                 return ABSENT
@@ -380,6 +380,11 @@ def _cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
     if source == torch.float64 and target in HALF:
         return f"{text}.to(tl.float32).to({TRITON_TYPES[target]})"
     return f"{text}.to({TRITON_TYPES[target]})"
+
+
+def _wrapped(number: int, info: torch.iinfo) -> int:
+    """The number as an integer type of so many bits holds it: torch's -1 is 255 beside an uint8."""
+    return (number - info.min) % (1 << info.bits) + info.min
 
 
 def _literal(number: float) -> str:

@@ -87,6 +87,9 @@ def _clamp(x: Text, low: Text = ABSENT, high: Text = ABSENT) -> str:
 
 # The exponents torch's own kernels special-case, so that both round alike.
 _EASY_POWERS: dict[float | None, str] = {
+    -2: "div(1.0, {0} * {0})",
+    -1: "div(1.0, {0})",
+    -0.5: "libdevice.rsqrt({0})",
     0.5: "sqrt({0})",
     1: "{0}",
     2: "({0} * {0})",
@@ -111,7 +114,6 @@ _SHARED: dict[str, Template] = {
     "rsub": lambda a, b, alpha="1": _sub(b, a, alpha),
     "mul": _format("({0} * {1})"),
     "neg": _format("(-{0})"),
-    "square": _format("({0} * {0})"),
     "maximum": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
     "minimum": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
     "fmax": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)"),
@@ -131,9 +133,7 @@ _SHARED: dict[str, Template] = {
     "ge": _format("({0} >= {1})"),
     "addcmul": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'({a} * {b})', value)})",
     # A change of type or of nothing: the conversion around the expression does all there is to do.
-    **dict.fromkeys(
-        ("_to_copy", "clone", "detach", "alias", "convert_element_type", "lift_fresh", "positive"), lambda x, *_: x
-    ),
+    **dict.fromkeys(("_to_copy", "clone", "convert_element_type"), lambda x, *_: x),
     "copy": lambda _, source, *__: source,
     "fill": lambda _, value: value,
     "full_like": lambda _, value, *__: value,
@@ -160,7 +160,6 @@ _FLOAT: dict[str, Template] = {
     "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
     "isnan": _format("({0} != {0})"),
     "isinf": _format("(tl.abs({0}) == float('inf'))"),
-    "isfinite": _format("(tl.abs({0}) < float('inf'))"),
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
     "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, lane, tile, tensor, {salt.literal})",
@@ -205,7 +204,6 @@ _INTEGER: dict[str, Template] = {
     "div": _divide,
     "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
     **dict.fromkeys(("isnan", "isinf"), _format("({0} != {0})")),
-    "isfinite": _format("({0} == {0})"),
     **dict.fromkeys(("ceil", "floor", "round", "trunc"), _format("{0}")),
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
@@ -219,9 +217,9 @@ _INTEGER: dict[str, Template] = {
 
 # Booleans compute as int8, but for these.
 _TRUTH: dict[str, Template] = {
-    "logical_and": _format("({0} & {1})"),
-    "logical_or": _format("({0} | {1})"),
-    "logical_xor": _format("({0} ^ {1})"),
+    "logical_and": _format("(({0}.to(tl.int8) & {1}.to(tl.int8)) != 0)"),
+    "logical_or": _format("(({0}.to(tl.int8) | {1}.to(tl.int8)) != 0)"),
+    "logical_xor": _format("({0} != {1})"),
     "logical_not": _format("({0} == 0)"),
 }
 
