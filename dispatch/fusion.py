@@ -267,7 +267,7 @@ class _Route:
 
 def _keeps_layout(column: Sequence[Tensor]) -> bool:
     """Do addresses tell all there is to know? Where autograd records, it matters too which tensors it follows."""
-    return isinstance(column, Elements) and column.keeps_layout and not torch.is_grad_enabled()
+    return isinstance(column, Elements) and column.holder is not None and not torch.is_grad_enabled()
 
 
 def _part(columns: Columns, indices: list[int]) -> Columns:

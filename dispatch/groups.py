@@ -37,15 +37,29 @@ class Elements(list[Tensor]):
         is_fixed: neither the tensors nor their memory change while this object lives, and autograd has saved
             none of them that does not require grad. Then the list is known by identity, and not even addresses
             are read again. The memory is kept for as long.
-        keeps_layout: a tensor whose address is what it was in the last such call has the shape, strides and
-            dtype it had then, as parameters and their gradients do. Then addresses are all that is read.
+        keeps_layout: a tensor whose address is what it was in the last call with this list has the shape,
+            strides and dtype it had then, as parameters do. Then addresses are all that is read again.
+        like: the list that promises so for this one, as a list of parameters does for their gradients, of which
+            there is a new list in each step.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = (), is_fixed: bool = False, keeps_layout: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor] = (),
+        is_fixed: bool = False,
+        keeps_layout: bool = False,
+        like: Elements | None = None,
+    ) -> None:
         super().__init__(tensors)
         self.is_fixed = is_fixed
-        self.keeps_layout = keeps_layout
+        self._keeps_layout = keeps_layout
+        self._like = like
         self._memory = [t.untyped_storage() for t in self] if is_fixed else []
+
+    @property
+    def holder(self) -> Elements | None:
+        """The list that promises that layouts are kept; None when none does."""
+        return self if self._keeps_layout else self._like
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -193,7 +207,7 @@ class ColumnGuard:
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if isinstance(column, Elements) and column.is_fixed else None
         self._metadata = torch_private.MetadataGuard(distinct(column))
-        self._addresses: list[int] = []
+        self._addresses: weakref.WeakKeyDictionary[Elements, list[int]] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: list[int] | None) -> bool:
         """Is every tensor like the one in its place?
@@ -204,12 +218,16 @@ class ColumnGuard:
         """
         if self._list is not None and self._list() is column:
             return True
-        if addresses is not None and addresses == self._addresses:
+        if addresses is None:
+            return self._metadata.matches(distinct(column))
+        # Each promise is good for the addresses seen under it, and ends with the list that made it.
+        holder = column.holder if isinstance(column, Elements) else None
+        assert holder is not None
+        if self._addresses.get(holder) == addresses:
             return True
         if not self._metadata.matches(distinct(column)):
             return False
-        if addresses is not None:
-            self._addresses = addresses
+        self._addresses[holder] = addresses
         return True
 
 

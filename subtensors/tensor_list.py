@@ -12,12 +12,18 @@ import optree
 import torch
 
 from subtensors import list_calls
+from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import list_call
 from subtensors.packing import Layout, pack
 from subtensors.tree_structure import Structure, flatten_tensors, list_structure, subtree
 
 _log = logging.getLogger(__name__)
+
+_LAYOUT_GETTERS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("layout", "is_nested", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn")
+)
 
 _ALIASES_WHOLE = (torch.Tensor.detach, torch.detach)
 
@@ -230,11 +236,6 @@ class TensorList(torch.Tensor):
     __format__ = object.__format__
     __dir__ = object.__dir__  # type: ignore[assignment]
 
-    @property
-    def is_nested(self) -> bool:  # type: ignore[override]
-        """False, of the list itself: the compiler asks, and refuses nested tensors."""
-        return False
-
     def __bool__(self) -> bool:
         self._refuse_one_value("truth value")
 
@@ -285,6 +286,9 @@ class TensorList(torch.Tensor):
                     f"alias from one shape, which a list does not have; call it outside the compiled function"
                 )
             # The compiler's own tracing reaches __torch_dispatch__, where a packed list is its flats.
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func in _LAYOUT_GETTERS and torch_private.is_tracing():
+            # The compiler asks the list itself what kind of tensor it is.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
 

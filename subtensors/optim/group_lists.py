@@ -40,7 +40,7 @@ class Batch:
     def gradients(self, grads: list[Tensor]) -> Elements:
         """Of the group's gradients, those of these parameters."""
         own = grads if self.indices is None else [grads[i] for i in self.indices]
-        return as_real(own) if self.is_complex else Elements(own, keeps_layout=self._plain_gradients)
+        return as_real(own) if self.is_complex else Elements(own, like=self.params if self._plain_gradients else None)
 
 
 def _has_plain_gradient(p: Tensor) -> bool:

@@ -242,8 +242,6 @@ class Optimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is known of the parameters; what was traced and compiled stays."""
         self._lists.clear()
-        # Plans know parameters and gradients by address, and new ones may lie where others did that are gone.
-        self._fusion._plans.clear()
 
     def _fill(self, p: Tensor, names: tuple[str, ...]) -> None:
         if not names:
