@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
@@ -18,8 +19,8 @@ _interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
 
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
-    """Run the Triton kernels on CPU tensors too, through Triton's interpreter (`TRITON_INTERPRET=1`)."""
-    token = _interpreter.set(True)
+    """Run the Triton kernels on CPU tensors too, where Triton interprets them (`TRITON_INTERPRET=1`)."""
+    token = _interpreter.set(bool(triton.knobs.runtime.interpret))
     try:
         yield
     finally:

@@ -71,7 +71,8 @@ SUPPLEMENT = (
     Group(
         OpClass.POINTWISE,
         "arithmetic on the broadcast elements that torch does not tag",
-        """rsub floor_divide complex polar hardswish celu elu log_sigmoid log_sigmoid_forward isclose isreal isfinite
+        """_conj_physical leaky_relu rsub floor_divide complex polar hardswish celu elu log_sigmoid log_sigmoid_forward
+        isclose isreal isfinite
         masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar _add_relu _prelu_kernel _masked_scale
         _standard_gamma_grad _dirichlet_grad""",
     ),

@@ -490,6 +490,7 @@ def test_parameters_on_two_kinds_of_device_are_updated_in_one_group() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its launches are stubbed where Triton interprets")
 def test_a_step_runs_as_much_python_for_a_thousand_tensors_as_for_ten(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
