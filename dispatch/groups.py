@@ -223,7 +223,10 @@ class ColumnGuard:
         # Each promise is good for the addresses seen under it, and ends with the list that made it.
         holder = column.holder if isinstance(column, Elements) else None
         assert holder is not None
-        if self._addresses.get(holder) == addresses:
+        known = self._addresses.get(holder)
+        if known == addresses:
+            # The very numbers seen before: comparing them again is a comparison of identities.
+            addresses[:] = known
             return True
         if not self._metadata.matches(distinct(column)):
             return False
