@@ -159,13 +159,13 @@ class _Writer:
         assert rule is not None
         arity = _ARITY.get(step.name, len(operands))
         text = rule(*operands[:arity])
-        made = torch.bool if step.dtype == torch.bool and step.compute != torch.bool else compute
-        if step.name in _COMPARISONS:
-            made = torch.bool
+        made = torch.bool if step.name in _COMPARISONS else compute
         if step.name == "numel":
             made = torch.int64
             if self.value(step.args[0].index).extent is Extent.TENSOR:
                 text = "tl.full([], 1, tl.int64)"
+        if text.isdigit():
+            text = f"tl.full([], {text}, {TRITON_TYPES[_arithmetic(made)]})"
         text = _cast(text, made, self.register(index))
         if step.extent is Extent.ELEMENT and not any(self.is_tile(r) for r in step.reads()):
             kind = _arithmetic(self.register(index))
@@ -183,14 +183,22 @@ class _Writer:
 
     def operand(self, step: Instruction, position: int, operand: Any, compute: torch.dtype) -> Text:
         wanted = torch.bool if CONDITIONS.get(step.name) == position else compute
+        # Truths compute as int8, where 0.5 would be 0: it is true first.
+        through = torch.bool if step.compute == torch.bool else wanted
+
+        def cast(text: str, source: torch.dtype) -> Text:
+            return Text(_cast(_cast(text, source, through), through, wanted))
+
         match operand:
             case Ref(index):
                 if index not in self.segment.steps:
                     return ABSENT
-                return Text(_cast(f"v{index}", self.register(index), wanted))
+                return cast(f"v{index}", self.register(index))
             case Scalar(index, kind):
-                return Text(_cast(f"s{index}", torch.int64 if kind is int else torch.float64, wanted))
+                return cast(f"s{index}", torch.int64 if kind is int else torch.float64)
             case bool() | int() | float():
+                if through == torch.bool:
+                    operand = bool(operand)
                 if wanted in INTEGERS:
                     operand = _wrapped(int(operand), torch.iinfo(wanted))
                 return Text(f"tl.full([], {_literal(operand)}, {TRITON_TYPES[_arithmetic(wanted)]})", operand)

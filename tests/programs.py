@@ -200,7 +200,7 @@ def same_strides(tensor: Tensor) -> Tensor:
     if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
         return tensor.detach()
     offset = tensor.storage_offset()
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
     memory = torch.empty(offset + reach, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor.detach())
 

@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from programs import INTERPRETER, KERNELS, LOWERINGS, Lowering, check, each_kernel_lowering, each_lowering
+from programs import KERNELS, LOWERINGS, Lowering, check, each_kernel_lowering, each_lowering
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -99,6 +99,9 @@ UNARY: dict[str, tuple[Maths, list[torch.dtype]]] = {
     "full_like of -0.0": (lambda x: 1 / torch.full_like(x, -0.0), FLOATS),
     "zero": (lambda x: x.clone().zero_(), EVERY),
     "fill": (lambda x: x.clone().fill_(3), EVERY),
+    "fill truths": (lambda x: (x > 0).fill_(0.5), NUMBERS),
+    "copy to truths": (lambda x: (x > 0).copy_(x / 4), NUMBERS),
+    "zero numbers": (lambda x: x.clone().zero_() + torch.ones_like(x), NUMBERS),
     "fill with a tensor": (lambda x: x.clone().fill_(x.amax()), INTEGERS),
     "scalar_tensor": (lambda x: x + torch.scalar_tensor(2), NUMBERS),
     "full": (lambda x: x + torch.full((), 3), NUMBERS),
@@ -333,25 +336,6 @@ def test_every_formula_of_the_table_is_tested() -> None:
 # --- the whole of op_db -----------------------------------------------------------------------------------------------
 
 
-def _sweep(lowering: Lowering) -> tuple[Counter[str], dict[str, str]]:
-    """How the ops of op_db run, and which give another answer than torch."""
-    counts: Counter[str] = Counter()
-    wrong: dict[str, str] = {}
-    for info in op_db:
-        # What is in new memory is anything.
-        if torch.float32 not in info.dtypes or info.name.endswith("empty_like"):
-            continue
-        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 3):
-            if not isinstance(sample.input, Tensor) or sample.input.layout != torch.strided:
-                continue
-            with lowering.running():
-                how, complaint = _run(info.op, sample)
-            counts[how] += 1
-            if complaint:
-                wrong[f"{info.name} {info.variant_test_name}"] = complaint
-    return counts, wrong
-
-
 def _run(op: Maths, sample: Any) -> tuple[str, str]:
     arguments = (sample.input, *sample.args), sample.kwargs
     listed = optree.tree_map(
@@ -382,22 +366,38 @@ def _run(op: Maths, sample: Any) -> tuple[str, str]:
             return groups[0], f"a result that is no tensor: {e}"
         if (a.dtype, a.shape) != (e.dtype, e.shape):
             return groups[0], f"{a.dtype} {tuple(a.shape)}, not {e.dtype} {tuple(e.shape)}"
-        tolerance = 64 * torch.finfo(e.dtype).eps if e.dtype.is_floating_point else 0
+        tolerance = ROUNDINGS * torch.finfo(e.dtype).eps if e.dtype.is_floating_point else 0
         if not torch.allclose(a, e, rtol=tolerance, atol=tolerance, equal_nan=True):
             return groups[0], f"off by {(a - e).abs().max()}"
     return groups[0], ""
 
 
+# A composite op rounds some dozens of times; a wrong one is off by more than that.
+ROUNDINGS = 64
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_no_op_of_op_db_is_silently_wrong() -> None:
-    counts, wrong = _sweep(Lowering.TORCH)
+    counts: Counter[str] = Counter()
+    wrong: dict[str, str] = {}
+    for info in op_db:
+        # What is in new memory is anything.
+        if torch.float32 not in info.dtypes or info.name.endswith("empty_like"):
+            continue
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 2):
+            if not isinstance(sample.input, Tensor) or sample.input.layout != torch.strided:
+                continue
+            how, complaint = _run(info.op, sample)
+            counts[how] += 1
+            if complaint:
+                wrong[info.full_name] = complaint
+            if how != "TorchGroup" or torch.cuda.is_available():
+                continue
+            with Lowering.INTERPRETER.running():
+                how, complaint = _run(info.op, sample)
+            counts[f"interpreter: {how}"] += 1
+            if complaint:
+                wrong[f"{info.full_name} in kernels"] = complaint
     assert not wrong
-    assert counts["TorchGroup"] > 500
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("lowering", [INTERPRETER])
-def test_no_op_of_op_db_that_is_lowered_is_silently_wrong(lowering: Lowering) -> None:
-    counts, wrong = _sweep(lowering)
-    assert not wrong
-    assert counts["KernelGroup"] > 300
+    assert counts["TorchGroup"] > 250
+    assert torch.cuda.is_available() or counts["interpreter: KernelGroup"] > 200
