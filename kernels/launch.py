@@ -129,9 +129,14 @@ class Grid:
         programs = self.total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
         if not programs:
             return
-        compiled = kernel.run[(programs,)](*arguments, kernel.block, num_warps=self.kernels.tiling.warps)
+        options = _PRECISE if self.device.type == "cuda" else {}
+        compiled = kernel.run[(programs,)](*arguments, kernel.block, num_warps=self.kernels.tiling.warps, **options)
         if compiled is not None:
             self._launchers[number] = compiled[(programs, 1, 1)]
+
+
+# Torch's kernels keep denormal numbers; libdevice as Triton links it by default takes them for zero.
+_PRECISE = {"enable_reflect_ftz": False}
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
