@@ -70,7 +70,8 @@ class Grid:
         self.total = int(tiles.sum())
         tensor = np.repeat(np.arange(self.count, dtype=np.int64), tiles)
         within = np.arange(self.total, dtype=np.int64) - np.repeat(self.first, tiles)
-        self.tiles = to_device(tensor << 32 | within, device)
+        # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
+        self.tiles = to_device((tensor << 32 | within) if self.total else np.zeros(1, np.int64), device)
         self._tiles_address = self.tiles.data_ptr()
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
         self.offsets = np.cumsum(rounded) - rounded
