@@ -20,11 +20,6 @@ from subtensors.tree_structure import Structure, flatten_tensors, list_structure
 
 _log = logging.getLogger(__name__)
 
-_LAYOUT_GETTERS = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("layout", "grad", "is_nested", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn")
-)
-
 _ALIASES_WHOLE = (torch.Tensor.detach, torch.detach)
 
 
@@ -287,8 +282,8 @@ class TensorList(torch.Tensor):
                 )
             # The compiler's own tracing reaches __torch_dispatch__, where a packed list is its flats.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func in _LAYOUT_GETTERS and torch_private.is_tracing():
-            # The compiler asks what kind of tensor the list itself is.
+        if torch_private.is_tracing():
+            # The compiler's own code asks what kind of tensor the list itself is.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
 
