@@ -96,7 +96,7 @@ def _compile(source: str, name: str) -> Any:
     return names[name]
 
 
-_TILE_FUNCTIONS = """div sqrt remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
+_TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
 tile_amin load_tile store_tile to_bits arrive combine""".split()
 
 

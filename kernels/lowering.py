@@ -99,7 +99,7 @@ _EASY_POWERS: dict[float | None, str] = {
 
 def _power(base: Text, exponent: Text) -> str:
     easy = _EASY_POWERS.get(exponent.literal)
-    return easy.format(base) if easy else f"libdevice.pow({base}, {exponent})"
+    return easy.format(base) if easy else f"power({base}, {exponent})"
 
 
 def _divide(a: Text, b: Text, rounding: Text = ABSENT) -> str:

@@ -262,7 +262,7 @@ def test_formulas_of_two_operands_give_what_torch_gives(
 ) -> None:
     maths, (a, b) = together(BINARY, names), all_pairs(dtype, dtype)
     assert check(lowering, maths, Elements([a]), Elements([b]), tiling=ONE_TILE, per_element=True) is not None
-    assert check(lowering, maths, Elements([a]), b[1], tiling=ONE_TILE) is not None
+    assert check(lowering, maths, Elements([a]), b[1].to(lowering.device), tiling=ONE_TILE) is not None
 
 
 MIXED = [
