@@ -31,6 +31,7 @@ from subtensors.dispatch.groups import (
     TorchGroup,
     addresses_of,
     distinct,
+    written_overlap,
 )
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
@@ -50,6 +51,24 @@ class _Plan:
     guards: list[ColumnGuard]
     groups: list[tuple[list[int], Group]]
     """Which elements, and how they run."""
+    mapped: MappedGroup
+    """What runs instead when elements of several groups share memory that is written: they take turns."""
+
+    def __post_init__(self) -> None:
+        traces = [group.trace for _, group in self.groups if isinstance(group, TorchGroup | KernelGroup)]
+        # What the function itself writes, where a group runs that, is not known.
+        is_known = len(self.groups) == len(traces) > 1
+        self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
+        self._compared: tuple[list[int], bool] = [], False
+
+    def groups_overlap(self, columns: Columns) -> bool:
+        """Does a group write memory of another one?"""
+        if not self._written:
+            return False
+        addresses = [a for column in columns for a in addresses_of(column)]
+        if addresses != self._compared[0]:
+            self._compared = addresses, written_overlap(columns, self._written)
+        return self._compared[1]
 
 
 class Fusion:
@@ -99,7 +118,9 @@ class Fusion:
         numbers = call.numbers()
         if not plan.groups:
             return None
-        if len(plan.groups) == 1:
+        if plan.groups_overlap(columns):
+            leaves = plan.mapped.run(columns, numbers)
+        elif len(plan.groups) == 1:
             leaves = plan.groups[0][1].run(columns, numbers, addresses)
         else:
             leaves = _merge(
@@ -208,7 +229,8 @@ class Fusion:
             groups.append((indices, self._make_group(call, route, part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
-        return _Plan([ColumnGuard(c) for c in columns], groups)
+        mapped = MappedGroup(self._apply_to(call), "groups of elements overlap in memory")
+        return _Plan([ColumnGuard(c) for c in columns], groups, mapped)
 
     def _make_group(self, call: Call, route: _Route, columns: Columns) -> Group:
         mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")

@@ -10,7 +10,7 @@ import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.trace import Returned, Trace
 from subtensors.kernels.launch import Grid, Kernels, bits, to_device
-from subtensors.kernels.program import Extent, Program, interpret
+from subtensors.kernels.program import Extent, interpret
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -134,7 +134,7 @@ class TorchGroup(Group):
     @torch.no_grad()
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Interpret the program once an element."""
-        if written_overlap(columns, self.trace.program):
+        if written_overlap(columns, self.trace.program.stores):
             return self.mapped.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
         rows = [interpret(self.trace.program, row, scalars) for row in zip(*columns, strict=True)]
@@ -146,13 +146,13 @@ class TorchGroup(Group):
         return f"{len(self.trace.program.instructions)} torch ops an element{self.reason and ': ' + self.reason}"
 
 
-def written_overlap(columns: Columns, program: Program) -> bool:
-    """Does memory that the program writes overlap what another argument, or another element, reads or writes?
+def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
+    """Does memory that the columns of these numbers write overlap what another one, or another element, holds?
 
     Sorted by where they start, stretches of memory form clusters that touch; a cluster of several with a
     written one among them means that the order of the writes matters.
     """
-    if not program.stores:
+    if not stored:
         return False
     starts, ends, written = [], [], []
     for index, column in enumerate(columns):
@@ -161,7 +161,7 @@ def written_overlap(columns: Columns, program: Program) -> bool:
             reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             starts.append(begin)
             ends.append(begin + reach * tensor.element_size() if tensor.numel() else begin)
-            written.append(index in program.stores)
+            written.append(index in stored)
     order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
     start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]
     keep = end > start
@@ -378,7 +378,7 @@ class KernelGroup(Group):
         pointers = [
             nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
         ]
-        overlaps = written_overlap(columns, self.trace.program)
+        overlaps = written_overlap(columns, self.trace.program.stores)
         table = self.grid.table(pointers)
         binding = _Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
         self.tables += 1

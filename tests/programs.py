@@ -85,13 +85,16 @@ PERTURBED = 4
 
 
 # Ops that round more than once; a fused multiply-add, where there is one, rounds less.
-_FUSED = frozenset("lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ sum mean".split())
+_FUSED = frozenset("lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ sum mean add add_ sub sub_ rsub".split())
 
 
 def _terms(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """The size of what an op adds up, before it cancels."""
     if name in ("sum", "mean"):
         return getattr(args[0].abs(), name)()  # type: ignore[no-any-return]
+    if name.rstrip("_") in ("add", "sub", "rsub"):
+        alpha = kwargs.get("alpha", 1)
+        return abs(args[0] + alpha * args[1]) if alpha == 1 else abs(args[0]) + abs(alpha * args[1])
     x, a, b = (abs(v) for v in args[:3])
     value = abs(kwargs.get("value", 1))
     if name.startswith("lerp"):
