@@ -32,7 +32,7 @@ def _seconds(step: Step, device: str) -> float:
 def measure_copy(tiny: bool, device: str) -> Row:
     """The copy of 2 GiB from device to device, which reads and writes each byte."""
     size = 1 << (20 if tiny else 31)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()  # zeros would copy faster than data
     target = torch.zeros_like(source)
 
     def copy() -> None:
