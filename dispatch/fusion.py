@@ -138,8 +138,9 @@ class Fusion:
         """What a call with these arguments runs, without running it."""
         call = Call(args, kwargs)
         columns = call.columns(self.name)
+        plan = self._plan(call, columns, [None] * len(columns))
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
-        for _, group in self._plan(call, columns, [None] * len(columns)).groups:
+        for _, group in plan.groups:
             lines.append("  " + group.describe().replace("\n", "\n  "))
         return "\n".join(lines)
 

@@ -131,21 +131,21 @@ class _Shadows(TorchDispatchMode):
             return plain
         keywords = {k: torch.float64 if v in _FLOATS and k == "dtype" else v for k, v in kwargs.items()}
         name = func._schema.name.rpartition("::")[2]
-        exact = name in _EXACT and (name != "copy_" or _widens(args[1].dtype, plain.dtype))
+        exact = func.is_view or (name in _EXACT and (name != "copy_" or _widens(args[1].dtype, plain.dtype)))
         exact |= name == "_to_copy" and _widens(args[0].dtype, plain.dtype)
         results = []
         for k, shadow_args in enumerate(before):
             given = {key: self.of(v)[k] if isinstance(v, Tensor) else v for key, v in keywords.items()}
+            terms = _terms(name, shadow_args, given) if name in _FUSED else None
             shadow = func(*shadow_args, **given)
             if shadow.dtype != torch.float64:
                 shadow = shadow.to(torch.float64)
             if k and not exact:
                 info = torch.finfo(plain.dtype)
                 # A sum of n numbers by halves rounds each of them log2 n times.
-                depth = max(
-                    [1.0, *(math.log2(max(a.numel(), 1) / max(plain.numel(), 1) + 1) for a in tensors_of(args))]
-                )
-                size = _terms(name, shadow_args, given) if name in _FUSED else shadow.abs()
+                longest = max((t.numel() for t in tensors_of(args)), default=1)
+                depth = max(1.0, math.log2(longest / max(plain.numel(), 1) + 1))
+                size = shadow.abs() if terms is None else terms
                 step = (size + info.smallest_normal) * info.eps * depth
                 signs = torch.randint(0, 2, shadow.shape, generator=self.generator).to(shadow.device) * 2 - 1
                 # A finite truth stays finite: what overflows is left to the plain run.

@@ -407,7 +407,9 @@ def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFix
         assert "strides of their own are copied" in Fusion(lambda p: p.add_(1)).explain(strided)
         assert "no Triton formula for prims.digamma" in Fusion(torch.digamma).explain(lists((3,)))
         assert "several shapes" in Fusion(lambda p, g: p + g).explain(lists((3, 1)), lists((1, 3)))
-        assert "1 tensors, 3 elements" in Fusion(torch.exp).explain(lists((3,)))
+        explained = Fusion(torch.exp).explain(lists((3,)))
+        assert "exp: 1 elements, traced 1 times" in explained
+        assert "1 tensors, 3 elements" in explained
     assert sum("1 of 1 elements run as" in r.message for r in caplog.records) == 3
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as some
-from programs import SMALL_TILES, Lowering, check, each_lowering
+from programs import CUDA, LOWERINGS, SMALL_TILES, Lowering, check, each_lowering
 from torch import Tensor
 
 from subtensors.dispatch.fusion import Fusion
@@ -256,13 +256,7 @@ def calls(draw: some.DrawFn) -> tuple[Written, list[Any]]:
     return written, arguments
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@given(call=calls(), f0=some.sampled_from([0.5, 0.875, 0.1]), n0=some.integers(1, 5))
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@each_lowering
-def test_a_program_equals_the_same_maths_element_by_element(
-    call: tuple[Written, list[Any]], f0: float, n0: int, lowering: Lowering
-) -> None:
+def assert_like_the_map(lowering: Lowering, call: tuple[Written, list[Any]], f0: float, n0: int) -> None:
     written, arguments = call
     function = written.function()
     fusion = check(lowering, function, *arguments, f0=f0, f1=0.9, n0=n0)
@@ -273,10 +267,36 @@ def test_a_program_equals_the_same_maths_element_by_element(
         assert fusion.traces == traces
 
 
+numbers = {"f0": some.sampled_from([0.5, 0.875, 0.1]), "n0": some.integers(1, 5)}
+slow_to_draw = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+usual = settings.default.max_examples if settings.default else 25
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@given(call=calls(), **numbers)
+@settings(max_examples=4 * usual, suppress_health_check=slow_to_draw)
+@pytest.mark.parametrize("lowering", [p for p in LOWERINGS if p is not CUDA])
+def test_a_program_equals_the_same_maths_element_by_element(
+    call: tuple[Written, list[Any]], f0: float, n0: int, lowering: Lowering
+) -> None:
+    assert_like_the_map(lowering, call, f0, n0)
+
+
+# On a GPU every program is compiled, which takes a second.
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@given(call=calls(), **numbers)
+@settings(max_examples=usual, suppress_health_check=slow_to_draw)
+def test_a_program_on_a_gpu_equals_the_same_maths_element_by_element(
+    call: tuple[Written, list[Any]], f0: float, n0: int
+) -> None:
+    assert_like_the_map(Lowering.CUDA, call, f0, n0)
+
+
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @given(data=some.data(), dtypes=some.lists(some.sampled_from([*FLOATS, torch.int64]), min_size=2, max_size=4))
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@each_lowering
+@settings(suppress_health_check=slow_to_draw)
+@pytest.mark.parametrize("lowering", [p for p in LOWERINGS if p is not CUDA])
 def test_elements_of_several_dtypes_and_extents_each_follow_torch(
     data: some.DataObject, dtypes: list[torch.dtype], lowering: Lowering
 ) -> None:

@@ -116,6 +116,7 @@ def test_no_gradients_have_norm_zero() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_norms_do_not_wait_for_the_device() -> None:
     p = torch.ones(1000, device="cuda", requires_grad=True)
     p.grad = torch.ones_like(p)
