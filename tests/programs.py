@@ -81,7 +81,9 @@ _EXACT = frozenset(
     "amax amin max min sign zeros_like ones_like zero_ floor ceil trunc round isnan masked_fill masked_fill_".split()
 )
 
-PERTURBED = 4
+PERTURBED = 8
+"""Runs in which results are moved. Which way follows the columns of a Hadamard matrix of this order: the results of any
+two ops are moved in the same direction in half of the runs, and against each other in the rest."""
 
 
 # Ops that round more than once; a fused multiply-add, where there is one, rounds less.
@@ -109,7 +111,8 @@ class _Shadows(TorchDispatchMode):
     Truths and integers are taken from the plain run, so all shadows take the same decisions.
     """
 
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    rounded: int = 0
+    """How many ops have rounded so far."""
     shadows: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -147,10 +150,11 @@ class _Shadows(TorchDispatchMode):
                 depth = max(1.0, math.log2(longest / max(plain.numel(), 1) + 1))
                 size = shadow.abs() if terms is None else terms
                 step = (size + info.smallest_normal) * info.eps * depth
-                signs = torch.randint(0, 2, shadow.shape, generator=self.generator).to(shadow.device) * 2 - 1
+                sign = 1 - 2 * ((k - 1 & self.rounded).bit_count() % 2)
                 # A finite truth stays finite: what overflows is left to the plain run.
-                shadow.copy_(torch.where(shadow.isfinite(), shadow + step * signs, shadow))
+                shadow.copy_(torch.where(shadow.isfinite(), shadow + step * sign, shadow))
             results.append(shadow)
+        self.rounded += not exact
         if plain is not args[0]:
             self.shadows[id(plain)] = plain, results
         return plain
