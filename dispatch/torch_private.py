@@ -154,6 +154,6 @@ def current_stream(device: torch.device) -> int:
 
 def is_tracing() -> bool:
     """Is the compiler looking at a function, in code of its own? Checked on 2.11, 2.13."""
-    from torch._guards import TracingContext
+    from torch._guards import CompileContext, TracingContext
 
-    return TracingContext.try_get() is not None
+    return TracingContext.try_get() is not None or CompileContext.try_get() is not None

@@ -201,7 +201,7 @@ class _Writer:
                     operand = bool(operand)
                 if wanted in INTEGERS:
                     operand = _wrapped(int(operand), torch.iinfo(wanted))
-                return Text(f"tl.full([], {_literal(operand)}, {TRITON_TYPES[_arithmetic(wanted)]})", operand)
+                return Text(_constant(operand, _arithmetic(wanted)), operand)
             case None:
                 return ABSENT
             case _:
@@ -393,6 +393,14 @@ def _cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
 def _wrapped(number: int, info: torch.iinfo) -> int:
     """The number as an integer type of so many bits holds it: torch's -1 is 255 beside an uint8."""
     return (number - info.min) % (1 << info.bits) + info.min
+
+
+def _constant(number: float, dtype: torch.dtype) -> str:
+    """A scalar of this dtype; -0.0 by its bits, as Triton takes every zero for 0.0."""
+    if number == 0 and math.copysign(1, number) < 0 and dtype in (torch.float32, torch.float64):
+        bits = torch.finfo(dtype).bits
+        return f"tl.full([], {-(2 ** (bits - 1))}, tl.int{bits}).to({TRITON_TYPES[dtype]}, bitcast=True)"
+    return f"tl.full([], {_literal(number)}, {TRITON_TYPES[dtype]})"
 
 
 def _literal(number: float) -> str:

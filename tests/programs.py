@@ -59,11 +59,9 @@ class Lowering(Enum):
         return torch.finfo(dtype).smallest_normal if self is Lowering.INTERPRETER and dtype == torch.bfloat16 else 0
 
 
-INTERPRETER = pytest.param(
-    Lowering.INTERPRETER,
-    id="interpreter",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles where there is a GPU"),
-)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles where there is a GPU")
+
+INTERPRETER = pytest.param(Lowering.INTERPRETER, id="interpreter", marks=interpreted)
 CUDA = pytest.param(Lowering.CUDA, id="cuda", marks=pytest.mark.gpu)
 KERNELS = [INTERPRETER, CUDA]
 LOWERINGS = [pytest.param(Lowering.TORCH, id="torch"), *KERNELS]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import SMALL_TILES, Lowering, check, each_kernel_lowering, each_lowering
+from programs import SMALL_TILES, Lowering, check, each_kernel_lowering, each_lowering, interpreted
 from torch import Tensor
 
 import subtensors as st
@@ -124,6 +124,7 @@ def test_a_shared_tensor_is_read_but_not_written(lowering: Lowering) -> None:
         check(lowering, lambda p, t: p.mul_(t), p, shared)
 
 
+@interpreted
 def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() -> None:
     def maths(p: Tensor) -> None:
         p.add_(p.amax())
@@ -400,6 +401,7 @@ def test_results_are_laid_out_as_torch_lays_them_out() -> None:
     assert [t.stride() for t in result] == [(t + 1).stride() for t in p]
 
 
+@interpreted
 def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     strided = Elements([torch.ones(4, 2)[:, 0]])

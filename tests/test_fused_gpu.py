@@ -189,7 +189,7 @@ def test_steps_with_new_numbers_never_wait_for_the_device() -> None:
     fusion = Fusion(adam)
     run, expected = Run(fusion), Run(fusion)
     run(1.0)
-    expected.plain(1.0)
+    expected(1.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(1, 51):
@@ -197,7 +197,7 @@ def test_steps_with_new_numbers_never_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for step in range(1, 51):
-        expected.plain(1 / step)
+        expected(1 / step)
     torch.cuda.synchronize()
     run.assert_equals(expected)
     assert fusion.traces == 1
