@@ -26,7 +26,7 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
 from subtensors.dispatch.op_classes import OpClass, op_class
 from subtensors.kernels.lowering import can_lower
-from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar
+from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form
 
 aten = torch.ops.aten
 
@@ -213,7 +213,7 @@ class _Tracer(TorchDispatchMode):
     def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
         if func in EXPANSIONS:
             # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
-            positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+            positional, keywords = call_form(func, [self._meta(a) for a in arguments])
             func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
         if op_class(func) is OpClass.COPY and self.depth == 0:
@@ -245,7 +245,7 @@ class _Tracer(TorchDispatchMode):
         # A user's own view must keep any shape; one inside a decomposition was written for the stand-ins' shape.
         for shape in [_SHAPES[source.extent]] if source.extent is Extent.TENSOR or self.depth else _VIEWED_SHAPES:
             viewed = torch.empty(shape, dtype=source.dtype, device="meta")
-            positional, keywords = _call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
+            positional, keywords = call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
             try:
                 result = func(*positional, **keywords)
             except (RuntimeError, IndexError):
@@ -264,7 +264,7 @@ class _Tracer(TorchDispatchMode):
         return one and whole and (func.namespace in ("prims", "subtensors") or op_class(func) in _TRACEABLE)
 
     def _expand(self, func: OpOverload, written: Callable[..., Any], arguments: list[Any]) -> Any:
-        positional, keywords = _call_form(func, arguments)
+        positional, keywords = call_form(func, arguments)
         try:
             self.depth += 1
             with self:
@@ -282,7 +282,7 @@ class _Tracer(TorchDispatchMode):
         if functional is None or not isinstance(target, Traced):
             _refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
         # Torch's own check that the result may be cast back, and that the shapes allow it.
-        positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+        positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         func(*positional, **keywords)
         result = self._apply(functional, arguments)
         if result.dtype != target.dtype:
@@ -295,7 +295,7 @@ class _Tracer(TorchDispatchMode):
         return self._emit(instruction)
 
     def _instruction(self, func: OpOverload, arguments: list[Any]) -> Instruction | None:
-        positional, keywords = _call_form(func, [self._meta(a) for a in arguments])
+        positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         result = func(*positional, **keywords)
         shapes = {shape: extent for extent, shape in _SHAPES.items()}
         extent = shapes.get(tuple(result.shape))
@@ -303,7 +303,7 @@ class _Tracer(TorchDispatchMode):
             return None
         if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
             _refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
-        operands = tuple(self._operand(func, a) for a in arguments)
+        operands = tuple(self._operand(a) for a in arguments)
         compute = result.dtype
         if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
             numbers = [
@@ -348,10 +348,10 @@ class _Tracer(TorchDispatchMode):
 
     def _stand_in(self, tensor: Any) -> Traced:
         if not isinstance(tensor, Traced):
-            self._foreign(tensor)
+            self._foreign()
         return Traced(tensor.cell, tensor.dtype, tensor.extent, self)
 
-    def _foreign(self, tensor: Any) -> NoReturn:
+    def _foreign(self) -> NoReturn:
         _refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
 
     def _meta(self, argument: Any) -> Any:
@@ -359,12 +359,12 @@ class _Tracer(TorchDispatchMode):
         if isinstance(argument, Traced):
             return torch.empty(_SHAPES[argument.extent], dtype=argument.dtype, device="meta")
         if isinstance(argument, Tensor):
-            self._foreign(argument)
+            self._foreign()
         if type(argument) in _EXAMPLES:
             return _EXAMPLES[type(argument)]
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
-    def _operand(self, func: OpOverload, argument: Any) -> Any:
+    def _operand(self, argument: Any) -> Any:
         if isinstance(argument, Traced):
             return Ref(argument.cell.value)
         if isinstance(argument, torch.SymFloat | torch.SymInt):
@@ -384,12 +384,6 @@ def _schema_order(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return [given.get(a.name, a.default_value) for a in func._schema.arguments]
-
-
-def _call_form(func: OpOverload, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    schema = func._schema.arguments
-    positional = [a for a, s in zip(arguments, schema, strict=True) if not s.kwarg_only]
-    return positional, {s.name: a for a, s in zip(arguments, schema, strict=True) if s.kwarg_only}
 
 
 def _functional(func: OpOverload) -> OpOverload | None:

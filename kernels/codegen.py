@@ -367,9 +367,7 @@ class _LaneWriter(_Writer):
 
 _FREE = frozenset({"_to_copy", "convert_element_type", "clone"})
 _CONVERSIONS = frozenset({"_to_copy", "convert_element_type", "copy"})
-_COMPARISONS = frozenset(
-    "eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not".split()
-)
+_COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not".split())
 
 # Ops whose last arguments say where or how the result is stored, which is already known.
 _ARITY = {"full_like": 2, "copy": 2, "full": 2}

@@ -6,7 +6,7 @@ Values are numbered: first the parameters, then the results of the instructions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -169,17 +169,13 @@ def interpret(program: Program, tensors: Sequence[torch.Tensor], scalars: Sequen
 
 
 def _run(op: OpOverload, dtype: torch.dtype, args: list[Any]) -> torch.Tensor:
-    special = REFERENCES.get(op._schema.name)
-    result: torch.Tensor = special(*args) if special is not None else op(*_split(op, args)[0], **_split(op, args)[1])
+    positional, keywords = call_form(op, args)
+    result: torch.Tensor = op(*positional, **keywords)
     return result if result.dtype == dtype else result.to(dtype)
 
 
-def _split(op: OpOverload, args: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+def call_form(op: OpOverload, args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Schema-ordered arguments as positional and keyword-only ones."""
     schema = op._schema.arguments
     positional = [a for a, s in zip(args, schema, strict=False) if not s.kwarg_only]
     return positional, {s.name: a for a, s in zip(args, schema, strict=False) if s.kwarg_only}
-
-
-REFERENCES: dict[str, Callable[..., torch.Tensor]] = {}
-"""Instructions that are no torch op of their own -> how torch computes them."""
