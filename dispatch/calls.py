@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import optree
 import torch
 import triton
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
 from subtensors.dispatch.groups import Columns, Elements, Repeated
 
 _interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
@@ -79,7 +79,9 @@ class Call:
     __slots__ = ("count", "form", "key", "leaves")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, spec = torch_private.flatten((args, kwargs))
+        nest: Any = (args, kwargs)
+        leaves: list[Any]
+        leaves, spec = optree.tree_flatten(nest, none_is_leaf=True)
         types = tuple(map(type, leaves))
         form = _forms.get((spec, types))
         if form is None:

@@ -48,7 +48,7 @@ class LiveNumbers:
         self.symbols: list[sympy.Symbol] = []
 
     def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
-        """A number of this kind; arithmetic on it is recorded, a decision on it raises `Undecidable`."""
+        """A number of this kind; arithmetic on it is recorded, a decision on it raises what `undecidable()` gives."""
         number: Any = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
         self.symbols.append(number.node.expr)
         return number  # type: ignore[no-any-return]
@@ -137,14 +137,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     name = "is_non_overlapping_and_dense"
     known = getattr(prims, f"{name}_or_false", None) or getattr(prims, name)
     return tensor.is_contiguous() or bool(known(tensor))
-
-
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested tuples, lists and dicts, None among them, and how to nest them again."""
-    import optree
-
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    return leaves, spec
 
 
 def current_stream(device: torch.device) -> int:

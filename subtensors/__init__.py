@@ -1,4 +1,4 @@
-"""Tensor subclasses for lists of tensors, varying sizes, huge intermediates and fixed addresses."""
+"""Tensor types around values you already have: lists of tensors as one value, and maths fused over them."""
 
 from subtensors import optim
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError

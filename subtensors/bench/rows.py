@@ -61,7 +61,7 @@ class Row:
         numel: elements in the set.
         first_s: the first step, with everything it imports, makes and compiles.
         second_s: the second step.
-        step_ms: device time between the step's first and last kernel, gaps included; median.
+        step_ms: device time between the step's first and last kernel, of steps enqueued back to back; median.
         wall_ms: host time of one step up to a synchronized device; median.
         cpu_ms: host time until the step returned; median.
         gbps: the least bytes the step must move, over `step_ms`.
