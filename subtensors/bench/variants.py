@@ -64,8 +64,6 @@ class Variant:
     """One way to take an Adam step.
 
     Args:
-        what: it is, for the table.
-        low_precision: what it keeps for a bfloat16 parameter.
         make: gives the step over parameters that have gradients.
         settle: what becomes of the step once its first two calls were timed.
         compiles_per_tensor: its first step takes minutes over a thousand tensors.
@@ -73,8 +71,6 @@ class Variant:
         master_weights: it keeps float32 copies of low-precision parameters; measured only on sets that have some.
     """
 
-    what: str
-    low_precision: str
     make: Callable[[list[Tensor]], Step]
     settle: Callable[[Step], Step] = _as_it_is
     compiles_per_tensor: bool = False
@@ -83,22 +79,10 @@ class Variant:
 
 
 VARIANTS: dict[str, Variant] = {
-    "foreach": Variant("torch.optim.Adam(foreach=True)", "bfloat16 moments, no master", _foreach),
-    "fused": Variant("torch.optim.Adam(fused=True)", "bfloat16 moments, no master", _fused),
-    "compile": Variant(
-        "torch.compile(torch.optim.Adam(...).step)",
-        "bfloat16 moments, no master",
-        _compiled,
-        compiles_per_tensor=True,
-    ),
-    "subtensors": Variant("st.optim.Adam", "bfloat16 moments, no master", _subtensors),
-    "subtensors-graph": Variant(
-        "st.optim.Adam, the step in a CUDA graph", "bfloat16 moments, no master", _subtensors, _graph, needs_gpu=True
-    ),
-    "subtensors-master": Variant(
-        "st.optim.Adam(master_weights=True)",
-        "float32 moments and master",
-        _subtensors_master,
-        master_weights=True,
-    ),
+    "foreach": Variant(_foreach),
+    "fused": Variant(_fused),
+    "compile": Variant(_compiled, compiles_per_tensor=True),
+    "subtensors": Variant(_subtensors),
+    "subtensors-graph": Variant(_subtensors, _graph, needs_gpu=True),
+    "subtensors-master": Variant(_subtensors_master, master_weights=True),
 }
