@@ -1,8 +1,9 @@
-"""Every private torch name this project leans on, each behind one function, with the versions it was checked on."""
+"""What torch keeps private of its compiler, symbols and promotion: one function each, with the versions checked."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,7 +146,10 @@ def current_stream(device: torch.device) -> int:
 
 
 def is_tracing() -> bool:
-    """Is the compiler looking at a function, in code of its own? Checked on 2.11, 2.13."""
-    from torch._guards import CompileContext, TracingContext
+    """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
+    from torch._guards import TracingContext
 
-    return TracingContext.try_get() is not None or CompileContext.try_get() is not None
+    return TracingContext.try_get() is not None or sys._getframe(2).f_globals["__name__"].startswith(_COMPILER)
+
+
+_COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
