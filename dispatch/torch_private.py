@@ -149,7 +149,7 @@ def is_tracing() -> bool:
     """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
     from torch._guards import TracingContext
 
-    return TracingContext.try_get() is not None or sys._getframe(2).f_globals["__name__"].startswith(_COMPILER)
+    return TracingContext.try_get() is not None or str(sys._getframe(2).f_globals.get("__name__")).startswith(_COMPILER)
 
 
 _COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
