@@ -268,7 +268,8 @@ class TensorList(torch.Tensor):
         return out if self.arena is None else out.pack()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.treespec.unflatten(range(len(self))), list(self.tensors))
+        # Compiled graphs are cached under the pickles of their inputs, so whether the list is packed must show.
+        return _rebuild, (self.treespec.unflatten(range(len(self))), list(self.tensors), self._flats is not None)
 
     @classmethod
     def __torch_function__(
@@ -366,9 +367,10 @@ def _of_flats(flats: list[torch.Tensor], arena: Layout, size: Any = None) -> Ten
     return out
 
 
-def _rebuild(tree: Any, tensors: list[torch.Tensor]) -> TensorList:
+def _rebuild(tree: Any, tensors: list[torch.Tensor], packed: bool = False) -> TensorList:
     """A TensorList from its structure, written as plain containers of positions, and its elements."""
-    return _of_elements(list(tensors), optree.tree_structure(tree))
+    out = _of_elements(list(tensors), optree.tree_structure(tree))
+    return out.pack() if packed else out
 
 
 torch.serialization.add_safe_globals([_rebuild])

@@ -538,12 +538,19 @@ def test_reductions_len_iteration_and_indexing_compile(packed: bool) -> None:
         torch.testing.assert_close(list(a), list(e))
 
 
+def test_a_packed_list_is_packed_again_when_it_is_unpickled() -> None:
+    tl = st.TensorList([torch.ones(2), torch.arange(3.0)]).pack()
+    loaded = pickle.loads(pickle.dumps(tl))
+    assert loaded.arena is not None
+    assert all(torch.equal(a, b) for a, b in zip(tl.tensors, loaded.tensors, strict=True))
+
+
 @pytest.mark.parametrize(
     "f", [lambda x: x @ x, lambda x: x.view(-1), lambda x: x.softmax(0), lambda x: x.detach(), lambda x: x.normal_()]
 )
 def test_what_has_no_rule_under_compile_is_refused(f: Callable[[Any], Any]) -> None:
     for tl in (st.TensorList([torch.ones(2, 2)]), st.TensorList([torch.ones(2, 2)]).pack()):
-        with pytest.raises(Exception, match=r"RuleError[\s\S]*has no rule"):
+        with pytest.raises(Exception, match="has no rule"):
             torch.compile(f, fullgraph=True, backend="aot_eager")(tl)
 
 
