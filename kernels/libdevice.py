@@ -13,35 +13,8 @@ import triton.language as tl
 
 _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     name: getattr(torch, name)
-    for name in [
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atanh",
-        "ceil",
-        "cos",
-        "cosh",
-        "erf",
-        "erfc",
-        "erfinv",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "lgamma",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "rsqrt",
-        "sin",
-        "sinh",
-        "tan",
-        "tanh",
-        "trunc",
-    ]
+    for name in """acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor lgamma log
+        log10 log1p log2 rsqrt sin sinh tan tanh trunc""".split()
 } | {"nearbyint": torch.round}
 _BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     name: getattr(torch, name) for name in "atan2 copysign fmod hypot pow".split()

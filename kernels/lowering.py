@@ -165,38 +165,8 @@ _FLOAT: dict[str, Template] = {
     "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, lane, tile, tensor, {salt.literal})",
     **{
         name: _libdevice(name)
-        for name in [
-            "acos",
-            "acosh",
-            "asin",
-            "asinh",
-            "atan",
-            "atan2",
-            "atanh",
-            "ceil",
-            "copysign",
-            "cos",
-            "cosh",
-            "erf",
-            "erfc",
-            "erfinv",
-            "exp",
-            "exp2",
-            "expm1",
-            "floor",
-            "fmod",
-            "hypot",
-            "lgamma",
-            "log",
-            "log10",
-            "log1p",
-            "log2",
-            "sin",
-            "sinh",
-            "tan",
-            "tanh",
-            "trunc",
-        ]
+        for name in """acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1
+        floor fmod hypot lgamma log log10 log1p log2 sin sinh tan tanh trunc""".split()
     },
 }
 
