@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
 
 Betas = tuple[float | Tensor, float | Tensor]
 
@@ -38,7 +40,7 @@ class Adam(Optimizer):
         differentiable: only False.
         fused: recorded for torch.optim, and saves step counts on the device.
         decoupled_weight_decay: as in AdamW.
-        master_weights: keep a float32 master of parameters stored in less.
+        options: those of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -75,24 +77,9 @@ class Adam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        # torch's own class checks the values and names the options, so that both always agree.
-        peer = torch.optim.Adam(
-            [torch.empty(0)],
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        super().__init__(params, peer.defaults | ({"master_weights": True} if master_weights else {}))
+        super().__init__(params, torch_defaults(torch.optim.Adam, locals()), **options)
 
     def keeps(self, entry: str, group: dict[str, Any]) -> bool:
         """The largest second moment is kept for amsgrad alone."""
@@ -152,7 +139,7 @@ class AdamW(Adam):
         capturable: as in `Adam`.
         differentiable: only False.
         fused: as in `Adam`.
-        master_weights: as in `Adam`.
+        options: those of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -184,7 +171,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params,
@@ -199,7 +186,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            master_weights=master_weights,
+            **options,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

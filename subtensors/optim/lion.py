@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
+from subtensors.optim.arguments import check_fractions, check_not_negative
 from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
 
 
 class Lion(Optimizer):
@@ -20,7 +24,7 @@ class Lion(Optimizer):
         betas: how much of the momentum the direction, and the next momentum, keep.
         weight_decay: decoupled; the paper takes 3 to 10 times more than for AdamW.
         maximize: go up rather than down.
-        master_weights: keep a float32 master of parameters stored in less.
+        options: those of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -49,24 +53,12 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"Invalid learning rate: {lr}; expected 0 or more")
-        if not weight_decay >= 0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}; expected 0 or more")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Invalid betas: {betas}; expected two numbers in [0, 1)")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "master_weights": master_weights,
-            },
-        )
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_fractions(2, betas=betas)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **options)
 
     def update(
         self,

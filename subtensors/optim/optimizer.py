@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.groups import Elements
 from subtensors.optim.group_lists import Batch, GroupLists, as_real, missing
+from subtensors.optim.options import Options, recorded
 from subtensors.optim.single_tensor import is_narrow, single_tensor
 from subtensors.optim.watched_state import Entry, States
 
@@ -42,17 +43,17 @@ class Optimizer(torch.optim.Optimizer):
       what would do nothing.
 
     Values stored in less than float32 are computed in float32 and rounded once, when they are stored. Complex
-    parameters are seen as `torch.view_as_real` shows them. An option that `defaults` or a group may hold, for any
-    subclass: `maximize` (default False), and `master_weights` (default False): keep a float32 `master_param` for
-    every bfloat16 or float16 parameter, with the rest of its state in float32, and round the parameter from it.
+    parameters are seen as `torch.view_as_real` shows them. What `defaults` or a group may hold, for any subclass, are
+    `maximize` (default False): the gradient is negated, and what `Options` names.
 
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         defaults: the hyperparameters of a group that doesn't give its own.
+        options: what `Options` names; put into the defaults.
 
     Raises:
         ValueError: `differentiable` is asked for, or a hyperparameter of `update` has no value.
-        TypeError: when the class is made, if `state` and `update` don't name the same entries.
+        TypeError: when the class is made, if `state` and `update` don't name the same entries; an unknown option.
 
     Example:
         >>> import subtensors as st
@@ -76,6 +77,8 @@ class Optimizer(torch.optim.Optimizer):
     # In a class body: the declaration, read and taken away by `__init_subclass__`. On an instance: torch's state.
     state: Any
     optional: ClassVar[Collection[str]] = ()
+    host_entries: ClassVar[Collection[str]] = ("step",)
+    """State of 0 dimensions that `state_dict` puts on the CPU, as torch.optim keeps it there."""
 
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
@@ -110,12 +113,12 @@ class Optimizer(torch.optim.Optimizer):
             )
         cls._fusion = Fusion(single_tensor(cls))
 
-    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Params, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._lists = {}
         self._mark = None
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | recorded(options))
         self.state = States()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -130,6 +133,19 @@ class Optimizer(torch.optim.Optimizer):
             group: the parameter group.
         """
         return True
+
+    def start(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """What a state entry is before the first step, where more than the parameter decides it.
+
+        Args:
+            entry: a name from `state`.
+            p: the parameter, or its float32 master.
+            group: the parameter group.
+
+        Returns:
+            By default, what the function that `state` has for the entry makes of `p`.
+        """
+        return self._declaration[entry](p)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -218,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
         for i in [i for i, g in enumerate(grads) if g is not None]:
             p = params[i]
             has_master = has_masters and is_narrow(p.dtype)
-            self._fill(p, (MASTER, *entries) if has_master else entries)
+            self._fill(p, (MASTER, *entries) if has_master else entries, group)
             kinds.setdefault((p.device, has_master, p.is_complex()), []).append(i)
         batches = []
         for (device, has_master, is_complex), indices in kinds.items():
@@ -243,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         """Drop what is known of the parameters; what was traced and compiled stays."""
         self._lists.clear()
 
-    def _fill(self, p: Tensor, names: tuple[str, ...]) -> None:
+    def _fill(self, p: Tensor, names: tuple[str, ...], group: dict[str, Any]) -> None:
         if not names:
             return  # asking for the state would make an empty one
         state = self.state[p]
@@ -251,17 +267,17 @@ class Optimizer(torch.optim.Optimizer):
         is_new = not state
         for name in names:
             if state.get(name) is None:
-                state[name] = self._start(p, name, MASTER in names)
+                state[name] = self._start(p, name, MASTER in names, group)
                 if name == "step" and not is_new:
                     state[name].fill_(1)
 
-    def _start(self, p: Tensor, name: str, has_master: bool) -> Tensor:
+    def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
         """What state entry `name` of this parameter is before its first step."""
         if name == "step" and name not in self._declaration:
             return torch.zeros((), device=p.device, dtype=torch.float32)
         p = p.detach()
         p = p.float() if has_master else p
-        return p if name == MASTER else self._declaration[name](p)
+        return p if name == MASTER else self.start(name, p, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.
@@ -295,9 +311,8 @@ class Optimizer(torch.optim.Optimizer):
             if group.get("capturable") or group.get("fused"):
                 continue
             for index in group["params"]:
-                if "step" in saved["state"].get(index, ()):
-                    state = saved["state"][index]
-                    saved["state"][index] = {**state, "step": state["step"].cpu()}
+                state = saved["state"].get(index, {})
+                state.update({name: state[name].cpu() for name in self.host_entries if name in state})
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,7 +357,7 @@ class Optimizer(torch.optim.Optimizer):
     def _loaded(self, p: Tensor, name: str, value: Any, group: dict[str, Any]) -> Any:
         if name not in (MASTER, *self._entries):
             return value.to(p.device) if isinstance(value, Tensor) else value
-        entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype))
+        entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype), group)
         value = torch.as_tensor(value)
         if value.shape != entry.shape:
             raise ValueError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
 
 
 class SGD(Optimizer):
@@ -28,7 +30,7 @@ class SGD(Optimizer):
         foreach: recorded for torch.optim; changes nothing here.
         differentiable: only False.
         fused: recorded for torch.optim; changes nothing here.
-        master_weights: keep a float32 master of parameters stored in less.
+        options: those of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -64,22 +66,9 @@ class SGD(Optimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        # torch's own class checks the values and names the options, so that both always agree.
-        peer = torch.optim.SGD(
-            [torch.empty(0)],
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        super().__init__(params, peer.defaults | ({"master_weights": True} if master_weights else {}))
+        super().__init__(params, torch_defaults(torch.optim.SGD, locals()), **options)
 
     def keeps(self, entry: str, group: dict[str, Any]) -> bool:
         """A buffer with a momentum; a count only where dampening makes the first step another."""

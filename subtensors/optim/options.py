@@ -1,0 +1,31 @@
+"""The options that every optimizer here takes beside its own."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+
+class Options(TypedDict, total=False):
+    """Options of any optimizer; each may differ between parameter groups.
+
+    An option is recorded where it is asked for, so that the groups of an optimizer without one are torch.optim's.
+    """
+
+    master_weights: bool
+    """Keep a float32 `master_param` for every bfloat16 or float16 parameter, with the rest of its state in float32,
+    and round the parameter from it. Default False."""
+
+
+DEFAULTS: dict[str, Any] = {"master_weights": False}
+
+
+def recorded(options: Options) -> dict[str, Any]:
+    """The options that were asked for, to be among the defaults of a group.
+
+    Raises:
+        TypeError: an option is not known.
+    """
+    given: dict[str, Any] = dict(options)
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(DEFAULTS)}")
+    return {name: value for name, value in given.items() if value != DEFAULTS[name]}
