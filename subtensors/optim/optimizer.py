@@ -87,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
     _entries: ClassVar[tuple[str, ...]]
     _hyperparameters: ClassVar[tuple[str, ...]]
     _required: ClassVar[frozenset[str]]
-    _fusion: ClassVar[Fusion]
+    _fusion: ClassVar[Any]
 
     _lists: dict[int, GroupLists]
     _mark: object
@@ -111,7 +111,12 @@ class Optimizer(torch.optim.Optimizer):
                 f"{cls.__name__}.update takes the state entries {sorted(cls._entries)} (its arguments between g and "
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(cls._declaration)}"
             )
-        cls._fusion = Fusion(single_tensor(cls))
+        cls._fusion = cls._step_function()
+
+    @classmethod
+    def _step_function(cls) -> Callable[..., Any]:
+        """What a step calls with the lists of a batch."""
+        return Fusion(single_tensor(cls))
 
     def __init__(self, params: Params, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         if not hasattr(type(self), "_fusion"):
@@ -146,6 +151,16 @@ class Optimizer(torch.optim.Optimizer):
             By default, what the function that `state` has for the entry makes of `p`.
         """
         return self._declaration[entry](p)
+
+    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether this parameter has a state entry that its group keeps; `update` is given None where it has not.
+
+        Args:
+            entry: a name from `state`, or `step`.
+            p: the parameter.
+            group: its group.
+        """
+        return True
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -230,20 +245,20 @@ class Optimizer(torch.optim.Optimizer):
         self._refuse_sparse(grads)
         if lists is not None and not lists.has_params(params):
             self._forget()
-        kinds: dict[tuple[torch.device, bool, bool], list[int]] = {}
+        kinds: dict[tuple[torch.device, bool, tuple[str, ...]], list[int]] = {}
         for i in [i for i, g in enumerate(grads) if g is not None]:
             p = params[i]
-            has_master = has_masters and is_narrow(p.dtype)
-            self._fill(p, (MASTER, *entries) if has_master else entries, group)
-            kinds.setdefault((p.device, has_master, p.is_complex()), []).append(i)
+            kept = tuple([entry for entry in entries if self.suits(entry, p, group)])
+            kept = (MASTER, *kept) if has_masters and is_narrow(p.dtype) else kept
+            self._fill(p, kept, group)
+            kinds.setdefault((p.device, p.is_complex(), kept), []).append(i)
         batches = []
-        for (device, has_master, is_complex), indices in kinds.items():
+        for (device, is_complex, kept), indices in self._cut(kinds, params):
             own = [params[i] for i in indices]
-            kept = (MASTER, *entries) if has_master else entries
             columns = {name: as_real([self.state[p][name] for p in own], is_fixed=True) for name in kept}
             batches.append(
                 Batch(
-                    None if len(indices) == len(params) else indices,
+                    None if indices == [*range(len(params))] else indices,
                     device,
                     is_complex,
                     Elements(own, keeps_layout=not is_complex),
@@ -254,6 +269,10 @@ class Optimizer(torch.optim.Optimizer):
         self._lists[index] = GroupLists(list(params), missing(grads), entries, has_masters, batches)
         self._mark = self.state.changes.mark
         return batches
+
+    def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterable[tuple[Any, list[int]]]:
+        """The parameters of each kind, by their places in the group, as they go into batches."""
+        return kinds.items()
 
     def _forget(self) -> None:
         """Drop what is known of the parameters; what was traced and compiled stays."""
