@@ -1,20 +1,28 @@
 """Tensor types around values you already have: lists of tensors as one value, and maths fused over them."""
 
 from subtensors import optim
+from subtensors.bucket_policies import Geometric, Linear, Sizes
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain
+from subtensors.fit_buckets import fit_buckets
 from subtensors.fuse import fused
 from subtensors.norms import clip_grad_norm_, total_norm
 from subtensors.rounding import stochastic_round_
+from subtensors.sizes import Dim
 from subtensors.tensor_list import TensorList
 
 __all__ = [
     "AddressError",
+    "Dim",
+    "Geometric",
+    "Linear",
     "RuleError",
     "SizeError",
+    "Sizes",
     "TensorList",
     "clip_grad_norm_",
     "explain",
+    "fit_buckets",
     "fused",
     "optim",
     "stochastic_round_",

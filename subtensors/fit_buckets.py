@@ -1,0 +1,83 @@
+"""The buckets that waste least on a sample of sizes.
+
+A set of buckets is a cut of the sorted sizes into runs, each padded to its largest: the smallest waste of the first `j`
+sizes with `k` buckets is
+
+    waste[k, j] = min over i < j of  waste[k - 1, i] + padding(i, j),
+
+where `padding(i, j)` is what sizes `i ... j - 1` lack to the last of them. With counts `c` and sizes `s` sorted,
+`padding(i, j) = s[j - 1] * sum(c[i:j]) - sum((c * s)[i:j])`, a difference of prefix sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from subtensors.bucket_policies import Sizes
+
+
+def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, multiple_of: int = 1) -> Sizes:
+    """The policy of at most so many buckets that pads a sample of lengths least.
+
+    Args:
+        lengths: a sample of the sizes to come, each a positive int; a tensor is read on the host.
+        max_graphs: the most buckets, each of which costs a captured graph or a compilation.
+        multiple_of: every bucket is a multiple of this.
+
+    Returns:
+        The policy; its last bucket holds the longest of the lengths. No other choice of as many buckets pads less; of
+        several equally good ones it has the fewest buckets.
+
+    Raises:
+        ValueError: there are no lengths, one is no positive int, or a number is below 1.
+
+    Example:
+        >>> fit_buckets([10, 11, 12, 60, 64, 64, 500], max_graphs=3)
+        Sizes(sizes=(12, 64, 500))
+
+    Source: optimal one-dimensional clustering by dynamic programming, after Wang & Song, "Ckmeans.1d.dp", 2011.
+    """
+    sample = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths))
+    if not sample.size or sample.dtype.kind not in "iu" or sample.ndim != 1 or sample.min() < 1:
+        raise ValueError(f"fit_buckets takes one or more lengths, each an int of at least 1, got {sample.tolist()!r}")
+    if max_graphs < 1 or multiple_of < 1:
+        raise ValueError(f"max_graphs and multiple_of are at least 1, got {max_graphs} and {multiple_of}")
+    candidates = -(-sample.astype(np.int64) // multiple_of) * multiple_of
+    sizes, counts = np.unique(candidates, return_counts=True)
+    return Sizes(sizes[_last_of_runs(sizes, counts, max_graphs)].tolist())
+
+
+def _last_of_runs(sizes: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], most: int) -> list[int]:
+    """Where the runs of the best cut end: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
+    number = len(sizes)
+    counted = np.concatenate([[0], np.cumsum(counts)])
+    summed = np.concatenate([[0], np.cumsum(counts * sizes)])
+    # With no bucket nothing is covered but the empty sample; 2**62 stands for infinity and leaves room to add.
+    waste = np.full(number + 1, 1 << 62, dtype=np.int64)
+    waste[0] = 0
+    tables, starts = [waste], []
+    for _ in range(min(most, number)):
+        following, start = waste.copy(), np.full(number + 1, -1)
+        for j in range(1, number + 1):
+            padding = sizes[j - 1] * (counted[j] - counted[:j]) - (summed[j] - summed[:j])
+            total = waste[:j] + padding
+            i = int(np.argmin(total))
+            if total[i] < following[j]:
+                following[j], start[j] = total[i], i
+        waste = following
+        tables.append(waste)
+        starts.append(start)
+    buckets = int(np.argmin([table[number] for table in tables]))
+    ends, j = [], number
+    while j:
+        # Where one bucket more gained nothing, the cut is that of one bucket less.
+        while starts[buckets - 1][j] < 0:
+            buckets -= 1
+        ends.append(j - 1)
+        j = int(starts[buckets - 1][j])
+        buckets -= 1
+    return ends[::-1]

@@ -1,0 +1,206 @@
+"""Dims give each size its bucket, refuse what is out of range, and agree; fitted buckets waste least."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import subtensors as st
+from subtensors.bucket_policies import BucketPolicy
+from subtensors.sizes import SizeAgreement
+
+POLICIES = some.one_of(
+    some.integers(1, 40).map(st.Linear),
+    some.tuples(some.floats(1.01, 4), some.integers(1, 40)).map(lambda pair: st.Geometric(*pair)),
+)
+
+
+def policy_for(largest: int) -> some.SearchStrategy[BucketPolicy]:
+    return POLICIES | some.lists(some.integers(1, largest), min_size=1, max_size=6).map(st.Sizes)
+
+
+@given(some.data(), some.integers(1, 300))
+def test_a_size_gets_the_smallest_bucket_that_holds_it(data: Any, largest: int) -> None:
+    dim = st.Dim("n", max=largest, buckets=data.draw(policy_for(largest)))
+    assert list(dim.buckets) == sorted(set(dim.buckets))
+    assert dim.buckets[-1] == largest
+    for size in range(1, largest + 1):
+        assert dim.bucket(size) == min(bucket for bucket in dim.buckets if bucket >= size)
+
+
+@given(POLICIES)
+def test_without_a_max_every_size_has_a_bucket(policy: BucketPolicy) -> None:
+    dim = st.Dim("n", buckets=policy)
+    buckets = [dim.bucket(size) for size in range(1, 200)]
+    assert all(bucket >= size for size, bucket in enumerate(buckets, 1))
+    assert buckets == sorted(buckets)
+    assert [dim.bucket(bucket) for bucket in buckets] == buckets
+    with pytest.raises(st.SizeError, match="has no max, so its buckets have no end"):
+        dim.buckets  # noqa: B018
+
+
+def test_a_linear_policy_has_the_multiples_and_a_geometric_one_the_powers() -> None:
+    assert st.Dim("n", max=250, buckets=st.Linear(64)).buckets == (64, 128, 192, 250)
+    assert st.Dim("n", max=200, buckets=st.Geometric(2, 16)).buckets == (16, 32, 64, 128, 200)
+    assert st.Geometric(1.1, 1).up_to(6) == (1, 2, 3, 4, 5, 6)
+
+
+def test_an_int_is_a_step_and_a_list_the_buckets() -> None:
+    assert st.Dim("n", max=24, buckets=8) == st.Dim("n", max=24, buckets=st.Linear(8))
+    assert st.Dim("n", buckets=[64, 16]) == st.Dim("n", max=64, buckets=st.Sizes([16, 64]))
+
+
+def test_buckets_that_no_size_of_the_dim_needs_are_left_out() -> None:
+    assert st.Dim("n", min=17, max=64, buckets=16).buckets == (32, 48, 64)
+
+
+def test_an_empty_dimension_has_the_smallest_bucket() -> None:
+    assert st.Dim("n", max=64, buckets=16).bucket(0) == 16
+
+
+def test_a_size_out_of_range_is_refused_with_name_range_and_remedy() -> None:
+    dim = st.Dim("seq", min=4, max=512)
+    with pytest.raises(
+        st.SizeError, match=r"seq is 513, beyond its max of 512; raise max in st.Dim\('seq'.*strict=False"
+    ):
+        dim.bucket(513)
+    with pytest.raises(st.SizeError, match="seq is 3, below its min of 4; lower min"):
+        dim.bucket(3)
+
+
+def test_a_hint_specialises_where_a_strict_dim_raises() -> None:
+    dim = st.Dim("seq", min=4, max=512, strict=False)
+    assert (dim.bucket(513), dim.bucket(3), dim.bucket(17)) == (513, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a-b"}, "identifier, got 'a-b'"),
+        ({"name": 3}, "identifier, got 3"),
+        ({"max": 0}, "max of Dim 'n' is an int of at least 1, got 0"),
+        ({"max": 2.5}, "got 2.5"),
+        ({"min": -1}, "min of Dim 'n' is an int of at least 0, got -1"),
+        ({"min": 9, "max": 8}, "min 9 above max 8"),
+        ({"max": 8, "buckets": [4, 16]}, "a bucket of 16, beyond its max of 8"),
+        ({"buckets": []}, r"Sizes takes one or more ints of at least 1, got \(\)"),
+        ({"buckets": [4, 0]}, "got 0"),
+        ({"buckets": 0}, "Linear takes a step of at least 1, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_its_value(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        st.Dim(**{"name": "n", **arguments})
+
+
+def test_buckets_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"buckets are a policy.*got 'linear'"):
+        st.Dim("n", buckets="linear")  # type: ignore[arg-type]
+    for base, start in ((1, 16), (float("inf"), 16), (2, 0)):
+        with pytest.raises(ValueError, match="Geometric takes"):
+            st.Geometric(base, start)
+
+
+@given(some.data())
+def test_a_copy_of_a_dim_is_that_dim(data: Any) -> None:
+    dim = st.Dim("n", max=300, min=2, buckets=data.draw(policy_for(300)), strict=data.draw(some.booleans()))
+    for twin in (copy.deepcopy(dim), copy.copy(dim), pickle.loads(pickle.dumps(dim))):
+        assert twin == dim
+        assert hash(twin) == hash(dim)
+        assert twin.symbol == dim.symbol
+        assert twin.buckets == dim.buckets
+    assert dim != st.Dim("m", max=300, min=2, buckets=dim.policy, strict=dim.strict)
+
+
+# --- one Dim, several tensors -----------------------------------------------------------------------------------------
+
+
+def test_tensors_that_share_a_dim_agree_or_are_refused_by_name() -> None:
+    seq, batch = st.Dim("seq", max=512), st.Dim("batch", max=8)
+    sizes = SizeAgreement()
+    assert sizes.bind(seq, 77, "dim 1 of input_ids")
+    assert sizes.bind(batch, 4, "dim 0 of input_ids")
+    assert sizes.bind(copy.deepcopy(seq), 77, "dim 1 of attention_mask")
+    assert sizes.sizes == {seq: 77, batch: 4}
+    with pytest.raises(st.SizeError, match="seq is 78 in dim 1 of labels and 77 in dim 1 of input_ids"):
+        sizes.bind(seq, 78, "dim 1 of labels")
+
+
+def test_two_dims_of_one_name_are_refused_where_they_meet() -> None:
+    sizes = SizeAgreement()
+    sizes.bind(st.Dim("seq", max=512), 77, "x")
+    with pytest.raises(st.SizeError, match=r"two Dims are named 'seq'.*max=512.* in x and .*max=256.* in y"):
+        sizes.bind(st.Dim("seq", max=256), 77, "y")
+
+
+def test_ragged_rows_agree_row_by_row_and_each_is_in_range() -> None:
+    seq = st.Dim("seq", max=512)
+    sizes = SizeAgreement()
+    assert sizes.bind(seq, (3, 5), "x")
+    with pytest.raises(st.SizeError, match=r"seq is \[3, 6\] in y and \[3, 5\] in x"):
+        sizes.bind(seq, (3, 6), "y")
+    with pytest.raises(st.SizeError, match="seq is 513, beyond its max"):
+        sizes.bind(seq, (3, 513), "z")
+
+
+def test_a_hint_that_does_not_fit_is_not_padded_and_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    seq = st.Dim("seq", max=512, strict=False)
+    sizes = SizeAgreement()
+    assert not sizes.bind(seq, 513, "w")
+    assert sizes.bind(seq, 77, "x")
+    with caplog.at_level("INFO", "subtensors.sizes"):
+        assert not sizes.bind(seq, 78, "y")
+    assert "seq is 78 in y and 77 in x: the latter is not padded" in caplog.text
+    assert sizes.sizes == {seq: 77}
+
+
+# --- fitted buckets ---------------------------------------------------------------------------------------------------
+
+
+def waste(buckets: tuple[int, ...], lengths: list[int]) -> int:
+    """Padded elements over a sample of lengths."""
+    return sum(min(b for b in buckets if b >= n) - n for n in lengths)
+
+
+@given(some.lists(some.integers(1, 30), min_size=1, max_size=9), some.integers(1, 4), some.integers(1, 5))
+def test_fitted_buckets_waste_as_little_as_any_choice_does(lengths: list[int], most: int, multiple: int) -> None:
+    fitted = st.fit_buckets(lengths, max_graphs=most, multiple_of=multiple).sizes
+    assert len(fitted) <= most
+    assert all(bucket % multiple == 0 for bucket in fitted)
+    top = -(-max(lengths) // multiple) * multiple
+    others = range(multiple, top, multiple)
+    choices = (
+        (*chosen, top) for k in range(min(most, len(others) + 1)) for chosen in itertools.combinations(others, k)
+    )
+    least = min(waste(chosen, lengths) for chosen in itertools.islice(choices, 5000))
+    assert waste(fitted, lengths) <= least
+
+
+def test_fitted_buckets_are_no_more_than_the_lengths_need() -> None:
+    assert st.fit_buckets([5, 5, 9], max_graphs=8) == st.Sizes([5, 9])
+    assert st.fit_buckets([5, 6, 9], max_graphs=1) == st.Sizes([9])
+    assert st.fit_buckets(torch.tensor([5, 6, 17]), max_graphs=8, multiple_of=8) == st.Sizes([8, 24])
+
+
+def test_fitting_thousands_of_lengths_wastes_less_than_linear_buckets_do() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(20_000, generator=generator).mul(0.6).exp() * 120).long().clamp(1, 2048).tolist()
+    fitted = st.fit_buckets(lengths, max_graphs=8).sizes
+    assert len(fitted) == 8
+    linear = st.Dim("n", max=max(lengths), buckets=-(-max(lengths) // 8)).buckets
+    assert waste(fitted, lengths) < 0.5 * waste(linear, lengths)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [3, -1], [2.5], [[3]]])
+def test_lengths_that_are_none_are_refused(lengths: Any) -> None:
+    with pytest.raises(ValueError, match="fit_buckets takes one or more lengths"):
+        st.fit_buckets(lengths)
+    with pytest.raises(ValueError, match="max_graphs and multiple_of are at least 1, got 0 and 1"):
+        st.fit_buckets([3], max_graphs=0)
