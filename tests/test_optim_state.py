@@ -27,6 +27,18 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"lr": 0.01, "capturable": True, "foreach": False}),
     ("AdamW", {"lr": 0.01, "fused": True}),
     ("AdamW", {"lr": 0.01}),
+    ("NAdam", {"lr": 0.01}),
+    ("NAdam", {"capturable": True}),
+    ("RAdam", {"lr": 0.01, "betas": (0.9, 0.9)}),
+    ("Adamax", {"weight_decay": 0.1}),
+    ("Adadelta", {"lr": 10.0}),
+    ("Adagrad", {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+    ("Adagrad", {"fused": True}),
+    ("RMSprop", {"lr": 0.01}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("Rprop", {"lr": 0.1}),
+    ("ASGD", {"lr": 0.1, "t0": 3.0}),
+    ("ASGD", {"capturable": True}),
 ]
 
 

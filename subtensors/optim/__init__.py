@@ -1,8 +1,30 @@
 """Optimizers written for one tensor and run on all of them at once; drop-ins for torch.optim's."""
 
+from subtensors.optim.adadelta import Adadelta
+from subtensors.optim.adagrad import Adagrad
 from subtensors.optim.adam import Adam, AdamW
+from subtensors.optim.adamax import Adamax
+from subtensors.optim.asgd import ASGD
 from subtensors.optim.lion import Lion
+from subtensors.optim.nadam import NAdam
 from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.radam import RAdam
+from subtensors.optim.rmsprop import RMSprop
+from subtensors.optim.rprop import Rprop
 from subtensors.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "Optimizer"]
+__all__ = [
+    "ASGD",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "NAdam",
+    "Optimizer",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+]

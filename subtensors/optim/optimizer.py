@@ -237,7 +237,7 @@ class Optimizer(torch.optim.Optimizer):
     def _batches(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> list[Batch]:
         """The group's batches for this set of gradients; state that a parameter lacks is made."""
         params = group["params"]
-        entries = tuple([entry for entry in self._entries if self.keeps(entry, group)])
+        entries = self._kept(group)
         has_masters = bool(group.get("master_weights"))
         lists = self._lists.get(index)
         if lists is not None and lists.is_current(params, grads, entries, has_masters):
@@ -248,8 +248,7 @@ class Optimizer(torch.optim.Optimizer):
         kinds: dict[tuple[torch.device, bool, tuple[str, ...]], list[int]] = {}
         for i in [i for i, g in enumerate(grads) if g is not None]:
             p = params[i]
-            kept = tuple([entry for entry in entries if self.suits(entry, p, group)])
-            kept = (MASTER, *kept) if has_masters and is_narrow(p.dtype) else kept
+            kept = self._names(p, entries, group)
             self._fill(p, kept, group)
             kinds.setdefault((p.device, p.is_complex(), kept), []).append(i)
         batches = []
@@ -278,7 +277,17 @@ class Optimizer(torch.optim.Optimizer):
         """Drop what is known of the parameters; what was traced and compiled stays."""
         self._lists.clear()
 
+    def _kept(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The state entries that a group keeps."""
+        return tuple([entry for entry in self._entries if self.keeps(entry, group)])
+
+    def _names(self, p: Tensor, entries: tuple[str, ...], group: dict[str, Any]) -> tuple[str, ...]:
+        """Of these entries, those that the parameter has, a master among them."""
+        own = tuple([entry for entry in entries if self.suits(entry, p, group)])
+        return (MASTER, *own) if group.get("master_weights") and is_narrow(p.dtype) else own
+
     def _fill(self, p: Tensor, names: tuple[str, ...], group: dict[str, Any]) -> None:
+        """Make what the parameter lacks of these state entries."""
         if not names:
             return  # asking for the state would make an empty one
         state = self.state[p]
