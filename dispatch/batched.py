@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from subtensors.dispatch.mapping import ListCall
+from subtensors.dispatch.stacks import stacked
 
 Batch = Callable[..., Any]
 
@@ -98,7 +99,7 @@ class BatchedCall:
             if len(group) == 1:
                 out[group[0]] = self.call.run([x[group[0]] for x in lists])
                 continue
-            args, kwargs = self.call.with_lists([torch.stack([x[i] for i in group]) for x in lists])
+            args, kwargs = self.call.with_lists([stacked([x[i] for i in group]) for x in lists])
             result = self.row.batch(*args, **kwargs)
             for at, i in enumerate(group):
                 out[i] = _select(result, at)

@@ -6,6 +6,8 @@ from subtensors.optim.adam import Adam, AdamW
 from subtensors.optim.adamax import Adamax
 from subtensors.optim.asgd import ASGD
 from subtensors.optim.lion import Lion
+from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.muon import Muon
 from subtensors.optim.nadam import NAdam
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.radam import RAdam
@@ -22,9 +24,12 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Lion",
+    "MatrixOptimizer",
+    "Muon",
     "NAdam",
     "Optimizer",
     "RAdam",
     "RMSprop",
     "Rprop",
+    "by_shape",
 ]

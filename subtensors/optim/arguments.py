@@ -28,7 +28,7 @@ def torch_defaults(cls: type[torch.optim.Optimizer], arguments: dict[str, Any]) 
         0.5
     """
     known = inspect.signature(cls).parameters.keys() - {"params"}
-    peer: Any = cls([torch.empty(0)], **{name: value for name, value in arguments.items() if name in known})
+    peer: Any = cls([torch.empty(0, 0)], **{name: value for name, value in arguments.items() if name in known})
     return dict(peer.defaults)
 
 

@@ -1,0 +1,149 @@
+"""The base class of optimizers whose maths is of whole matrices: `update` sees all of them at once, as TensorLists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.groups import Elements
+from subtensors.dispatch.stacks import run_by_shape
+from subtensors.fuse import fused
+from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.single_tensor import is_narrow
+from subtensors.tensor_list import TensorList
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer with an `update` of lists: what is not element by element runs once a shape, not once a matrix.
+
+    `update(self, p, g, <state entries>, *, <hyperparameters>)` is as for `Optimizer`, but that every tensor is a
+    `TensorList` of the parameters of a batch, and that it is run, not traced. Functions made by `fused` are one kernel
+    over the list, torch's matrix functions are one batched call a shape, and `by_shape` is that for a function of one's
+    own. Parameters of one shape follow each other, so that what a fused function returns is stacked without a copy.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        defaults: the hyperparameters of a group that doesn't give its own.
+        options: the options of every optimizer.
+
+    Example:
+        >>> import subtensors as st
+        >>> class Whitened(st.optim.MatrixOptimizer):
+        ...     def update(self, p, g, *, lr):
+        ...         u, _, vh = torch.linalg.svd(g, full_matrices=False)
+        ...         p.sub_(lr * (u @ vh))
+        >>> w = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> opt = Whitened([w], dict(lr=0.5))
+        >>> w.grad = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+        >>> opt.step()
+        >>> w.abs()
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.5000]], grad_fn=<AbsBackward0>)
+    """
+
+    state: Any
+
+    WORKSPACE: ClassVar[int] = 2**28
+    """Elements a batch: what `update` makes in passing is a few times as many, however many parameters there are."""
+
+    @classmethod
+    def _step_function(cls) -> Callable[..., Any]:
+        return ListStep(cls)
+
+    def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:
+        for kind, indices in kinds.items():
+            batch: list[int] = []
+            size = 0
+            for i in sorted(indices, key=lambda i: tuple(params[i].shape)):
+                if batch and size + params[i].numel() > self.WORKSPACE:
+                    yield kind, batch
+                    batch, size = [], 0
+                batch.append(i)
+                size += params[i].numel()
+            yield kind, batch
+
+
+def by_shape(function: Callable[..., Any], *lists: TensorList) -> Any:
+    """Call a function of stacked tensors once for each shape in the lists.
+
+    Args:
+        function: takes a stack of each list, (n, *shape), and returns a tensor, or a tuple of tensors, each with n as
+            its first dimension.
+        lists: of one structure.
+
+    Returns:
+        A TensorList, or a tuple of them.
+
+    Example:
+        >>> x = TensorList([torch.eye(2), torch.ones(3, 3), 2 * torch.eye(2)])
+        >>> by_shape(torch.linalg.matrix_norm, x)
+        TensorList(3 tensors, 3 values: 3 x float32[] cpu)
+    """
+    results = tuple([lists[0].like(column) for column in run_by_shape(function, [x.tensors for x in lists])])
+    return results[0] if len(results) == 1 else results
+
+
+@fused
+def _gradient(p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool) -> Tensor:
+    """The gradient as `update` takes it; zero when it overflowed, so that no factorization meets an infinity."""
+    g = g.to(torch.float32 if is_narrow(p.dtype) else p.dtype)
+    if grad_scale is not None:
+        g = g / grad_scale
+    if found_inf is not None:
+        g = torch.where(found_inf != 0, 0, g)
+    return -g if maximize else g
+
+
+@fused
+def _undo(target: Tensor, before: Tensor, found_inf: Tensor | None) -> None:
+    assert found_inf is not None
+    target.copy_(torch.where(found_inf != 0, before, target))
+
+
+@fused
+def _assign(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+class ListStep:
+    """The step of an optimizer class for the lists of a batch; writes parameters, masters and state in place.
+
+    Args:
+        cls: a class with `update(self, p, g, *states, **hyperparameters)` on TensorLists.
+    """
+
+    def __init__(self, cls: type) -> None:
+        # It has the methods of the class and none of an instance's values, as in `single_tensor`.
+        self._rules: Any = object.__new__(cls)
+
+    def __call__(
+        self,
+        p: Elements,
+        g: Elements,
+        master: Elements | None,
+        entries: tuple[Elements | None, ...],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        maximize: bool,
+        hyperparameters: dict[str, Any],
+    ) -> None:
+        """Do the step to these parameters."""
+        weights = _list(p if master is None else master)
+        gradients: Any = _list(g)
+        states = [None if column is None else _list(column) for column in entries]
+        if grad_scale is not None or found_inf is not None or maximize:
+            gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize)
+        written = [weights, *(state for state in states if state is not None)]
+        before = [] if found_inf is None else [x.clone() for x in written]
+        self._rules.update(weights, gradients, *states, **hyperparameters)
+        for target, kept in zip(written, before, strict=False):
+            _undo(target, kept, found_inf)
+        if master is not None:
+            _assign(_list(p), weights)
+
+
+def _list(tensors: Iterable[Tensor]) -> TensorList:
+    return TensorList(list(tensors))
