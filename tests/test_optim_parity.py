@@ -254,38 +254,3 @@ def test_arguments_that_torch_refuses_are_refused_alike(name: str) -> None:
         params = [Parameter(torch.randn(1, 1))] if sample.params is None else sample.params
         with pytest.raises(error.error_type, match=error.error_regex or re.escape("")):
             getattr(st.optim, name)(params, **sample.kwargs)
-
-
-def lion_by_the_paper(params: list[Parameter], steps: int, lr: float, decay: float) -> list[Tensor]:
-    """Chen et al. 2023, Algorithm 2, in float64."""
-    weights, momenta = [p.detach().double() for p in params], [torch.zeros_like(p, dtype=torch.float64) for p in params]
-    for number in range(steps):
-        for i, g in enumerate(lion_gradients(params, number)):
-            direction = torch.sign(0.9 * momenta[i] + (1 - 0.9) * g.double())
-            weights[i] = weights[i] - lr * (direction + decay * weights[i])
-            momenta[i] = 0.99 * momenta[i] + (1 - 0.99) * g.double()
-    return weights
-
-
-def lion_gradients(params: list[Parameter], number: int) -> list[Tensor]:
-    return random_tensors(str(params[0].device), params[0].dtype, seed=number)
-
-
-def test_lion_follows_the_algorithm_of_its_paper(device: str) -> None:
-    params = [Parameter(v) for v in start(device, torch.float32)]
-    expected = lion_by_the_paper(params, STEPS, lr=0.01, decay=0.1)
-    optimizer = st.optim.Lion(params, lr=0.01, weight_decay=0.1)
-    for number in range(STEPS):
-        for p, g in zip(params, lion_gradients(params, number), strict=True):
-            p.grad = g
-        optimizer.step()
-    # Each step rounds each parameter once.
-    assert (flat(params) - flat(expected)).abs().max() <= STEPS * torch.finfo(torch.float32).eps * flat(
-        params
-    ).abs().max()
-
-
-@pytest.mark.parametrize("arguments", [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9,)}])
-def test_lion_refuses_values_out_of_range(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=re.escape(str(next(iter(arguments.values()))))):
-        st.optim.Lion([Parameter(torch.zeros(1))], **arguments)

@@ -4,7 +4,9 @@ from subtensors.optim.adadelta import Adadelta
 from subtensors.optim.adagrad import Adagrad
 from subtensors.optim.adam import Adam, AdamW
 from subtensors.optim.adamax import Adamax
+from subtensors.optim.ademamix import AdEMAMix
 from subtensors.optim.asgd import ASGD
+from subtensors.optim.lamb import LAMB
 from subtensors.optim.lion import Lion
 from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.muon import Muon
@@ -13,15 +15,20 @@ from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.radam import RAdam
 from subtensors.optim.rmsprop import RMSprop
 from subtensors.optim.rprop import Rprop
+from subtensors.optim.schedule_free import AdamWScheduleFree
 from subtensors.optim.sgd import SGD
+from subtensors.optim.signsgd import SignSGD
 
 __all__ = [
     "ASGD",
+    "LAMB",
     "SGD",
+    "AdEMAMix",
     "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamWScheduleFree",
     "Adamax",
     "Lion",
     "MatrixOptimizer",
@@ -31,5 +38,6 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "SignSGD",
     "by_shape",
 ]

@@ -74,6 +74,6 @@ class Lion(Optimizer):
         beta1, beta2 = betas
         direction = torch.sign(beta1 * exp_avg + (1 - beta1) * g)
         if weight_decay is not None:
-            p.mul_(1 - lr * weight_decay)
+            direction = direction + weight_decay * p
         p.sub_(lr * direction)
         exp_avg.mul_(beta2).add_((1 - beta2) * g)
