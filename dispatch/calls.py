@@ -89,7 +89,7 @@ class Call:
         self.leaves, self.form = leaves, form
         self.count: int | None = None if form.first_list is None else len(leaves[form.first_list])
         """How many elements the lists have; None when there is no list."""
-        self.key: tuple[Any, ...] = (form, *[leaves[i] for i in form.statics], *_modes())
+        self.key: tuple[Any, ...] = (form, *[leaves[i] for i in form.statics], *modes())
         """What decides how the maths is traced."""
 
     def numbers(self) -> list[float]:
@@ -136,7 +136,7 @@ class Call:
         return self.form.spec.unflatten(leaves)  # type: ignore[no-any-return]
 
 
-def _modes() -> tuple[Any, ...]:
+def modes() -> tuple[Any, ...]:
     """The modes of torch that change what a function of tensors does."""
     cpu, cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     casts = (cpu and torch.get_autocast_dtype("cpu"), cuda and torch.get_autocast_dtype("cuda"))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
+from subtensors.dispatch.graph_capture import NotRecordable, Recording, recording_now
 from subtensors.dispatch.trace import Returned, Trace
 from subtensors.kernels.launch import Grid, Kernels, bits, to_device
 from subtensors.kernels.program import Extent, interpret
@@ -115,6 +116,8 @@ class MappedGroup(Group):
 
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Call the function once an element."""
+        if recording_now() is not None:
+            raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.returned = optree.tree_structure(results[0], none_is_leaf=True)
         return [list(leaf) for leaf in zip(*map(self.returned.flatten_up_to, results), strict=True)]
@@ -134,6 +137,8 @@ class TorchGroup(Group):
     @torch.no_grad()
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses = ()) -> Leaves:
         """Interpret the program once an element."""
+        if recording_now() is not None:
+            raise NotRecordable(self.describe())
         if written_overlap(columns, self.trace.program.stores):
             return self.mapped.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
@@ -313,6 +318,8 @@ class KernelGroup(Group):
             return self._run(columns, numbers, addresses)
 
     def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses) -> Leaves:
+        if (recording := recording_now()) is not None:
+            return self._record(recording, columns, numbers)
         if self.copies:
             originals = columns
             columns = [
@@ -329,7 +336,7 @@ class KernelGroup(Group):
         values = [evaluate(numbers) for evaluate in self.trace.scalars]
         values += [columns[i][0].item() for i in self.hosts]
         scalars = self._scalars(binding, values, is_capturing)
-        arenas = [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
+        arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.kernels.is_seeded else self.seed
         self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, self.stream)
         if self.copies:
@@ -341,6 +348,21 @@ class KernelGroup(Group):
         for parameter in self.observed:
             # Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know.
             torch.autograd.graph.increment_version(columns[parameter])
+        return self._results(columns, arenas)
+
+    def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Give the launch to a recording."""
+        if self.copies:
+            raise NotRecordable(self.reason)
+        if written_overlap(columns, self.trace.program.stores):
+            raise NotRecordable(self.mapped.reason)
+        return self._results(columns, recording.launch(self, columns, numbers))
+
+    def new_arenas(self) -> list[Tensor]:
+        """Memory for the outputs of a launch."""
+        return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
+
+    def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:
             return []
         return _leaves(

@@ -77,7 +77,7 @@ class Grid:
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
 
-    def _workspace(self, stream: int) -> list[int]:
+    def workspace(self, stream: int) -> list[int]:
         """Addresses of slots, of partial results of tiles, and of the arrival counters, which launches leave at zero.
 
         Launches on one stream follow each other and share them; those on several streams do not.
@@ -92,7 +92,20 @@ class Grid:
         self._workspaces[stream] = addresses, _ = [b.data_ptr() for b in buffers], buffers
         return addresses
 
+    def forget(self, stream: int) -> None:
+        """Free the workspace of this number."""
+        self._workspaces.pop(stream, None)
+
+    @property
+    def table_size(self) -> int:
+        """How many numbers `rows` gives."""
+        return (4 + len(self.kernels.program.parameters)) * self.count
+
     def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
+        """The pointer table on the device: `rows` of these pointers."""
+        return to_device(self.rows(pointers), self.device)
+
+    def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The pointer table (`codegen` says what is in it).
 
         Args:
@@ -101,10 +114,7 @@ class Grid:
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
         elements = [i for i, p in enumerate(self.kernels.program.parameters) if p.extent is Extent.ELEMENT]
         aligned = (addresses[elements] % ALIGNMENT == 0).all(axis=0)
-        return to_device(
-            np.concatenate([self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses]),
-            self.device,
-        )
+        return np.concatenate([self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses])
 
     def launch(self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int) -> None:
         """Run every kernel of the program once.
@@ -116,7 +126,7 @@ class Grid:
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: a number for the stream the kernels run on.
         """
-        arguments = (table, self._tiles_address, scalars, *self._workspace(stream), seed, self.count, self.total)
+        arguments = (table, self._tiles_address, scalars, *self.workspace(stream), seed, self.count, self.total)
         for number, kernel in enumerate(self.kernels.kernels):
             arenas = [outputs[k] for k in kernel.segment.outputs]
             launcher = self._launchers.get(number)

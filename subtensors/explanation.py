@@ -7,14 +7,16 @@ from typing import Any
 
 from subtensors.fuse import Fused
 from subtensors.list_calls import explain_call
+from subtensors.optim import Optimizer
 from subtensors.tensor_list import TensorList
 
 
-def explain(subject: TensorList | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def explain(subject: TensorList | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Say what was done and why: rules applied, groups, kernels.
 
     Args:
-        subject: a TensorList, a fused function, or any torch function; the last two with the arguments of a call.
+        subject: a TensorList, an optimizer, a fused function, or any torch function; the last two with the arguments of
+            a call.
         args: arguments of the call, which is planned but not run.
         kwargs: likewise.
 
@@ -31,8 +33,12 @@ def explain(subject: TensorList | Callable[..., Any], *args: Any, **kwargs: Any)
     """
     if isinstance(subject, Fused):
         return subject.explain(*args, **kwargs)
+    if isinstance(subject, Optimizer):
+        return subject.explain()
     if isinstance(subject, TensorList):
         return repr(subject)
     if callable(subject):
         return explain_call(subject, *args, **kwargs)
-    raise TypeError(f"explain takes a TensorList, a fused function or a torch function, got {type(subject).__name__}")
+    raise TypeError(
+        f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {type(subject).__name__}"
+    )

@@ -31,7 +31,7 @@ class Batch:
         # tensor that stays (an offload through `.data`) moves all of the state, so the first of each column tells.
         self._firsts = [column[0] for column in (self.master, *self.entries) if column is not None]
         self._places = [t.data_ptr() for t in self._firsts]
-        self._plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
+        self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
 
     def has_moved(self) -> bool:
         """Is the state's memory elsewhere?"""
@@ -40,7 +40,9 @@ class Batch:
     def gradients(self, grads: list[Tensor]) -> Elements:
         """Of the group's gradients, those of these parameters."""
         own = grads if self.indices is None else [grads[i] for i in self.indices]
-        return as_real(own) if self.is_complex else Elements(own, like=self.params if self._plain_gradients else None)
+        return (
+            as_real(own) if self.is_complex else Elements(own, like=self.params if self.has_plain_gradients else None)
+        )
 
 
 def _has_plain_gradient(p: Tensor) -> bool:

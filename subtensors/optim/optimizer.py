@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 from typing import Any, ClassVar, Unpack, overload
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.groups import Elements
+from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import Batch, GroupLists, as_real, missing
 from subtensors.optim.options import Options, recorded
 from subtensors.optim.saved_state import MASTER, SavedState
@@ -117,6 +120,8 @@ class Optimizer(SavedState):
         self._mark = None
         super().__init__(params, defaults | recorded(options))
         self.state = States()
+        if options.get("graph"):
+            self.capture()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """What one step does to one tensor; the method that a subclass is."""
@@ -179,13 +184,54 @@ class Optimizer(SavedState):
                 loss = closure()
         if type(self.state) is not States:
             self.state = States(dict, self.state)
-        if self.state.changes.mark is not self._mark or len(self._lists) != len(self.param_groups):
-            self._forget()
-        for index, group in enumerate(self.param_groups):
-            grads = list(map(_grad, group["params"]))
+        if self._capture is None or not self._capture.take_step(self):
+            self._update_all()
+        return loss
+
+    def _update_all(self) -> None:
+        """Update every parameter that has a gradient, now or in the graph that is being recorded."""
+        recording = recording_now()
+        for index, (group, grads) in enumerate(zip(self.param_groups, self._gradients(), strict=True)):
+            if recording is not None:
+                recording.source = index
             for batch in self._batches(index, group, grads):
                 self._update_batch(group, batch, grads)
-        return loss
+
+    def _gradients(self) -> list[list[Any]]:
+        """Each group's gradients, None for a parameter without one."""
+        return [list(map(_grad, group["params"])) for group in self.param_groups]
+
+    def capture(self, *, check: bool | None = None) -> Capture:
+        """Take steps by replaying a CUDA graph, recorded in the next step, and again when a step is another one.
+
+        Numbers of the parameter groups stay live, and gradients may be anywhere. What can't be replayed runs as it
+        would without: on a CPU, and within a graph of the caller's. `st.explain(opt)` says what happened and why.
+
+        Args:
+            check: look, at every replay, at each address that it uses; None: where `SUBTENSORS_CHECK_REPLAYS` is set.
+
+        Returns:
+            What was recorded so far, with its counts; nothing at first.
+
+        Example:
+            >>> import subtensors as st
+            >>> w = torch.nn.Parameter(torch.ones(2))
+            >>> opt = st.optim.SGD([w], lr=0.5)
+            >>> capture = opt.capture()
+            >>> w.grad = torch.ones(2)
+            >>> opt.step()
+            >>> print(st.explain(opt))
+            SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
+              ran eagerly: the parameters are on the CPU, where a step has no graph (1)
+        """
+        self._capture = Capture(bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS")) if check is None else check)
+        return self._capture
+
+    def explain(self) -> str:
+        """What a step is, in a few lines; `st.explain(opt)` says the same."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        how = "steps run eagerly" if self._capture is None else self._capture.explain()
+        return f"{type(self).__name__} of {count} parameters, {how}"
 
     def _update_batch(self, group: dict[str, Any], batch: Batch, grads: list[Tensor]) -> None:
         device = batch.device
@@ -228,6 +274,8 @@ class Optimizer(SavedState):
 
     def _batches(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> list[Batch]:
         """The group's batches for this set of gradients; state that a parameter lacks is made."""
+        if self.state.changes.mark is not self._mark or len(self._lists) > len(self.param_groups):
+            self._forget()
         params = group["params"]
         entries = self._kept(group)
         has_masters = bool(group.get("master_weights"))

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 
 class Options(TypedDict, total=False):
-    """Options of any optimizer; each may differ between parameter groups.
+    """Options of any optimizer; each may differ between parameter groups, unless it says otherwise.
 
     An option is recorded where it is asked for, so that the groups of an optimizer without one are torch.optim's.
     """
@@ -15,8 +15,14 @@ class Options(TypedDict, total=False):
     """Keep a float32 `master_param` for every bfloat16 or float16 parameter, with the rest of its state in float32,
     and round the parameter from it. Default False."""
 
+    graph: bool
+    """Take steps by replaying a CUDA graph: the same as calling `capture()`. Of the whole optimizer. Default False."""
 
-DEFAULTS: dict[str, Any] = {"master_weights": False}
+
+DEFAULTS: dict[str, Any] = {"master_weights": False, "graph": False}
+
+WHOLE = {"graph"}
+"""Options of the optimizer rather than of its groups."""
 
 
 def recorded(options: Options) -> dict[str, Any]:
@@ -28,4 +34,4 @@ def recorded(options: Options) -> dict[str, Any]:
     given: dict[str, Any] = dict(options)
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(DEFAULTS)}")
-    return {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    return {name: value for name, value in given.items() if value != DEFAULTS[name] and name not in WHOLE}

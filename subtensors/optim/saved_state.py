@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import GroupLists
 from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
@@ -26,6 +27,7 @@ class SavedState(torch.optim.Optimizer):
     _entries: ClassVar[tuple[str, ...]]
     _lists: dict[int, GroupLists]
     _mark: object
+    _capture: Capture | None = None
 
     @abstractmethod
     def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
@@ -71,6 +73,11 @@ class SavedState(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not.
+        kept = {} if self._capture is None else {"_capture": Capture(self._capture.check)}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,0 +1,109 @@
+"""`opt.capture()`: a step becomes one graph replay, for as long as it is the step that was recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from subtensors.optim.recorded_step import RecordedStep
+
+if TYPE_CHECKING:
+    from subtensors.optim.optimizer import Optimizer
+
+logger = logging.getLogger("subtensors.optim")
+
+
+class Capture:
+    """The recorded steps of one optimizer, and how often and why they were recorded.
+
+    Args:
+        check: look, at every replay, at each address that it uses.
+    """
+
+    # Which parameters have a gradient may alternate, as with layers that are dropped in turn.
+    KEPT = 8
+
+    def __init__(self, check: bool) -> None:
+        self.check = check
+        self.replays = self.recordings = self.eager_steps = 0
+        self.reasons: Counter[str] = Counter()
+        """Why steps were recorded again, each with how often."""
+        self.obstacles: Counter[str] = Counter()
+        """Why steps ran eagerly, each with how often."""
+        self._steps: list[RecordedStep] = []
+
+    def take_step(self, optimizer: Optimizer) -> bool:
+        """Replay the step, recording it first if need be.
+
+        Args:
+            optimizer: whose step.
+
+        Returns:
+            False where nothing was done, and the step is to be taken eagerly.
+        """
+        obstacle = _obstacle()
+        if not obstacle:
+            step = self._step(optimizer)
+            obstacle = step.obstacle
+        if obstacle:
+            if obstacle not in self.obstacles:
+                logger.info("%s: a step runs eagerly: %s", type(optimizer).__name__, obstacle)
+            self.obstacles[obstacle] += 1
+            self.eager_steps += 1
+            return False
+        if self.check:
+            step.check()
+        step.replay(optimizer)
+        self.replays += 1
+        return True
+
+    def _step(self, optimizer: Optimizer) -> RecordedStep:
+        gradients = optimizer._gradients()
+        try:
+            reason = ""
+            for position, step in enumerate(self._steps):
+                difference = step.difference(optimizer, gradients)
+                if not difference:
+                    if position:
+                        self._steps.insert(0, self._steps.pop(position))
+                    return step
+                reason = reason or difference
+            step = RecordedStep(optimizer, gradients)
+        except RuntimeError:
+            for own in gradients:
+                optimizer._refuse_sparse(own)
+            raise
+        if reason:
+            if reason not in self.reasons:
+                logger.info("%s: a step is recorded again: %s", type(optimizer).__name__, reason)
+            self.reasons[reason] += 1
+        self.recordings += step.recording is not None
+        # A step for a state that is gone is never the right one again.
+        self._steps = [step, *[s for s in self._steps if s.mark is step.mark][: self.KEPT - 1]]
+        return step
+
+    def stats(self) -> dict[str, int]:
+        """How many steps were recorded, replayed, and run eagerly."""
+        return {"recordings": self.recordings, "replays": self.replays, "eager_steps": self.eager_steps}
+
+    def explain(self) -> str:
+        """What a step is, and why, in a few lines."""
+        lines = [f"captured: {self.recordings} recordings, {self.replays} replays, {self.eager_steps} eager steps"]
+        if self._steps and (recording := self._steps[0].recording) is not None:
+            launches = len(recording.launches)
+            lines.append(f"  a step replays {launches} launches over {len(self._steps[0].params)} tensors")
+        lines += [f"  recorded again: {reason} ({count})" for reason, count in self.reasons.items()]
+        lines += [f"  ran eagerly: {obstacle} ({count})" for obstacle, count in self.obstacles.items()]
+        return "\n".join(lines)
+
+
+def _obstacle() -> str:
+    """Why no step can be replayed now."""
+    if torch.compiler.is_compiling():
+        return "the step is being compiled"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the step is part of a graph that is being captured"
+    return ""

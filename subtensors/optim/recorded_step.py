@@ -1,0 +1,246 @@
+"""One recorded step of an optimizer: what it was recorded for, and what a later step must find for it to be replayed.
+
+A step is the recorded one if nothing that its launches were made of has changed: the parameters, which of them have a
+gradient, where parameters and state are, the options that decide the maths. What may change from step to step is
+handed to the replay: live numbers, and where the gradients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.calls import interprets_kernels, modes
+from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.graph_capture import NotRecordable, Recording
+from subtensors.optim.group_lists import GroupLists
+
+if TYPE_CHECKING:
+    from subtensors.optim.optimizer import Optimizer
+
+Gradients = list[list[Any]]
+"""Those of each group, in the order of its parameters; None where there is none."""
+
+CPU_REASON = "the parameters are on the CPU, where a step has no graph"
+
+
+class RecordedStep:
+    """A step of this optimizer with these gradients, recorded; or why it can't be.
+
+    Args:
+        optimizer: whose step; state that a parameter lacks is made.
+        gradients: what the step finds.
+
+    Raises:
+        AddressError: parameters, state or gradients moved while the step was recorded.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        self.recording: Recording | None = None
+        self.obstacle = ""
+        """Why there is no recording; such steps run eagerly."""
+        batches = [
+            batch
+            for index, (group, own) in enumerate(zip(optimizer.param_groups, gradients, strict=True))
+            for batch in optimizer._batches(index, group, own)
+        ]
+        self.batches = batches
+        self.lists: list[GroupLists] = [optimizer._lists[i] for i in range(len(gradients))]
+        self.mark = optimizer.state.changes.mark
+        self.modes = modes()
+        self.params = [p for batch in batches for p in batch.params]
+        self.param_addresses = _addresses(self.params)
+        self.state = [t for batch in batches for c in (batch.master, *batch.entries) if c is not None for t in c]
+        self.state_addresses = _addresses(self.state)
+        own = _present(gradients)
+        self.gradient_addresses = _addresses(own)
+        self.gradients_alike = torch_private.MetadataGuard(own)
+        self.are_plain = all(batch.has_plain_gradients for batch in batches)
+        self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
+        self.options = [_options(group) for group in optimizer.param_groups]
+        devices = {batch.device for batch in batches}
+        self.device = min(devices, key=str, default=torch.device("cpu"))
+        self.stream = _stream(self.device)
+        self.signatures = [_signature(optimizer, group, self.device)[0] for group in optimizer.param_groups]
+        try:
+            self._record(optimizer, own, devices)
+        except NotRecordable as reason:
+            self.recording, self.obstacle = None, str(reason)
+
+    def _record(self, optimizer: Optimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
+        if not devices:
+            raise NotRecordable("no parameter has a gradient")
+        if len(devices) > 1:
+            raise NotRecordable("the parameters are on several devices")
+        if self.device.type != "cuda" and not interprets_kernels():
+            raise NotRecordable(CPU_REASON)
+        if not isinstance(optimizer._fusion, Fusion):
+            raise NotRecordable(f"a step of {type(optimizer).__name__} is more than fused calls")
+        self.recording = recording = Recording(self.device)
+        self.buffers = {
+            name: torch.empty_like(getattr(optimizer, name), device=self.device)
+            for name, is_given in zip(_SCALES, self.scales, strict=True)
+            if is_given
+        }
+        given = {name: getattr(optimizer, name) for name in self.buffers}
+        try:
+            vars(optimizer).update(self.buffers)
+            recording.record(optimizer._update_all, gradients)
+        finally:
+            vars(optimizer).update(given)
+        if moved := self.moved() or (_addresses(_present(optimizer._gradients())) != self.gradient_addresses):
+            raise AddressError(f"{moved if isinstance(moved, str) else 'a gradient'} moved while a step was recorded")
+        for launch in recording.launches:
+            assert isinstance(launch.source, int)
+            _, numbers, hosts = _signature(optimizer, optimizer.param_groups[launch.source], self.device)
+            if (launch.numbers, launch.hosts) != (numbers, hosts):
+                raise NotRecordable(f"a number of {type(optimizer).__name__}'s step is not one of its parameter group")
+
+    def moved(self) -> str:
+        """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
+        if _addresses(self.params) != self.param_addresses:
+            return f"parameter {_first_difference(_addresses(self.params), self.param_addresses)} of the step"
+        if _addresses(self.state) != self.state_addresses:
+            return f"state tensor {_first_difference(_addresses(self.state), self.state_addresses)} of the step"
+        return ""
+
+    def difference(self, optimizer: Optimizer, gradients: Gradients) -> str:
+        """Why a step that finds this is not the recorded one; empty when it is."""
+        if optimizer.state.changes.mark is not self.mark:
+            return "state was added or replaced"
+        if len(optimizer.param_groups) != len(self.lists):
+            return "a parameter group was added or removed"
+        for i, (group, own, lists) in enumerate(zip(optimizer.param_groups, gradients, self.lists, strict=True)):
+            if not lists.is_current(group["params"], own, optimizer._kept(group), bool(group.get("master_weights"))):
+                return _reason(i, lists, group["params"], own)
+        if list(map(Tensor.data_ptr, self.params)) != self.param_addresses:
+            return "a parameter moved"
+        if modes() != self.modes:
+            return "a mode of torch changed"
+        if self.stream != _stream(self.device):
+            return "the current stream is another one"
+        if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
+            return "a loss scale came or went"
+        return self._refresh(optimizer, gradients)
+
+    def _refresh(self, optimizer: Optimizer, gradients: Gradients) -> str:
+        """Hand numbers and the places of gradients to the recording; why it can't take them, if it can't."""
+        for i, group in enumerate(optimizer.param_groups):
+            options = _options(group)
+            if all(map(is_, options, self.options[i])) and _are_immutable(options):
+                continue
+            signature, numbers, hosts = _signature(optimizer, group, self.device)
+            if signature != self.signatures[i]:
+                return "an option changed that decides the maths"
+            self.options[i] = options
+            if self.recording is not None:
+                self.recording.set_numbers(i, numbers, hosts)
+        own = _present(gradients)
+        addresses = _addresses(own)
+        has_moved = addresses != self.gradient_addresses
+        if (has_moved or not self.are_plain) and not self.gradients_alike.matches(own):
+            return "a gradient has another layout or dtype"
+        if has_moved:
+            if self.recording is not None and not self.recording.move(addresses):
+                return "a gradient shares memory with what the step writes"
+            self.gradient_addresses = addresses
+        return ""
+
+    def replay(self, optimizer: Optimizer) -> None:
+        """Take the step."""
+        assert self.recording is not None
+        for name, buffer in self.buffers.items():
+            buffer.copy_(getattr(optimizer, name), non_blocking=True)
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            self.recording.replay()
+        else:
+            with torch.cuda.device(self.device):
+                self.recording.replay()
+        # A graph tells autograd of nothing that it writes.
+        torch.autograd.graph.increment_version(self.recording.written)
+
+    def check(self) -> None:
+        """Look at everything that the next replay reads and writes.
+
+        Raises:
+            AddressError: a tensor moved, or the device's tables are not what they should be.
+        """
+        if moved := self.moved():
+            raise AddressError(
+                f"{moved} moved since it was recorded, in a way that steps don't look for: put new tensors into "
+                "opt.state[p] rather than changing their .data, or call opt.capture() again"
+            )
+
+
+_SCALES = ("grad_scale", "found_inf")
+
+
+def _stream(device: torch.device) -> int:
+    return torch_private.current_stream(device) if device.type == "cuda" else 0
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _present(gradients: Gradients) -> list[Tensor]:
+    return [g for own in gradients for g in own if g is not None]
+
+
+def _first_difference(now: list[int], before: list[int]) -> int:
+    return next(i for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    """What a group holds beside its parameters."""
+    return [value for name, value in group.items() if name != "params"]
+
+
+def _are_immutable(options: list[Any]) -> bool:
+    """Is it enough to see the same objects again to know their values? Of a tensor on a device, the step reads it."""
+    return all(type(o) in _IMMUTABLE or (isinstance(o, tuple) and _are_immutable([*o])) for o in options)
+
+
+_IMMUTABLE = {float, int, bool, str, type(None)}
+
+
+def _signature(
+    optimizer: Optimizer, group: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], list[float], list[float]]:
+    """What of a group's options decides the launches, and the numbers that don't: live ones, and tensors on the CPU."""
+    numbers: list[float] = []
+    hosts: list[float] = []
+    signature: list[Any] = [(name, value) for name, value in group.items() if type(value) in (bool, str, type(None))]
+    values: Any = optimizer._values(group, device)
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(values, none_is_leaf=True)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" != device.type:
+            signature.append((Tensor, leaf.dtype))
+            hosts.append(float(leaf.item()))
+        elif isinstance(leaf, Tensor):
+            signature.append((leaf.data_ptr(), leaf.dtype, leaf.device))
+        elif type(leaf) is float or type(leaf) is int:
+            signature.append(type(leaf))
+            numbers.append(leaf)
+        else:
+            signature.append(leaf)
+    return (spec, *signature), numbers, hosts
+
+
+def _reason(index: int, lists: GroupLists, params: list[Tensor], gradients: list[Any]) -> str:
+    """Why the lists of a group aren't current."""
+    if not lists.has_params(params):
+        return f"the parameters of group {index} are others"
+    if [i for i, g in enumerate(gradients) if g is None] != lists.missing:
+        return "other parameters have a gradient"
+    if any(batch.has_moved() for batch in lists.batches):
+        return "state moved"
+    return f"group {index} keeps other state"

@@ -1,0 +1,512 @@
+"""A captured step does what the eager step does, and is recorded again when it is another step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.dispatch.calls import kernels_on_cpu
+
+SHAPES: list[tuple[int, ...]] = [(3, 5), (700,), (), (1,), (4, 4)]
+
+OPTIMIZERS: dict[str, Callable[..., st.optim.Optimizer]] = {
+    "SGD": lambda params, **o: st.optim.SGD(params, lr=0.1, momentum=0.9, **o),
+    "Adam": lambda params, **o: st.optim.Adam(params, lr=0.1, amsgrad=True, **o),
+    "AdamW": lambda params, **o: st.optim.AdamW(params, lr=0.1, **o),
+    "Lion": lambda params, **o: st.optim.Lion(params, lr=0.1, weight_decay=0.1, **o),
+}
+
+# Triton's interpreter computes with numpy, which speaks of infinities.
+OVERFLOWING = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def kernels(device: str) -> Iterator[None]:
+    """On a CPU the launches are replayed through Triton's interpreter."""
+    with kernels_on_cpu() if device == "cpu" else nullcontext():
+        yield
+
+
+class Pair:
+    """One optimizer twice, over equal parameters: eager, and captured."""
+
+    def __init__(self, device: str, make: Callable[..., st.optim.Optimizer] = OPTIMIZERS["AdamW"], **options: Any):
+        self.device = device
+        self.generator = torch.Generator().manual_seed(0)
+        start = [torch.randn(s, generator=self.generator) for s in SHAPES]
+        self.params = [[nn.Parameter(t.to(device).clone()) for t in start] for _ in range(2)]
+        self.eager, self.captured = (make(p, **options) for p in self.params)
+        self.capture = self.captured.capture()
+
+    @property
+    def both(self) -> list[st.optim.Optimizer]:
+        return [self.eager, self.captured]
+
+    def random(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def step(self, without: tuple[int, ...] = (), scale: float = 1.0) -> None:
+        grads = [None if i in without else self.random(s) * scale for i, s in enumerate(map(tuple, self.shapes()))]
+        for params, opt in zip(self.params, self.both, strict=True):
+            for p, g in zip(params, grads, strict=True):
+                p.grad = None if g is None else g.clone()
+            opt.step()
+
+    def shapes(self) -> list[torch.Size]:
+        return [p.shape for p in self.params[0]]
+
+    def assert_equal(self) -> None:
+        for p, q in zip(*self.params, strict=True):
+            assert torch.equal(p, q)
+            ours, theirs = (opt.state.get(t, {}) for opt, t in zip(self.both, (p, q), strict=True))
+            assert list(ours) == list(theirs)
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_captured_step_is_the_eager_step(device: str, name: str) -> None:
+    pair = Pair(device, OPTIMIZERS[name])
+    for _ in range(5):
+        pair.step()
+    pair.assert_equal()
+    assert pair.capture.stats() == {"recordings": 1, "replays": 5, "eager_steps": 0}
+
+
+def test_the_option_captures_as_the_method_does(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    opt = st.optim.AdamW([w], lr=0.1, graph=True)
+    w.grad = torch.ones_like(w)
+    opt.step()
+    assert "1 recordings, 1 replays" in st.explain(opt)
+    assert "graph" not in opt.param_groups[0]
+
+
+def test_an_optimizer_of_ones_own_is_captured(device: str) -> None:
+    class Decaying(st.optim.Optimizer):
+        state = {"buf": torch.zeros_like}  # noqa: RUF012
+
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        def update(self, p: Tensor, g: Tensor, buf: Tensor, *, lr: float) -> None:
+            buf.mul_(0.5).add_(g / (g.norm() + 1))
+            p.sub_(lr * buf)
+
+    pair = Pair(device, Decaying)
+    for _ in range(4):
+        pair.step()
+    pair.assert_equal()
+    assert pair.capture.recordings == 1, pair.capture.explain()
+
+
+def test_parameters_of_low_precision_with_masters_are_captured(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
+    start = [torch.randn(s, device=device, dtype=torch.bfloat16) for s in SHAPES]
+    params = [[nn.Parameter(t.clone()) for t in start] for _ in range(2)]
+    eager, captured = (st.optim.AdamW(p, lr=0.1, master_weights=True) for p in params)
+    captured.capture()
+    for _ in range(4):
+        for p, q in zip(*params, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        eager.step()
+        captured.step()
+    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
+    assert captured.capture().recordings == 0
+
+
+# --- live numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_and_betas_stay_live_under_a_schedule(device: str) -> None:
+    pair = Pair(device)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=12) for opt in pair.both]
+    seen = set()
+    for _ in range(10):
+        pair.step()
+        seen.add(pair.captured.param_groups[0]["betas"])
+        for schedule in schedules:
+            schedule.step()
+    pair.assert_equal()
+    assert len(seen) == 10
+    assert pair.capture.recordings == 1, pair.capture.explain()
+
+
+@pytest.mark.parametrize("where", ["number", "host", "device"])
+def test_a_learning_rate_that_changes_in_place_is_followed(device: str, where: str) -> None:
+    pair = Pair(device)
+    for opt in pair.both:
+        lr = torch.tensor(0.1, device="cpu" if where == "host" else device)
+        opt.param_groups[0]["lr"] = 0.1 if where == "number" else lr
+    for step in range(4):
+        pair.step()
+        for opt in pair.both:
+            if where == "number":
+                opt.param_groups[0]["lr"] = 0.1 / (step + 2)
+            else:
+                opt.param_groups[0]["lr"].fill_(0.1 / (step + 2))
+    pair.assert_equal()
+    assert pair.capture.recordings == 1, pair.capture.explain()
+
+
+def test_a_weight_decay_of_zero_is_another_step_and_minus_zero_another_number(device: str) -> None:
+    pair = Pair(device)
+    for decay in (0.1, 0.2, 0.0, 0.0, 0.1):
+        for opt in pair.both:
+            opt.param_groups[0]["weight_decay"] = decay
+        pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"an option changed that decides the maths": 1}
+    for lr in (0.0, -0.0, 0.0):
+        for opt in pair.both:
+            opt.param_groups[0]["lr"] = lr
+        pair.step()
+    pair.assert_equal()
+
+
+def test_two_groups_keep_their_own_numbers(device: str) -> None:
+    pair = Pair(device)
+    pair.params = [[nn.Parameter(torch.ones(7, device=device)) for _ in range(4)] for _ in range(2)]
+    pair.eager, pair.captured = (
+        st.optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "lr": 0.2, "weight_decay": 0}])
+        for p in pair.params
+    )
+    pair.capture = pair.captured.capture()
+    for step in range(4):
+        for opt in pair.both:
+            opt.param_groups[1]["lr"] = 0.3 / (step + 1)
+        pair.step()
+    pair.assert_equal()
+    assert pair.capture.recordings == 1, pair.capture.explain()
+
+
+# --- loss scaling, closures, hooks ----------------------------------------------------------------------------------
+
+
+@OVERFLOWING
+def test_the_scale_and_the_overflow_flag_of_each_step_are_obeyed(device: str) -> None:
+    pair = Pair(device)
+    for scale, overflow in [(2.0, 0.0), (4.0, 1.0), (8.0, 0.0)]:
+        for opt in pair.both:
+            opt.grad_scale = torch.tensor(scale, device=device)  # type: ignore[attr-defined]
+            opt.found_inf = torch.tensor(overflow, device=device)  # type: ignore[attr-defined]
+        pair.step(scale=scale)
+    pair.assert_equal()
+    assert pair.captured.state[pair.params[1][0]]["step"] == 2
+    for opt in pair.both:
+        del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"a loss scale came or went": 1}
+
+
+@OVERFLOWING
+def test_a_gradient_scaler_skips_the_step_that_overflows(device: str) -> None:
+    pair = Pair(device)
+    scalers = [torch.amp.GradScaler(device, init_scale=4.0) for _ in range(2)]
+    for factor in (1.0, float("inf"), 1.0):
+        for params, opt, scaler in zip(pair.params, pair.both, scalers, strict=True):
+            opt.zero_grad()
+            loss = torch.stack([(p * p).sum() for p in params]).sum() * factor
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+    pair.assert_equal()
+    assert pair.captured.state[pair.params[1][0]]["step"] == 2
+    assert pair.capture.replays == 3
+
+
+def test_a_closure_is_evaluated_once_a_step_and_its_loss_returned(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    opt = st.optim.SGD([w], lr=0.5, graph=True)
+    losses = []
+    for _ in range(3):
+
+        def closure() -> float:
+            opt.zero_grad()
+            loss = (w * w).sum()
+            loss.backward()
+            return float(loss.detach())
+
+        losses.append(opt.step(closure))
+    assert losses == [3.0, 0.0, 0.0]
+
+
+def test_hooks_run_around_a_replayed_step(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    opt = st.optim.SGD([w], lr=1.0, graph=True)
+    seen: list[float] = []
+    opt.register_step_pre_hook(lambda *_: seen.append(w[0].item()))
+    opt.register_step_post_hook(lambda *_: seen.append(w[0].item()))
+    w.grad = torch.ones_like(w)
+    opt.step()
+    opt.step()
+    assert seen == [1.0, 0.0, 0.0, -1.0]
+
+
+def test_autograd_notices_that_a_replay_wrote_what_it_saved(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    opt = st.optim.SGD([w], lr=1.0, graph=True)
+    loss = (w * w).sum()
+    w.grad = torch.ones_like(w)
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# --- what is recorded again -----------------------------------------------------------------------------------------
+
+
+def test_gradients_that_move_are_followed_without_recording_again(device: str) -> None:
+    pair = Pair(device)
+    kept = []
+    for _ in range(4):
+        pair.step()
+        kept.append([p.grad for params in pair.params for p in params])  # so that each step's are somewhere else
+    pair.assert_equal()
+    assert pair.capture.stats() == {"recordings": 1, "replays": 4, "eager_steps": 0}
+
+
+def test_gradients_that_come_and_go_are_recorded_once_a_set(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(device)
+    pair.step()
+    with caplog.at_level(logging.INFO, logger="subtensors.optim"):
+        for without in ((1,), (), (1,), (0, 2), (), (1,)):
+            pair.step(without)
+    pair.assert_equal()
+    assert pair.capture.stats() == {"recordings": 3, "replays": 7, "eager_steps": 0}
+    assert pair.capture.reasons == {"other parameters have a gradient": 2}
+    assert [r.message for r in caplog.records] == ["AdamW: a step is recorded again: other parameters have a gradient"]
+
+
+def test_a_step_without_any_gradient_does_nothing(device: str) -> None:
+    pair = Pair(device)
+    pair.step(tuple(range(len(SHAPES))))
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.replays == 1
+
+
+def test_a_group_that_is_added_is_recorded(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    new = torch.ones(6, device=device)
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params.append(nn.Parameter(new.clone()))
+        opt.add_param_group({"params": [params[-1]], "lr": 0.5})
+    for _ in range(3):
+        pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"a parameter group was added or removed": 1}
+
+
+def test_another_parameter_in_the_place_of_one_is_recorded(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params[3] = opt.param_groups[0]["params"][3] = nn.Parameter(torch.full((1,), 2.0, device=device))
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"the parameters of group 0 are others": 1}
+
+
+def test_a_parameter_that_moved_is_recorded_and_the_old_memory_left_alone(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    before = pair.params[1][1].data
+    copied = before.clone()
+    for params in pair.params:
+        params[1].data = params[1].data.clone()
+    pair.step()
+    pair.assert_equal()
+    assert torch.equal(before, copied)
+    assert pair.capture.reasons == {"a parameter moved": 1}
+
+
+def test_state_that_moved_or_was_replaced_is_recorded(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        for p in params:
+            for entry in opt.state[p].values():
+                entry.data = entry.data.clone()
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        opt.state[params[0]]["exp_avg"] = torch.ones_like(params[0])
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"state moved": 1, "state was added or replaced": 1}
+
+
+def test_a_gradient_of_another_layout_is_never_read_as_if_it_had_the_old_one(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    grad = pair.random((5, 3))
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        params[0].grad = grad.clone().t()
+        opt.step()
+    pair.assert_equal()
+    assert pair.capture.eager_steps == 1
+    assert "strides of their own" in st.explain(pair.captured)
+    pair.step()
+    pair.assert_equal()
+
+
+def test_a_gradient_that_is_the_parameter_itself_is_updated_in_turn(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params[1].grad = params[1].data
+        opt.step()
+    pair.assert_equal()
+    assert pair.capture.eager_steps == 1
+
+
+def test_a_sparse_gradient_is_refused_as_ever(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, 2, device=device))
+    opt = st.optim.SGD([w], lr=1.0, graph=True)
+    for dense in (False, True, False):
+        w.grad = torch.ones_like(w) if dense else torch.ones_like(w).to_sparse()
+        if dense:
+            opt.step()
+        else:
+            with pytest.raises(RuntimeError, match="updates dense gradients, and parameter 0"):
+                opt.step()
+
+
+def test_autocast_around_the_step_is_no_other_step_than_without(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        pair.step()
+    pair.assert_equal()
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_moves_while_a_step_is_recorded_is_an_error(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    kept = []
+
+    class Moving(st.optim.SGD):
+        def _update_batch(self, *args: Any) -> None:
+            super()._update_batch(*args)
+            kept.append(w.data)
+            w.data = w.data.clone()
+
+    opt = Moving([w], lr=1.0, graph=True)
+    w.grad = torch.ones_like(w)
+    with pytest.raises(st.AddressError, match="parameter 0 of the step moved while a step was recorded"):
+        opt.step()
+    assert torch.equal(w, torch.ones_like(w))
+
+
+def test_a_checked_replay_finds_state_that_moved_behind_the_optimizers_back(device: str) -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(3)]
+    opt = st.optim.AdamW(params, lr=0.1)
+    opt.capture(check=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    entry = opt.state[params[2]]["exp_avg"]
+    entry.data = entry.data.clone()  # of one parameter alone: what steps do not look for
+    with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was recorded"):
+        opt.step()
+    opt.capture(check=True)
+    opt.step()
+
+
+def test_replays_are_checked_where_the_environment_asks_for_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBTENSORS_CHECK_REPLAYS", "1")
+    assert st.optim.SGD([nn.Parameter(torch.ones(3, device=device))], lr=1.0, graph=True).capture().check
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_state_is_recorded_and_continued(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    saved = copy.deepcopy(pair.eager.state_dict())
+    pair.step()
+    for opt in pair.both:
+        opt.load_state_dict(saved)
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"state was added or replaced": 1}
+
+
+def test_the_saved_state_of_a_captured_optimizer_is_that_of_an_eager_one(device: str) -> None:
+    pair = Pair(device)
+    for _ in range(2):
+        pair.step()
+    eager, captured = (opt.state_dict() for opt in pair.both)
+    assert eager["param_groups"] == captured["param_groups"]
+    buffer = io.BytesIO()
+    torch.save(captured, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    for key, state in eager["state"].items():
+        assert all(torch.equal(state[name], loaded["state"][key][name]) for name in state)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+def test_a_copy_records_for_its_own_parameters(
+    device: str, copied: Callable[[st.optim.Optimizer], st.optim.Optimizer]
+) -> None:
+    pair = Pair(device)
+    pair.step()
+    other = copied(pair.captured)
+    before = [p.detach().clone() for p in pair.params[1]]
+    params = other.param_groups[0]["params"]
+    for p, mine in zip(params, pair.params[1], strict=True):
+        p.grad = torch.ones_like(p)
+        mine.grad = torch.ones_like(p)
+    other.step()
+    assert "1 recordings, 1 replays" in st.explain(other)
+    assert all(torch.equal(p, b) for p, b in zip(pair.params[1], before, strict=True))
+    pair.captured.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, pair.params[1], strict=True))
+
+
+# --- where there is no graph ----------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_steps_run_eagerly_and_explain_says_so(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    if device != "cpu":
+        pytest.skip("for the CPU")
+    import triton
+
+    from subtensors.dispatch import calls
+
+    token = calls._interpreter.set(False)
+    assert triton.knobs.runtime.interpret is not None
+    try:
+        pair = Pair("cpu")
+        with caplog.at_level(logging.INFO, logger="subtensors.optim"):
+            for _ in range(3):
+                pair.step()
+    finally:
+        calls._interpreter.reset(token)
+    pair.assert_equal()
+    assert "the parameters are on the CPU, where a step has no graph (3)" in st.explain(pair.captured)
+    assert len(caplog.records) == 1
+
+
+def test_an_optimizer_without_capture_says_that_steps_run_eagerly(device: str) -> None:
+    opt = st.optim.SGD([nn.Parameter(torch.ones(3, device=device))], lr=1.0)
+    assert st.explain(opt) == "SGD of 1 parameters, steps run eagerly"
