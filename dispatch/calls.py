@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from subtensors.dispatch.groups import Columns, Elements, Repeated
+from subtensors.dispatch.columns import Columns, Elements, Repeated
 
 _interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
 
@@ -76,7 +76,7 @@ class Call:
         TypeError: an argument of another kind.
     """
 
-    __slots__ = ("count", "form", "key", "leaves")
+    __slots__ = ("count", "form", "key", "leaves", "statics")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nest: Any = (args, kwargs)
@@ -89,8 +89,28 @@ class Call:
         self.leaves, self.form = leaves, form
         self.count: int | None = None if form.first_list is None else len(leaves[form.first_list])
         """How many elements the lists have; None when there is no list."""
-        self.key: tuple[Any, ...] = (form, *[leaves[i] for i in form.statics], *modes())
+        self.statics: tuple[Any, ...] = (form, *[leaves[i] for i in form.statics])
+        """What of the arguments decides how the maths is traced."""
+        self.key: tuple[Any, ...] = (self.statics, modes())
         """What decides how the maths is traced."""
+
+    def again(self, position: int, tensors: Elements) -> Call:
+        """The same call, now, with another list.
+
+        Args:
+            position: the leaf that the list takes the place of.
+            tensors: as many as there were.
+        """
+        call = object.__new__(Call)
+        call.form, call.count, call.statics = self.form, self.count, self.statics
+        call.leaves = list(self.leaves)
+        call.leaves[position] = tensors
+        call.key = (self.statics, modes())
+        return call
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that were taken apart."""
+        return self.form.spec.unflatten(self.leaves)  # type: ignore[no-any-return]
 
     def numbers(self) -> list[float]:
         """The live numbers."""
@@ -122,7 +142,7 @@ class Call:
     def without_values(self) -> Call:
         """The same call with nothing in the places of tensors and numbers: what may outlive it."""
         bare = object.__new__(Call)
-        bare.form, bare.key, bare.count = self.form, self.key, self.count
+        bare.form, bare.key, bare.count, bare.statics = self.form, self.key, self.count, self.statics
         bare.leaves = list(self.leaves)
         for position in (*self.form.tensors, *self.form.numbers):
             bare.leaves[position] = None

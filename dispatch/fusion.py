@@ -17,22 +17,19 @@ from torch import Tensor
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.calls import Call, interprets_kernels
-from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.groups import (
+from subtensors.dispatch.columns import (
     Addresses,
     ColumnGuard,
     Columns,
     Elements,
-    Group,
-    KernelGroup,
-    Leaves,
-    MappedGroup,
     Repeated,
-    TorchGroup,
     addresses_of,
     distinct,
     written_overlap,
 )
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
+from subtensors.dispatch.kernel_group import KernelGroup
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.lowering import DTYPES
@@ -60,6 +57,14 @@ class _Plan:
         is_known = len(self.groups) == len(traces) > 1
         self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
         self._compared: tuple[list[int], bool] = [], False
+
+    def match(self, columns: Columns) -> Addresses | None:
+        """Where these columns are, as far as that took a look at them; None when the plan is not for them."""
+        addresses: Addresses = []
+        for guard, column in zip(self.guards, columns, strict=True):
+            if not guard.matches(column, addresses):
+                return None
+        return addresses
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Does a group write memory of another one?"""
@@ -111,10 +116,12 @@ class Fusion:
             What the function returns, with `Elements` in place of tensors; plain tensors when no argument
             was a list.
         """
-        call = Call(args, kwargs)
+        return self.run(Call(args, kwargs))
+
+    def run(self, call: Call) -> Any:
+        """Make a call that was taken apart before."""
         columns = call.columns(self.name)
-        addresses = [addresses_of(c) if _keeps_layout(c) else None for c in columns]
-        plan = self._plan(call, columns, addresses)
+        plan, addresses = self._plan(call, columns)
         numbers = call.numbers()
         if not plan.groups:
             return None
@@ -138,7 +145,7 @@ class Fusion:
         """What a call with these arguments runs, without running it."""
         call = Call(args, kwargs)
         columns = call.columns(self.name)
-        plan = self._plan(call, columns, [None] * len(columns))
+        plan, _ = self._plan(call, columns)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
         for _, group in plan.groups:
             lines.append("  " + group.describe().replace("\n", "\n  "))
@@ -156,7 +163,7 @@ class Fusion:
         call = Call(args, kwargs)
         columns = call.columns(self.name)
         chosen: dict[str, Tiling] = {}
-        for indices, group in self._plan(call, columns, [None] * len(columns)).groups:
+        for indices, group in self._plan(call, columns)[0].groups:
             if not isinstance(group, KernelGroup):
                 logger.info("%s: no tile sizes to choose: %s", self.name, group.describe())
             if isinstance(group, MappedGroup):
@@ -204,18 +211,20 @@ class Fusion:
         columns = call.columns(self.name)
         return self._trace(call, _route([c[0] for c in columns], columns))
 
-    def _plan(self, call: Call, columns: Columns, addresses: Addresses) -> _Plan:
+    def _plan(self, call: Call, columns: Columns) -> tuple[_Plan, Addresses]:
+        """The plan that fits, and where the columns are as far as that took a look at it."""
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
-            if all(map(ColumnGuard.matches, plan.guards, columns, addresses)):
-                return plan
+            addresses = plan.match(columns)
+            if addresses is not None:
+                return plan, addresses
         plan = self._make_plan(call, columns)
         if any(isinstance(group, KernelGroup) and group.is_capturing() for _, group in plan.groups):
             # What a plan puts on the device is filled at replay, so no eager call may use it.
-            return plan
+            return plan, [None] * len(columns)
         plans.insert(0, plan)
         del plans[self.PLANS :]
-        return plan
+        return plan, [None] * len(columns)
 
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
         routes: dict[_Route, list[int]] = {}
@@ -286,11 +295,6 @@ class _Route:
     parameters: tuple[Parameter, ...] = ()
     triton: bool = False
     copies: bool = False
-
-
-def _keeps_layout(column: Sequence[Tensor]) -> bool:
-    """Do addresses tell all there is to know? Where autograd records, it matters too which tensors it follows."""
-    return isinstance(column, Elements) and column.holder is not None and not torch.is_grad_enabled()
 
 
 def _part(columns: Columns, indices: list[int]) -> Columns:

@@ -28,12 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.kernels.launch import bits
 from subtensors.kernels.program import Extent
 
 if TYPE_CHECKING:
-    from subtensors.dispatch.groups import KernelGroup
+    from subtensors.dispatch.kernel_group import KernelGroup
     from subtensors.kernels.launch import Grid
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -75,7 +76,7 @@ class Recording:
     Example:
         >>> import torch
         >>> from subtensors.dispatch.fusion import Fusion
-        >>> from subtensors.dispatch.groups import Elements
+        >>> from subtensors.dispatch.columns import Elements
         >>> add = Fusion(lambda p, n: p.add_(n))
         >>> Recording(torch.device("cpu")).record(lambda: add(Elements([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):
@@ -180,7 +181,8 @@ class Recording:
 
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if group.kernels.is_seeded else group.seed
-            group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, self._key)
+            stream = torch_private.current_stream(self.device) if self.device.type == "cuda" else 0
+            group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key)
 
         self._tape.take(run)
         return launch.arenas

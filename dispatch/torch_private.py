@@ -131,6 +131,25 @@ class MetadataGuard:
         return None if len(first) == len(tensors) else [first[id(t)] for t in tensors]
 
 
+class AddressGuard:
+    """Are these tensors where those were? One C++ loop where torch has CUDA. Checked on 2.11, 2.13."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self._all = list(range(len(self.addresses)))
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Does every tensor start where the one in its place did?"""
+        if len(tensors) != len(self.addresses):
+            return False
+        if _are_at is None:
+            return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+        return bool(_are_at(tensors, self.addresses, self._all))
+
+
+_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11, 2.13."""
     import torch._prims_common as prims
@@ -143,6 +162,19 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def current_stream(device: torch.device) -> int:
     """The CUDA stream that work on this device goes to now, as a number. Checked on 2.11, 2.13."""
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]
+
+
+def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Does a hook or a profiler want to know of this optimizer's step? Checked on 2.11, 2.13."""
+    from torch.optim import optimizer as module
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or module._global_optimizer_pre_hooks
+        or module._global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 def is_tracing() -> bool:

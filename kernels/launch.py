@@ -77,19 +77,19 @@ class Grid:
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
 
-    def workspace(self, stream: int) -> list[int]:
+    def workspace(self, key: int) -> list[int]:
         """Addresses of slots, of partial results of tiles, and of the arrival counters, which launches leave at zero.
 
         Launches on one stream follow each other and share them; those on several streams do not.
         """
-        known = self._workspaces.get(stream)
+        known = self._workspaces.get(key)
         if known is not None:
             return known[0]
         slots = torch.empty(max(self.kernels.slots * self.count, 1), dtype=torch.int64, device=self.device)
         partials = torch.empty(max(self.kernels.reductions * self.total, 1), dtype=torch.int64, device=self.device)
         counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
         buffers = [slots, partials, counters]
-        self._workspaces[stream] = addresses, _ = [b.data_ptr() for b in buffers], buffers
+        self._workspaces[key] = addresses, _ = [b.data_ptr() for b in buffers], buffers
         return addresses
 
     def forget(self, stream: int) -> None:
@@ -116,7 +116,9 @@ class Grid:
         aligned = (addresses[elements] % ALIGNMENT == 0).all(axis=0)
         return np.concatenate([self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses])
 
-    def launch(self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int) -> None:
+    def launch(
+        self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int
+    ) -> None:
         """Run every kernel of the program once.
 
         Args:
@@ -124,14 +126,15 @@ class Grid:
             scalars: address of the live numbers' bits, (n,) int64.
             seed: address of a 0-d int64; read only by programs that round stochastically.
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
-            stream: a number for the stream the kernels run on.
+            stream: the CUDA stream to launch on, the current one, as a number.
+            workspace: which workspace to use; launches that may run at the same time want different ones.
         """
-        arguments = (table, self._tiles_address, scalars, *self.workspace(stream), seed, self.count, self.total)
+        arguments = (table, self._tiles_address, scalars, *self.workspace(workspace), seed, self.count, self.total)
         for number, kernel in enumerate(self.kernels.kernels):
             arenas = [outputs[k] for k in kernel.segment.outputs]
             launcher = self._launchers.get(number)
             if launcher is not None:
-                launcher(*arguments, *arenas, kernel.block)
+                launcher(*arguments, *arenas, kernel.block, stream=stream)
             else:
                 self._first_launch(number, kernel, (*arguments, *arenas))
 

@@ -193,7 +193,7 @@ def _launches(program: Program, device: torch.device, candidates: Sequence[Tilin
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
     def launch(grid: Grid, table: Tensor, _columns: list[list[Tensor]]) -> None:
-        grid.launch(table.data_ptr(), scalars.data_ptr(), seed.data_ptr(), outputs, stream)
+        grid.launch(table.data_ptr(), scalars.data_ptr(), seed.data_ptr(), outputs, stream, stream)
 
     # The columns go along because the tables only hold their addresses.
     return [functools.partial(launch, grid, table, columns) for grid, table in zip(grids, tables, strict=True)]

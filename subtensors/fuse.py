@@ -9,8 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import optree
 import torch
 
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.fused_op import call_opaque, register
 from subtensors.kernels.launch import Tiling
 from subtensors.tensor_list import TensorList

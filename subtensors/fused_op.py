@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import SHARED_ADVICE, Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.dispatch.mapping import ListCall
 from subtensors.list_calls import RULES
 from subtensors.tensor_list import TensorList

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.tensor_list import TensorList
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.calls import kernels_on_cpu
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.kernels.launch import Tiling
 
 

@@ -15,8 +15,10 @@ from programs import SMALL_TILES, Lowering, check, each_kernel_lowering, each_lo
 from torch import Tensor
 
 import subtensors as st
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements, KernelGroup, MappedGroup, TorchGroup
+from subtensors.dispatch.groups import MappedGroup, TorchGroup
+from subtensors.dispatch.kernel_group import KernelGroup
 
 
 def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Elements:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import subtensors as st
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements, KernelGroup
+from subtensors.dispatch.kernel_group import KernelGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

@@ -14,9 +14,9 @@ from programs import KERNELS, LOWERINGS, Lowering, check, each_kernel_lowering, 
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.kernels import lowering as table
 from subtensors.kernels.launch import Tiling
 

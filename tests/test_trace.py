@@ -13,8 +13,8 @@ from programs import LOWERINGS, Lowering, check, each_lowering
 from torch import Tensor
 
 import subtensors as st
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 
 F = torch.nn.functional
 

@@ -18,8 +18,8 @@ import torch
 import subtensors as st
 from subtensors.dispatch import fusion as fusion_module
 from subtensors.dispatch.calls import Call, kernels_on_cpu
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.kernels import tuning
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref, Scalar

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch.groups import Elements
+from subtensors.dispatch.calls import Call
+from subtensors.dispatch.columns import Elements
 
 
 @dataclass
@@ -32,17 +34,57 @@ class Batch:
         self._firsts = [column[0] for column in (self.master, *self.entries) if column is not None]
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
+        self._last: tuple[list[Any], Call] | None = None
 
     def has_moved(self) -> bool:
         """Is the state's memory elsewhere?"""
         return [t.data_ptr() for t in self._firsts] != self._places
 
-    def gradients(self, grads: list[Tensor]) -> Elements:
+    @property
+    def whole(self) -> Elements | None:
+        """The parameters, when they are all of the group and gradients are laid out as they are."""
+        return self.params if self.indices is None and self.has_plain_gradients else None
+
+    def gradients(self, grads: Elements) -> Elements:
         """Of the group's gradients, those of these parameters."""
+        if grads.holder is self.params:
+            return grads
         own = grads if self.indices is None else [grads[i] for i in self.indices]
         return (
             as_real(own) if self.is_complex else Elements(own, like=self.params if self.has_plain_gradients else None)
         )
+
+    def call(self, options: list[Any], gradients: Elements, *arguments: Any) -> Call:
+        """The fused call of a step.
+
+        Args:
+            options: what the arguments were made of, by which they are known again.
+            gradients: of these parameters.
+            arguments: what follows the state.
+        """
+        params = as_real(self.params) if self.is_complex else self.params
+        call = Call((params, gradients, self.master, self.entries, *arguments), {})
+        # A template for the steps that follow, without the gradients: those must not live until the next one.
+        is_template = not self.is_complex and all(map(_is_immutable, options))
+        self._last = (options, call.again(GRADIENTS, Elements())) if is_template else None
+        return call
+
+    def call_again(self, options: list[Any], gradients: Elements) -> Call | None:
+        """The last call with these gradients; None when the options are not the very same objects."""
+        if self._last is None or not all(map(is_, options, self._last[0])):
+            return None
+        return self._last[1].again(GRADIENTS, gradients)
+
+
+GRADIENTS = 1
+"""Which leaf of the call they are."""
+
+
+def _is_immutable(option: Any) -> bool:
+    """Is it enough to see this object again to know its value?"""
+    if type(option) is tuple:
+        return all(map(_is_immutable, option))
+    return option is None or type(option) in (bool, int, float, str)
 
 
 def _has_plain_gradient(p: Tensor) -> bool:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.groups import Elements
+from subtensors.dispatch.calls import Call
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.stacks import run_by_shape
 from subtensors.fuse import fused
 from subtensors.optim.optimizer import Optimizer
@@ -118,6 +119,11 @@ class ListStep:
     def __init__(self, cls: type) -> None:
         # It has the methods of the class and none of an instance's values, as in `single_tensor`.
         self._rules: Any = object.__new__(cls)
+
+    def run(self, call: Call) -> None:
+        """One step."""
+        args, kwargs = call.arguments()
+        self(*args, **kwargs)
 
     def __call__(
         self,

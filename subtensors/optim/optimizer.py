@@ -11,14 +11,15 @@ from typing import Any, ClassVar, Unpack, overload
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import recording_now
-from subtensors.dispatch.groups import Elements
 from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import Batch, GroupLists, as_real, missing
 from subtensors.optim.options import Options, recorded
 from subtensors.optim.saved_state import MASTER, SavedState
 from subtensors.optim.single_tensor import is_narrow, single_tensor
+from subtensors.optim.step_hooks import with_hooks
 from subtensors.optim.watched_state import States
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -165,6 +166,7 @@ class Optimizer(SavedState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @with_hooks
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
@@ -197,9 +199,10 @@ class Optimizer(SavedState):
             for batch in self._batches(index, group, grads):
                 self._update_batch(group, batch, grads)
 
-    def _gradients(self) -> list[list[Any]]:
+    def _gradients(self) -> list[Elements]:
         """Each group's gradients, None for a parameter without one."""
-        return [list(map(_grad, group["params"])) for group in self.param_groups]
+        # Like the parameters of the one batch that they are most often all of.
+        return [Elements(map(_grad, g["params"]), like=self._whole(i)) for i, g in enumerate(self.param_groups)]
 
     def capture(self, *, check: bool | None = None) -> Capture:
         """Take steps by replaying a CUDA graph, recorded in the next step, and again when a step is another one.
@@ -233,20 +236,25 @@ class Optimizer(SavedState):
         how = "steps run eagerly" if self._capture is None else self._capture.explain()
         return f"{type(self).__name__} of {count} parameters, {how}"
 
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: list[Tensor]) -> None:
-        device = batch.device
+    def _whole(self, index: int) -> Elements | None:
+        """The parameters of a group, where one batch is all of it and the gradients are laid out as they are."""
+        lists = self._lists.get(index)
+        return lists.batches[0].whole if lists is not None and lists.batches else None
+
+    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        options = [scale, found_inf, group.get("maximize"), len(group), *map(group.get, self._hyperparameters)]
+        gradients = batch.gradients(grads)
+        call = batch.call_again(options, gradients) or batch.call(
+            options,
+            gradients,
+            None if scale is None else _live(scale, batch.device),
+            None if found_inf is None else _live(found_inf, batch.device),
+            bool(group.get("maximize")),
+            self._values(group, batch.device),
+        )
         try:
-            self._fusion(
-                as_real(batch.params) if batch.is_complex else batch.params,
-                batch.gradients(grads),
-                batch.master,
-                batch.entries,
-                None if scale is None else _live(scale, device),
-                None if found_inf is None else _live(found_inf, device),
-                bool(group.get("maximize")),
-                self._values(group, device),
-            )
+            self._fusion.run(call)
         except RuntimeError:
             self._refuse_sparse(grads)
             raise

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.calls import interprets_kernels, modes
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
@@ -25,7 +26,7 @@ from subtensors.optim.group_lists import GroupLists
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
 
-Gradients = list[list[Any]]
+Gradients = list[Elements]
 """Those of each group, in the order of its parameters; None where there is none."""
 
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"

@@ -7,8 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import Elements
 from subtensors.optim.arguments import check_fractions, check_not_negative
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options

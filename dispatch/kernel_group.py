@@ -1,0 +1,242 @@
+"""The group whose traced program runs as Triton kernels over a pointer table."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.columns import Addresses, Columns, FixedLists, addresses_of, is_fixed, written_overlap
+from subtensors.dispatch.graph_capture import NotRecordable, Recording, recording_now
+from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
+from subtensors.dispatch.trace import Trace
+from subtensors.kernels.launch import Grid, Kernels, bits, to_device
+from subtensors.kernels.program import Extent
+
+logger = logging.getLogger("subtensors.fused")
+
+
+@dataclass
+class _OnStream:
+    """The live numbers on the device, as last written by the launches on one stream."""
+
+    values: list[int]
+    """Their bits, which tell -0.0 from 0.0."""
+    scalars: Tensor
+
+
+@dataclass
+class _Binding:
+    """A pointer table for one set of addresses."""
+
+    fixed: FixedLists
+    addresses: list[list[int]]
+    """Where the tensors of the other lists start."""
+    table: Tensor
+    address: int
+    """The table's."""
+    overlaps: bool
+    streams: dict[int, _OnStream] = field(default_factory=dict)
+    is_captured: bool = False
+
+
+class KernelGroup(Group):
+    """The traced program as Triton kernels over a pointer table.
+
+    Args:
+        trace: the program; every instruction has a formula.
+        kernels: its kernels.
+        columns: the tensors of the first call; later calls have the same shapes, dtypes and strides.
+        mapped: what to run instead when the tensors overlap in memory.
+        copies: do some elements have strides of their own? Then those are copied in and out.
+    """
+
+    # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
+    BINDINGS = 8
+
+    def __init__(self, trace: Trace, kernels: Kernels, columns: Columns, mapped: MappedGroup, copies: bool) -> None:
+        self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
+        self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+        self.parameters = trace.program.parameters
+        pattern = next(
+            (c for c, p in zip(columns, self.parameters, strict=True) if p.extent is Extent.ELEMENT), columns[0]
+        )
+        self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
+        self.is_cuda = self.device.type == "cuda"
+        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device)
+        self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern]
+        self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
+        self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
+        stored = trace.program.stores
+        self.observed = {i for i in stored if not is_fixed(columns[i]) or any(t.requires_grad for t in columns[i])}
+        outputs = [trace.program.value(v) for v in trace.program.outputs]
+        self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
+        self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
+        self.bindings: list[_Binding] = []
+        self.tables = 0
+        self.stream = 0
+        """The stream of the last eager call."""
+        self.reason = "elements with strides of their own are copied in and out" if copies else ""
+        self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._refuse_empty_extremes()
+
+    def _refuse_empty_extremes(self) -> None:
+        if (self.grid.sizes > 0).all():
+            return
+        for step in self.trace.program.instructions:
+            if step.name in ("amax", "amin"):
+                raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
+
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+        """Launch the kernels."""
+        if not self.is_cuda or self.device.index == torch.cuda.current_device():
+            return self._run(columns, numbers, addresses)
+        with torch.cuda.device(self.device):
+            return self._run(columns, numbers, addresses)
+
+    def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
+        if (recording := recording_now()) is not None:
+            return self._record(recording, columns, numbers)
+        if self.copies:
+            originals = columns
+            columns = [
+                [t.contiguous() if p.extent is Extent.ELEMENT else t for t in column]
+                for column, p in zip(columns, self.parameters, strict=True)
+            ]
+            addresses = None
+        is_capturing = self.is_capturing()
+        binding = self._bind(columns, addresses, is_capturing)
+        if binding.overlaps:
+            return self.mapped.run(originals if self.copies else columns, numbers)
+        stream = torch_private.current_stream(self.device) if self.is_cuda else 0
+        if not is_capturing:
+            self.stream = stream
+        values = [evaluate(numbers) for evaluate in self.trace.scalars]
+        values += [columns[i][0].item() for i in self.hosts]
+        scalars = self._scalars(binding, values, is_capturing)
+        arenas = self.new_arenas()
+        seed = torch.randint(2**62, (), device=self.device) if self.kernels.is_seeded else self.seed
+        self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
+        if self.copies:
+            for parameter in self.trace.program.stores:
+                for original, copy in zip(originals[parameter], columns[parameter], strict=True):
+                    if original is not copy:
+                        original.copy_(copy)
+            columns = originals
+        for parameter in self.observed:
+            # Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know.
+            torch.autograd.graph.increment_version(columns[parameter])
+        return self._results(columns, arenas)
+
+    def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Give the launch to a recording."""
+        if self.copies:
+            raise NotRecordable(self.reason)
+        if written_overlap(columns, self.trace.program.stores):
+            raise NotRecordable(self.mapped.reason)
+        return self._results(columns, recording.launch(self, columns, numbers))
+
+    def new_arenas(self) -> list[Tensor]:
+        """Memory for the outputs of a launch."""
+        return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
+
+    def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
+        if not self.returns:
+            return []
+        return leaves_of(
+            self.trace,
+            columns,
+            [self._outputs(arena, v) for arena, v in zip(arenas, self.trace.program.outputs, strict=True)],
+        )
+
+    def _outputs(self, arena: Tensor, value: int) -> list[Tensor]:
+        is_tiled = self.trace.program.value(value).extent is Extent.ELEMENT
+        # `.data`: tensors in their own right, whose versions autograd counts one by one.
+        return [part.data for part in (self._parts(arena) if is_tiled else arena.unbind())]
+
+    def _parts(self, arena: Tensor) -> list[Tensor]:
+        offsets = self.grid.offsets.tolist()
+        if self.copies:
+            return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
+        return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
+
+    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> _Binding:
+        addresses = list(map(_place, known, columns)) if known else list(map(addresses_of, columns))
+        for host in self.hosts:
+            addresses[host] = []
+        for position, binding in enumerate(self.bindings):
+            if binding.addresses == addresses and binding.fixed.matches(columns):
+                if position:
+                    self.bindings.insert(0, self.bindings.pop(position))
+                if is_capturing and not binding.is_captured:
+                    binding.is_captured = True
+                    _captured.append((self, binding))
+                return binding
+        logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
+        nowhere = [0] * self.grid.count
+        pointers = [
+            nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
+        ]
+        overlaps = written_overlap(columns, self.trace.program.stores)
+        table = self.grid.table(pointers)
+        binding = _Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
+        self.tables += 1
+        if is_capturing:
+            # Its table is filled at replay, so no eager call may use it.
+            _captured.append((self, binding))
+            return binding
+        self.bindings.insert(0, binding)
+        del self.bindings[self.BINDINGS :]
+        return binding
+
+    def is_capturing(self) -> bool:
+        """Is this call recorded into a CUDA graph rather than run?"""
+        return self.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _scalars(self, binding: _Binding, numbers: list[float], is_capturing: bool) -> Tensor:
+        """The numbers on the device; written again only when one has changed.
+
+        A graph captured with the numbers of the eager call before it reads what later eager calls write, so
+        they stay live; one captured with others has numbers of its own.
+        """
+        values = bits(numbers, self.kinds)
+        state = binding.streams.get(self.stream)
+        if state is not None and state.values == values:
+            return state.scalars
+        fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
+        if is_capturing:
+            return fresh
+        if state is None:
+            binding.streams[self.stream] = state = _OnStream(values, fresh)
+        else:
+            state.values = values
+            state.scalars.copy_(fresh)
+        return state.scalars
+
+    def describe(self) -> str:
+        """The kernels, a line each."""
+        lines = [
+            f"{self.grid.count} tensors, {self.grid.sizes.sum()} elements, {self.grid.total} tiles on {self.device}"
+        ]
+        for kernel in self.kernels.kernels:
+            what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
+            lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
+        return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
+
+
+_captured: list[tuple[KernelGroup, _Binding]] = []
+"""What graphs read and write, kept for good: a graph does not say when it dies."""
+
+
+def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
+    return float if dtype.is_floating_point else int
+
+
+def _place(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:
+    return addresses_of(column) if known is None else known

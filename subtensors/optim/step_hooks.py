@@ -1,0 +1,37 @@
+"""What torch does around an optimizer's step, done only when somebody asked for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from subtensors.dispatch import torch_private
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def with_hooks(step: Step) -> Step:
+    """A step that runs its hooks and shows in profiles, and costs nothing more while there are neither.
+
+    `torch.optim.Optimizer` wraps the step of every class in a profiler's range and in the calls of its hooks,
+    which take longer than what else a step costs that has few parameters.
+
+    Args:
+        step: the method.
+
+    Returns:
+        The method, marked so that torch does not wrap it again.
+    """
+    observed = torch.optim.Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def hooked(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if torch_private.step_is_observed(self):
+            return observed(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    hooked.hooked = True  # type: ignore[attr-defined]
+    return hooked  # type: ignore[return-value]
