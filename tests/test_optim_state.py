@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_parity import assert_as_accurate, flat, makers, start, take_steps, train
+from test_optim_parity import INFOS, assert_as_accurate, flat, makers, start, take_steps, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,9 +42,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def on(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """torch takes capturable=True on accelerators only."""
-    return {k: v for k, v in kwargs.items() if k != "capturable" or device != "cpu"}
+def on(device: str, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """torch takes capturable=True on accelerators only, and fused=True where it has a kernel."""
+    refused = {"capturable": device == "cpu", "fused": device not in INFOS[name].supports_fused_on}
+    return {k: v for k, v in kwargs.items() if not refused.get(k)}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -53,7 +54,7 @@ def on(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 def test_training_goes_on_with_the_other_package_from_a_saved_state(
     name: str, kwargs: dict[str, Any], steps: int, ours_first: bool, device: str
 ) -> None:
-    make, make_theirs = makers(name, on(device, kwargs))
+    make, make_theirs = makers(name, on(device, name, kwargs))
     first, second = (make, make_theirs) if ours_first else (make_theirs, make)
     # torch's fused step on a CPU takes a gradient to have the strides of its parameter.
     values = [v.contiguous() for v in start(device, torch.float32, SHAPES)]
@@ -74,7 +75,7 @@ def test_training_goes_on_with_the_other_package_from_a_saved_state(
 def test_a_saved_state_has_the_keys_dtypes_shapes_and_devices_that_torch_saves(
     name: str, kwargs: dict[str, Any], steps: int, device: str
 ) -> None:
-    make, make_theirs = makers(name, on(device, kwargs))
+    make, make_theirs = makers(name, on(device, name, kwargs))
     values = start(device, torch.bfloat16 if not kwargs.get("fused") else torch.float32, SHAPES)
     if kwargs.get("fused"):  # torch's own wants parameters and gradients of one layout
         values = [v.contiguous() for v in values]
