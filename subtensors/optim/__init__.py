@@ -6,6 +6,7 @@ from subtensors.optim.adam import Adam, AdamW
 from subtensors.optim.adamax import Adamax
 from subtensors.optim.ademamix import AdEMAMix
 from subtensors.optim.asgd import ASGD
+from subtensors.optim.conversion import convert
 from subtensors.optim.lamb import LAMB
 from subtensors.optim.lion import Lion
 from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
@@ -40,4 +41,5 @@ __all__ = [
     "Rprop",
     "SignSGD",
     "by_shape",
+    "convert",
 ]

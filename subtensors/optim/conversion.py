@@ -1,0 +1,68 @@
+"""`st.optim.convert`: a live optimizer of torch.optim as the class of its name here, state included."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+
+from subtensors import optim
+from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.options import Options, recorded
+
+
+def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Optimizer:
+    """An optimizer that goes on where `optimizer` is, with the same parameters, options and state.
+
+    Values of the state are copied, so the old optimizer can be dropped, or kept to compare with. Groups hold what they
+    held, a scheduler's `initial_lr` and a learning rate that is a tensor included. What refers to the old optimizer
+    must be told of the new one: a scheduler by `scheduler.optimizer = new`, one made of others by telling each of
+    those; hooks are registered anew.
+
+    Args:
+        optimizer: an instance of a torch.optim class that has a counterpart here.
+        options: options of every optimizer here, for all groups.
+
+    Returns:
+        The instance of that counterpart.
+
+    Raises:
+        TypeError: there is no counterpart; a subclass of torch's may do anything in its step, and has none.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> theirs = torch.optim.Adam([w], lr=0.25)
+        >>> w.grad = torch.ones(2)
+        >>> theirs.step()
+        >>> ours = st.optim.convert(theirs)
+        >>> ours.step()
+        >>> type(ours).__name__, w.tolist(), int(ours.state[w]["step"])
+        ('Adam', [0.5, 0.5], 2)
+    """
+    cls = _counterpart(type(optimizer))
+    given = recorded(options)
+    groups = [{**group, **given} for group in optimizer.param_groups]
+    converted: Optimizer = cls([{**group, "params": [*group["params"]]} for group in groups])
+    converted.defaults.update(optimizer.defaults, **given)
+    # The groups that it loads are copies; the optimizer keeps the values themselves, which others may hold.
+    converted.load_state_dict(optimizer.state_dict() | {"param_groups": converted.state_dict()["param_groups"]})
+    for group, values in zip(converted.param_groups, groups, strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})
+    return converted
+
+
+def _counterpart(cls: type[torch.optim.Optimizer]) -> Any:
+    """The class here of the name of torch's."""
+    known = {name: found for name in optim.__all__ if _is_optimizer(found := getattr(optim, name))}
+    if cls.__name__ in known and getattr(torch.optim, cls.__name__, None) is cls:
+        return known[cls.__name__]
+    shared = [name for name in known if hasattr(torch.optim, name) and name != "Optimizer"]
+    raise TypeError(
+        f"convert takes an instance of one of torch.optim's {', '.join(shared)}; "
+        f"got one of {cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def _is_optimizer(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Optimizer) and hasattr(found, "_fusion")
