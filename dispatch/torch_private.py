@@ -159,6 +159,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or bool(known(tensor))
 
 
+def sharers(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and others, hold this memory. Checked on 2.11, 2.13."""
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many hold this tensor, Python counted once: graphs of autograd, reducers. Checked on 2.11, 2.13."""
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+
+
 def current_stream(device: torch.device) -> int:
     """The CUDA stream that work on this device goes to now, as a number. Checked on 2.11, 2.13."""
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from subtensors.dispatch.errors import AddressError
+from subtensors.optim.packed_memory import PackedMemory
 from subtensors.optim.recorded_step import RecordedStep
 
 if TYPE_CHECKING:
@@ -21,13 +23,21 @@ class Capture:
 
     Args:
         check: look, at every replay, at each address that it uses.
+        packed: the memory of parameters and gradients, where they are packed.
     """
 
     # Which parameters have a gradient may alternate, as with layers that are dropped in turn.
     KEPT = 8
 
-    def __init__(self, check: bool) -> None:
-        self.check = check
+    # Packed memory is looked at in full in the first steps, where a program shows what it does, and every so often.
+    FIRST_LOOKS = 3
+    GLANCES = 64
+
+    def __init__(self, check: bool, packed: PackedMemory | None = None) -> None:
+        self.check, self.packed = check, packed
+        self._looks = self._glances = 0
+        self._is_packed = False
+        """Did the last full look find the last step's tensors where they are packed?"""
         self.replays = self.recordings = self.eager_steps = 0
         self.reasons: Counter[str] = Counter()
         """Why steps were recorded again, each with how often."""
@@ -46,7 +56,7 @@ class Capture:
         """
         obstacle = _obstacle()
         if not obstacle:
-            step = self._step(optimizer)
+            step = self._at_a_glance(optimizer) or self._look(optimizer)
             obstacle = step.obstacle
         if obstacle:
             if obstacle not in self.obstacles:
@@ -57,8 +67,45 @@ class Capture:
         if self.check:
             step.check()
         step.replay(optimizer)
+        # A graph tells autograd of nothing that it writes.
+        if self._is_packed and self.packed is not None:
+            self.packed.tell_autograd()
+        elif step.recording is not None:
+            torch.autograd.graph.increment_version(step.recording.written)
         self.replays += 1
         return True
+
+    def _at_a_glance(self, optimizer: Optimizer) -> RecordedStep | None:
+        """The last step, where packed memory shows that it is this one too; None where a full look is due."""
+        if (
+            self.packed is None
+            or not self._is_packed
+            or self._looks < self.FIRST_LOOKS
+            or self._glances >= self.GLANCES
+        ):
+            return None
+        if not self.packed.is_intact() or self._steps[0].glance(optimizer):
+            return None
+        self._glances += 1
+        return self._steps[0]
+
+    def _look(self, optimizer: Optimizer) -> RecordedStep:
+        """The step, found or recorded after a look at every address."""
+        if self.packed is None:
+            return self._step(optimizer)
+        self.packed.check()
+        step = self._step(optimizer)
+        self._is_packed = step.gradient_addresses == self.packed.gradient_addresses
+        self._looks += 1
+        self._glances = 0
+        if self._is_packed:
+            self.packed.take_note()
+        elif self.packed.is_intact() and not self.packed.has_gradients():
+            raise AddressError(
+                "a gradient was replaced while its packed memory was kept by someone else, which packed steps see only "
+                f"every {self.GLANCES} steps: write into p.grad rather than assigning to it, or capture without packed"
+            )
+        return step
 
     def _step(self, optimizer: Optimizer) -> RecordedStep:
         gradients = optimizer._gradients()
@@ -95,6 +142,8 @@ class Capture:
         if self._steps and (recording := self._steps[0].recording) is not None:
             launches = len(recording.launches)
             lines.append(f"  a step replays {launches} launches over {len(self._steps[0].params)} tensors")
+        if self.packed is not None:
+            lines.append(f"  {self.packed.describe()}")
         lines += [f"  recorded again: {reason} ({count})" for reason, count in self.reasons.items()]
         lines += [f"  ran eagerly: {obstacle} ({count})" for obstacle, count in self.obstacles.items()]
         return "\n".join(lines)

@@ -17,6 +17,7 @@ from subtensors.dispatch.graph_capture import recording_now
 from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import Batch, GroupLists, as_real, missing
 from subtensors.optim.options import Options, recorded
+from subtensors.optim.packed_memory import PackedMemory
 from subtensors.optim.saved_state import MASTER, SavedState
 from subtensors.optim.single_tensor import is_narrow, single_tensor
 from subtensors.optim.step_hooks import with_hooks
@@ -204,13 +205,16 @@ class Optimizer(SavedState):
         # Like the parameters of the one batch that they are most often all of.
         return [Elements(map(_grad, g["params"]), like=self._whole(i)) for i, g in enumerate(self.param_groups)]
 
-    def capture(self, *, check: bool | None = None) -> Capture:
+    def capture(self, *, packed: bool = False, check: bool | None = None) -> Capture:
         """Take steps by replaying a CUDA graph, recorded in the next step, and again when a step is another one.
 
         Numbers of the parameter groups stay live, and gradients may be anywhere. What can't be replayed runs as it
         would without: on a CPU, and within a graph of the caller's. `st.explain(opt)` says what happened and why.
 
         Args:
+            packed: move the parameters into one flat tensor a device and dtype, and give each a gradient in another, to
+                which backward passes add. Then a step sees at a glance that all is where it was, however many
+                parameters there are. `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
             check: look, at every replay, at each address that it uses; None: where `SUBTENSORS_CHECK_REPLAYS` is set.
 
         Returns:
@@ -227,8 +231,22 @@ class Optimizer(SavedState):
             SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
               ran eagerly: the parameters are on the CPU, where a step has no graph (1)
         """
-        self._capture = Capture(bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS")) if check is None else check)
+        if check is None:
+            check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._capture = Capture(check, PackedMemory(params) if packed else None)
         return self._capture
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; packed ones become zero where they are.
+
+        Args:
+            set_to_none: drop them rather than write zeros.
+        """
+        if self._capture is not None and self._capture.packed is not None:
+            self._capture.packed.zero_gradients()
+        else:
+            super().zero_grad(set_to_none)
 
     def explain(self) -> str:
         """What a step is, in a few lines; `st.explain(opt)` says the same."""

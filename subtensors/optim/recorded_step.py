@@ -21,7 +21,7 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
-from subtensors.optim.group_lists import GroupLists
+from subtensors.optim.group_lists import GroupLists, missing
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -113,26 +113,38 @@ class RecordedStep:
         return ""
 
     def difference(self, optimizer: Optimizer, gradients: Gradients) -> str:
-        """Why a step that finds this is not the recorded one; empty when it is."""
+        """Why a step that finds this is not the recorded one; empty when it is, and is ready to be replayed."""
+        if difference := self.glance(optimizer):
+            return difference
+        if any(missing(own) != lists.missing for own, lists in zip(gradients, self.lists, strict=True)):
+            return "other parameters have a gradient"
+        if list(map(Tensor.data_ptr, self.params)) != self.param_addresses:
+            return "a parameter moved"
+        return self._take_gradients(_present(gradients))
+
+    def glance(self, optimizer: Optimizer) -> str:
+        """As `difference`, for a step that has its parameters and gradients where they were."""
         if optimizer.state.changes.mark is not self.mark:
             return "state was added or replaced"
         if len(optimizer.param_groups) != len(self.lists):
             return "a parameter group was added or removed"
-        for i, (group, own, lists) in enumerate(zip(optimizer.param_groups, gradients, self.lists, strict=True)):
-            if not lists.is_current(group["params"], own, optimizer._kept(group), bool(group.get("master_weights"))):
-                return _reason(i, lists, group["params"], own)
-        if list(map(Tensor.data_ptr, self.params)) != self.param_addresses:
-            return "a parameter moved"
+        for i, (group, lists) in enumerate(zip(optimizer.param_groups, self.lists, strict=True)):
+            if not lists.has_params(group["params"]):
+                return f"the parameters of group {i} are others"
+            if optimizer._kept(group) != lists.entries or bool(group.get("master_weights")) != lists.has_masters:
+                return f"group {i} keeps other state"
+        if any(batch.has_moved() for batch in self.batches):
+            return "state moved"
         if modes() != self.modes:
             return "a mode of torch changed"
         if self.stream != _stream(self.device):
             return "the current stream is another one"
         if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
             return "a loss scale came or went"
-        return self._refresh(optimizer, gradients)
+        return self._take_numbers(optimizer)
 
-    def _refresh(self, optimizer: Optimizer, gradients: Gradients) -> str:
-        """Hand numbers and the places of gradients to the recording; why it can't take them, if it can't."""
+    def _take_numbers(self, optimizer: Optimizer) -> str:
+        """Hand the groups' numbers to the recording; why it can't take them, if it can't."""
         for i, group in enumerate(optimizer.param_groups):
             options = _options(group)
             if all(map(is_, options, self.options[i])) and _are_immutable(options):
@@ -143,7 +155,10 @@ class RecordedStep:
             self.options[i] = options
             if self.recording is not None:
                 self.recording.set_numbers(i, numbers, hosts)
-        own = _present(gradients)
+        return ""
+
+    def _take_gradients(self, own: list[Tensor]) -> str:
+        """Tell the recording where the gradients are; why it can't take them, if it can't."""
         addresses = _addresses(own)
         has_moved = addresses != self.gradient_addresses
         if (has_moved or not self.are_plain) and not self.gradients_alike.matches(own):
@@ -155,7 +170,7 @@ class RecordedStep:
         return ""
 
     def replay(self, optimizer: Optimizer) -> None:
-        """Take the step."""
+        """Take the step, but for telling autograd what it wrote: that is `recording.written`."""
         assert self.recording is not None
         for name, buffer in self.buffers.items():
             buffer.copy_(getattr(optimizer, name), non_blocking=True)
@@ -164,8 +179,6 @@ class RecordedStep:
         else:
             with torch.cuda.device(self.device):
                 self.recording.replay()
-        # A graph tells autograd of nothing that it writes.
-        torch.autograd.graph.increment_version(self.recording.written)
 
     def check(self) -> None:
         """Look at everything that the next replay reads and writes.
@@ -234,14 +247,3 @@ def _signature(
         else:
             signature.append(leaf)
     return (spec, *signature), numbers, hosts
-
-
-def _reason(index: int, lists: GroupLists, params: list[Tensor], gradients: list[Any]) -> str:
-    """Why the lists of a group aren't current."""
-    if not lists.has_params(params):
-        return f"the parameters of group {index} are others"
-    if [i for i, g in enumerate(gradients) if g is None] != lists.missing:
-        return "other parameters have a gradient"
-    if any(batch.has_moved() for batch in lists.batches):
-        return "state moved"
-    return f"group {index} keeps other state"

@@ -1,0 +1,151 @@
+"""Parameters and gradients of an optimizer at addresses of their own, so that a glance shows whether they are there.
+
+All parameters of a device and dtype are views of one flat tensor, and so are their gradients, which backward passes add
+to. Asking a thousand tensors where they are takes longer than their update; a flat tensor is asked instead:
+
+    the first and the last parameter start where they did, and the first and the last gradient are the same tensors
+    as many tensors share the flat memory as did before: none has left it
+
+Who takes one tensor away and adds another view at the same time, in the middle, is not seen at a glance: a full look
+every so often sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.errors import AddressError
+from subtensors.packing import pack
+
+
+class PackedMemory:
+    """The packed parameters of an optimizer, with gradients beside them.
+
+    Args:
+        params: leaf tensors, each once; their values stay, their memory moves.
+
+    Raises:
+        ValueError: two parameters share part of their memory, or one is no strided torch tensor.
+
+    Example:
+        >>> p = [Parameter(torch.ones(2)), Parameter(torch.zeros(3))]
+        >>> packed = PackedMemory(p)
+        >>> (p[0].sum() + p[1].sum()).backward()
+        >>> p[1].grad, packed.is_intact()
+        (tensor([1., 1., 1.]), True)
+        >>> p[1].grad = None
+        >>> packed.is_intact()
+        False
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        places: Any = list(range(len(self.params)))
+        self._flats, self._layout = pack(self.params, optree.tree_structure(places))
+        views = self._layout.view(self._flats)
+        self.alone = [p for p, view in zip(self.params, views, strict=True) if not _join(p, view)]
+        """Parameters whose versions autograd counts apart; those of the others are those of the flat tensors."""
+        del views
+        self._gradient_flats = [torch.zeros_like(flat) for flat in self._flats]
+        self._ends = [
+            (self.params[members[0]], self.params[members[-1]])
+            for flat in range(len(self._flats))
+            if (members := [i for i, group in enumerate(self._layout.groups) if group == flat])
+        ]
+        self._storages = [t.untyped_storage() for t in self._flats]
+        self._gradient_storages = [t.untyped_storage() for t in self._gradient_flats]
+        self.addresses = [p.data_ptr() for p in self.params]
+        self._places = [(first.data_ptr(), last.data_ptr()) for first, last in self._ends]
+        self.attach()
+        self.take_note()
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
+        places = self._layout.view(self._gradient_flats)
+        self.gradient_addresses = [g.data_ptr() for g in places]
+        for p, place in zip(self.params, places, strict=True):
+            if p.grad is None:
+                p.grad = place.zero_()
+            elif p.grad.data_ptr() != place.data_ptr() or p.grad.stride() != place.stride():
+                p.grad = place.copy_(p.grad)
+        del places, place
+        self._gradient_ends = [(first.grad, last.grad) for first, last in self._ends]
+        self._gradient_counts = list(map(torch_private.sharers, self._gradient_storages))
+
+    def take_note(self) -> None:
+        """Take what shares the flat memory now for what should: after a full look."""
+        self._counts = list(map(torch_private.sharers, self._storages))
+        self._gradient_counts = list(map(torch_private.sharers, self._gradient_storages))
+
+    def is_intact(self) -> bool:
+        """Is everything where it was, at a glance?"""
+        return (
+            list(map(torch_private.sharers, self._storages)) == self._counts
+            and [(first.data_ptr(), last.data_ptr()) for first, last in self._ends] == self._places
+            and self._has_gradients_at_a_glance()
+        )
+
+    def _has_gradients_at_a_glance(self) -> bool:
+        return list(map(torch_private.sharers, self._gradient_storages)) == self._gradient_counts and all(
+            first.grad is a and last.grad is b
+            for (first, last), (a, b) in zip(self._ends, self._gradient_ends, strict=True)
+        )
+
+    def has_gradients(self) -> bool:
+        """Is every gradient where it was packed?"""
+        return [None if p.grad is None else p.grad.data_ptr() for p in self.params] == self.gradient_addresses
+
+    def check(self) -> None:
+        """Look at every parameter.
+
+        Raises:
+            AddressError: one is not where it was packed.
+        """
+        for i, (p, address) in enumerate(zip(self.params, self.addresses, strict=True)):
+            if p.data_ptr() != address:
+                raise AddressError(
+                    f"packed parameter {i}, of shape {tuple(p.shape)}, is not where it was packed: write into it with "
+                    "copy_() rather than assigning to .data, or call opt.capture(packed=True) to pack it again"
+                )
+
+    def describe(self) -> str:
+        """One line."""
+        return f"{len(self.params)} parameters and their gradients are packed into {len(self._flats)} flat tensors each"
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero, where they are or where they belong."""
+        if not self._has_gradients_at_a_glance():
+            self.attach()
+        with torch.no_grad():
+            for flat in self._gradient_flats:
+                flat.zero_()
+
+    def tell_autograd(self) -> None:
+        """Count a write to all parameters."""
+        torch.autograd.graph.increment_version([*self._flats, *self.alone])
+
+
+def _join(p: Tensor, place: Tensor) -> bool:
+    """Give the parameter the memory and the version counter of this view; False where it can't be given them.
+
+    A counter comes with a tensor, so the parameter's is swapped for one that was made of the view. What others hold of
+    the parameter (DDP, compiled code, graphs of autograd) would not follow it.
+    """
+    if type(p) is not Parameter or p._backward_hooks or p._post_accumulate_grad_hooks or torch_private.holders(p) != 1:
+        return False
+    joined = Parameter(place, p.requires_grad)
+    joined.grad = p.grad
+    vars(joined).update(vars(p))
+    try:
+        torch.utils.swap_tensors(p, joined)
+    except RuntimeError:  # there are weak references to it
+        return False
+    return True

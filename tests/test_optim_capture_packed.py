@@ -1,0 +1,236 @@
+"""A captured step over packed memory: a glance shows that all is in its place, and what left it is noticed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+
+import subtensors as st
+from subtensors.dispatch.calls import kernels_on_cpu
+from subtensors.optim.packed_memory import PackedMemory
+
+
+@pytest.fixture(autouse=True)
+def kernels(device: str) -> Iterator[None]:
+    with kernels_on_cpu() if device == "cpu" else nullcontext():
+        yield
+
+
+class Training:
+    """The same model trained eagerly, and captured over packed memory."""
+
+    def __init__(self, device: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+        self.models = [copy.deepcopy(plain).to(device) for _ in range(2)]
+        self.eager, self.captured = (st.optim.AdamW(m.parameters(), lr=1e-2, **options) for m in self.models)
+        self.capture = self.captured.capture(packed=True)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.models[1].parameters())
+
+    def backward(self, zero: bool = True) -> None:
+        x = torch.randn(16, 4).to(self.device)
+        for model, opt in zip(self.models, (self.eager, self.captured), strict=True):
+            if zero:
+                opt.zero_grad()
+            model(x).square().mean().backward()
+
+    def step(self, zero: bool = True) -> None:
+        self.backward(zero)
+        self.eager.step()
+        self.captured.step()
+
+    def assert_equal(self) -> None:
+        for p, q in zip(*(m.parameters() for m in self.models), strict=True):
+            assert torch.equal(p, q)
+
+
+def looks(training: Training) -> int:
+    return training.capture._looks
+
+
+def test_training_over_packed_memory_is_training(device: str) -> None:
+    training = Training(device)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=90) for o in (training.eager, training.captured)
+    ]
+    for step in range(80):
+        training.step(zero=step % 3 != 0)  # gradients of two batches add up now and then
+        for schedule in schedules:
+            schedule.step()
+    training.assert_equal()
+    assert training.capture.stats() == {"recordings": 1, "replays": 80, "eager_steps": 0}
+    assert looks(training) == 4  # three at first, and one after 64 glances
+    assert "6 parameters and their gradients are packed into 1 flat tensors each" in st.explain(training.captured)
+
+
+def test_autograd_notices_a_replay_over_packed_memory(device: str) -> None:
+    training = Training(device)
+    for _ in range(5):
+        training.step()
+    loss = training.models[1](torch.ones(2, 4, device=device)).sum()
+    training.captured.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_parameter_that_others_hold_keeps_its_own_version_count(device: str) -> None:
+    w, v, u = (nn.Parameter(torch.ones(3, device=device)) for _ in range(3))
+    loss = (w * w).sum()  # a graph of autograd holds w
+    held = ref(v)
+    w.marked = True  # type: ignore[attr-defined]
+    u.marked = True  # type: ignore[attr-defined]
+    packed = PackedMemory([w, v, u])
+    assert [p is w or p is v for p in packed.alone] == [True, True]
+    assert held() is v
+    assert u.marked  # type: ignore[attr-defined]
+    before = [p._version for p in (w, v, u)]
+    packed.tell_autograd()
+    assert [p._version for p in (w, v, u)] == [n + 1 for n in before]
+    del loss
+
+
+def test_gradient_hooks_go_on_after_packing(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    seen: list[float] = []
+    w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))  # type: ignore[union-attr]
+    opt = st.optim.SGD([w], lr=1.0)
+    opt.capture(packed=True)
+    w.sum().backward()
+    assert seen == [3.0]
+
+
+def test_gradients_that_were_there_are_packed_with_their_values(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    w.grad = torch.full_like(w, 2.0)
+    opt = st.optim.SGD([w], lr=1.0)
+    opt.capture(packed=True)
+    opt.step()
+    assert torch.equal(w, torch.full_like(w, -1.0))
+
+
+def test_gradients_that_the_model_dropped_are_followed_wherever_they_are(device: str) -> None:
+    training = Training(device)
+    for step in range(8):
+        if step in (5, 6):
+            training.models[0].zero_grad()
+            training.models[1].zero_grad()
+        training.step(zero=step not in (5, 6))
+    training.assert_equal()
+    assert training.capture.recordings == 1
+
+
+def test_a_parameter_without_a_gradient_is_recorded_and_skipped(device: str) -> None:
+    training = Training(device)
+    for step in range(8):
+        training.backward()
+        if step in (4, 6):
+            for model in training.models:
+                list(model.parameters())[2].grad = None
+        training.eager.step()
+        training.captured.step()
+    training.assert_equal()
+    assert training.capture.recordings == 2
+
+
+def test_a_gradient_that_is_assigned_is_read(device: str) -> None:
+    training = Training(device)
+    for step in range(8):
+        training.backward()
+        if step > 4:
+            for model in training.models:
+                p = list(model.parameters())[2]
+                p.grad = p.grad * 0.5  # type: ignore[operator]
+        training.eager.step()
+        training.captured.step()
+    training.assert_equal()
+
+
+def test_a_gradient_swapped_while_its_memory_is_kept_is_an_error_before_long(device: str) -> None:
+    training = Training(device)
+    for _ in range(5):
+        training.step()
+    p = training.params[2]
+    kept = p.grad
+    p.grad = torch.ones_like(p)
+
+    def steps() -> None:
+        for _ in range(65):
+            training.captured.step()
+
+    with pytest.raises(st.AddressError, match="a gradient was replaced while its packed memory was kept"):
+        steps()
+    assert kept is not None
+
+
+@pytest.mark.parametrize("index", [0, 2, 5])
+def test_a_packed_parameter_that_moved_is_an_error_until_it_is_packed_again(device: str, index: int) -> None:
+    training = Training(device)
+    for _ in range(5):
+        training.step()
+    p = training.params[index]
+    p.data = p.data.clone()
+    training.backward()
+    with pytest.raises(st.AddressError, match=f"packed parameter {index}, of shape .* is not where it was packed"):
+        training.captured.step()
+    training.capture = training.captured.capture(packed=True)
+    training.captured.step()
+    training.eager.step()
+    training.assert_equal()
+
+
+def test_views_that_come_and_go_cost_a_look_and_change_nothing(device: str) -> None:
+    training = Training(device)
+    for _ in range(5):
+        training.step()
+    before = looks(training)
+    view = training.params[2].detach()
+    training.step()
+    training.step()
+    assert looks(training) == before + 1
+    del view
+    training.step()
+    training.step()
+    assert looks(training) == before + 2
+    training.assert_equal()
+
+
+def test_an_added_group_is_looked_at_in_full(device: str) -> None:
+    training = Training(device)
+    for _ in range(5):
+        training.step()
+    new = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    for p, opt in zip(new, (training.eager, training.captured), strict=True):
+        opt.add_param_group({"params": [p]})
+    for _ in range(5):
+        training.backward()
+        for p in new:
+            p.grad = torch.full_like(p, 0.5)
+        training.eager.step()
+        training.captured.step()
+    training.assert_equal()
+    assert torch.equal(*new)
+    assert not torch.equal(new[0], torch.ones_like(new[0]))
+
+
+def test_a_checked_replay_looks_at_packed_memory_each_time(device: str) -> None:
+    training = Training(device)
+    training.capture = training.captured.capture(packed=True, check=True)
+    for _ in range(5):
+        training.step()
+    p = training.params[2]
+    kept = p.data
+    p.data = p.data.clone()  # as many tensors share the packed memory as before
+    with pytest.raises(st.AddressError, match="parameter 2 of the step moved"):
+        training.captured.step()
+    assert kept.shape == p.shape
