@@ -187,6 +187,34 @@ def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def use_count(tensor: torch.Tensor) -> int:
+    """How many hold this tensor in C++, its Python object being one. Checked on 2.11, 2.13."""
+    return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tells the tensor's storage from all others. Checked on 2.11, 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors hold the tensor's storage, in C++ and in Python. Checked on 2.11, 2.13."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+def let_compiled_code_take(kind: type[torch.Tensor]) -> None:
+    """Count a subclass that is read as a plain tensor among the inputs that compiled code may hand to aten ops.
+
+    The check of custom ops at a graph's first call refuses other types. Checked on 2.13; on 2.11 there is none.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
+    if known is not None:
+        runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]
+
+
 def is_tracing() -> bool:
     """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
     from torch._guards import TracingContext

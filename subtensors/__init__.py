@@ -1,6 +1,7 @@
 """Tensor types around values you already have: lists of tensors as one value, and maths fused over them."""
 
 from subtensors import optim
+from subtensors.arena import Arena
 from subtensors.bucket_policies import Geometric, Linear, Sizes
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain
@@ -9,22 +10,26 @@ from subtensors.fuse import fused
 from subtensors.norms import clip_grad_norm_, total_norm
 from subtensors.rounding import stochastic_round_
 from subtensors.sizes import Dim
+from subtensors.static_tensor import StaticAddressTensor, static
 from subtensors.tensor_list import TensorList
 
 __all__ = [
     "AddressError",
+    "Arena",
     "Dim",
     "Geometric",
     "Linear",
     "RuleError",
     "SizeError",
     "Sizes",
+    "StaticAddressTensor",
     "TensorList",
     "clip_grad_norm_",
     "explain",
     "fit_buckets",
     "fused",
     "optim",
+    "static",
     "stochastic_round_",
     "total_norm",
 ]

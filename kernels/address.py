@@ -1,0 +1,55 @@
+"""Memory that is somewhere already, as a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class _CudaBytes:
+    """What torch reads an address of a CUDA device from.
+
+    Args:
+        address: where.
+        size: bytes.
+        owner: is kept alive by the tensor's storage.
+    """
+
+    address: int
+    size: int
+    owner: object
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
+
+
+def bytes_at(address: int, size: int, device: torch.device, owner: object) -> torch.Tensor:
+    """The bytes at an address as a tensor with a storage of its own, which torch cannot resize.
+
+    Args:
+        address: where they are, readable and writable.
+        size: how many.
+        device: CPU or CUDA, with its index.
+        owner: kept alive until the last tensor of that storage is gone.
+
+    Returns:
+        (size,) uint8 at `address`; for no bytes an ordinary empty tensor.
+
+    >>> backing = torch.zeros(4, dtype=torch.uint8)
+    >>> alias = bytes_at(backing.data_ptr(), 4, backing.device, backing)
+    >>> alias[1] = 7
+    >>> backing.tolist(), alias.untyped_storage().resizable()
+    ([0, 7, 0, 0], False)
+    """
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(_CudaBytes(address, size, owner), device=device)
+    buffer = (ctypes.c_uint8 * size).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)

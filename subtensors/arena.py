@@ -1,0 +1,380 @@
+"""`Arena`: a range of addresses that tensors are carved from, whose memory can be lent away and brought back."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from threading import RLock
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from subtensors.carving import AddressRange, Carver
+from subtensors.dispatch.errors import AddressError
+from subtensors.kept_bytes import HostPages
+from subtensors.kernels.address import bytes_at
+from subtensors.kernels.cuda_range import CudaRange
+from subtensors.kernels.host_range import HostRange
+from subtensors.sleeping import Census, Sleep
+from subtensors.static_tensor import StaticAddressTensor, of_memory, refuse_capture, refuse_other, shaped, with_role
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_GRANULE = 2 << 20  # what CUDA devices map at least
+
+
+class Arena:
+    """A range of addresses that tensors are carved from; `release()` frees its memory, `restore()` brings it back.
+
+    Memory is mapped under the range in chunks as tensors need it, so that a reserve larger than the device costs
+    nothing. After `restore()` every tensor is at the address where it was, and captured CUDA graphs stay valid.
+
+    Args:
+        device: "cuda", "cuda:1" or "cpu".
+        reserve: the size of the range, in bytes or as in "2TiB".
+        alignment: of each tensor's address, in bytes; a power of two.
+        chunk: how much memory is mapped at once, in bytes or as in "32MiB"; rounded up to multiples of 2 MiB.
+
+    Raises:
+        ValueError: an argument is none of these.
+        ImportError: a CUDA device, and the package cuda-bindings is not installed.
+
+    Example:
+        >>> arena = Arena("cpu", reserve="1GiB")
+        >>> m = arena.zeros(1000)
+        >>> at = m.data_ptr()
+        >>> m.add_(1).sum()
+        tensor(1000.)
+        >>> arena.release()
+        >>> m.sum()
+        Traceback (most recent call last):
+        ...
+        subtensors.dispatch.errors.AddressError: sum on a tensor of a released Arena: call restore() on the Arena first
+        >>> arena.restore()
+        >>> m.data_ptr() == at, m.sum()
+        (True, tensor(1000.))
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        reserve: int | str = "1TiB",
+        alignment: int = 512,
+        chunk: int | str = "32MiB",
+    ) -> None:
+        self.device = _device(device)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULE:
+            raise ValueError(f"alignment must be a power of two up to {_GRANULE}; got {alignment!r}")
+        step = -(-_bytes("chunk", chunk) // _GRANULE) * _GRANULE
+        size = -(-_bytes("reserve", reserve) // step) * step
+        memory: AddressRange = CudaRange(size, self.device) if self.device.type == "cuda" else HostRange(size)
+        self._lock = RLock()
+        self._carver = Carver(memory, step, alignment)
+        self._pages = HostPages(self.device)
+        self._sleep: Sleep | None = None
+        self._kept: list[tuple[int, int, int]] = []
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
+        """A tensor carved from the arena, not initialized.
+
+        Args:
+            size: ints, or one sequence of them.
+            dtype: torch's default dtype where None.
+            requires_grad: of the tensor.
+
+        Returns:
+            (*size) StaticAddressTensor on the arena's device.
+
+        Raises:
+            AddressError: the arena is released, its reserve is used up, or a CUDA graph is being captured.
+            torch.OutOfMemoryError: the device has no memory left to map; MemoryError on a CPU.
+
+        Example:
+            >>> Arena("cpu").empty(2, 3).shape
+            torch.Size([2, 3])
+        """
+        return self._carve(_layout(size, dtype), None, requires_grad)
+
+    def full(
+        self, size: Sequence[int], fill_value: float, *, dtype: torch.dtype | None = None, requires_grad: bool = False
+    ) -> StaticAddressTensor:
+        """As `empty`, every value being `fill_value`, whose dtype it has where None is given.
+
+        Example:
+            >>> Arena("cpu").full((2,), 7)
+            StaticAddressTensor([7, 7])
+        """
+        layout = torch.full(size, fill_value, dtype=dtype, device="meta")
+        return self._carve(layout, fill_value, requires_grad)
+
+    def zeros(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
+        """As `empty`, every value being 0.
+
+        Example:
+            >>> Arena("cpu").zeros(2, dtype=torch.int64)
+            StaticAddressTensor([0, 0])
+        """
+        return self._carve(_layout(size, dtype), 0, requires_grad)
+
+    def ones(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
+        """As `empty`, every value being 1.
+
+        Example:
+            >>> Arena("cpu").ones(2)
+            StaticAddressTensor([1., 1.])
+        """
+        return self._carve(_layout(size, dtype), 1, requires_grad)
+
+    def empty_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
+        """A tensor of the shape and strides of `t`, and of its dtype where None is given, not initialized."""
+        return self._carve(torch.empty_like(t, dtype=dtype, device="meta"))
+
+    def zeros_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
+        """As `empty_like`, every value being 0; it may stand where torch.zeros_like makes an optimizer's state."""
+        return self._carve(torch.empty_like(t, dtype=dtype, device="meta"), 0)
+
+    def static(self, t: Tensor) -> StaticAddressTensor:
+        """The values of `t` in this arena: `st.static(t)` with an address from here.
+
+        Args:
+            t: a strided tensor on any device.
+
+        Returns:
+            A StaticAddressTensor: a leaf, which requires grad, and is a parameter, where `t` is.
+
+        Raises:
+            TypeError: `t` is no such tensor.
+            AddressError: as for `empty`.
+
+        Example:
+            >>> Arena("cpu").static(torch.arange(3))
+            StaticAddressTensor([0, 1, 2])
+        """
+        refuse_other(t)
+        with torch.no_grad():
+            out = self.empty_like(t)
+            out.copy_(t)
+        return with_role(out, t.requires_grad and t.is_leaf, isinstance(t, torch.nn.Parameter))
+
+    def release(self, keep: Literal["cpu"] | None = "cpu") -> None:
+        """Free the arena's memory. Addresses stay reserved, and every op on its tensors is refused until `restore()`.
+
+        Tensors that are deleted meanwhile free their part of the range. Waits until the device has done its work.
+
+        Args:
+            keep: "cpu" copies the contents to host memory, page-locked for a CUDA device and kept for the next
+                release; None forgets them.
+
+        Raises:
+            AddressError: the arena is released already, a CUDA graph is being captured, or an autograd graph or other
+                C++ code holds a tensor, which it might read. Nothing is freed then.
+            MemoryError: the host has no memory for the copy. Nothing is freed then.
+            ValueError: `keep` is neither.
+        """
+        if keep not in ("cpu", None):
+            raise ValueError(f'keep must be "cpu" or None; got {keep!r}')
+        with self._lock:
+            if self._sleep is not None:
+                raise AddressError("this Arena is released already; restore() comes before the next release()")
+            refuse_capture(self.device)
+            census = Census(self.address, self.address + self.reserved)
+            held = census.held_by_others()
+            if held is not None:
+                raise AddressError(
+                    f"a tensor of shape {tuple(held.shape)} in this Arena is held by C++ code, such as an autograd "
+                    f"graph that saved it, which would read memory that is gone: run backward() or delete its result"
+                )
+            sleep = Sleep(census.tensors)
+            try:
+                self._kept = self._save() if keep else []
+                self._carver.unmap_all()
+            except BaseException:
+                sleep.wake()
+                raise
+            self._sleep = sleep
+
+    def restore(self) -> None:
+        """Bring the memory back at the same addresses, and the contents where they were kept; wake the tensors.
+
+        After `release(keep=None)` the contents are whatever the memory holds.
+
+        Raises:
+            AddressError: the arena is not released.
+            torch.OutOfMemoryError: the device has not enough memory; MemoryError on a CPU. The arena stays released,
+                what was kept stays kept, and `restore()` can be called again.
+        """
+        with self._lock:
+            if self._sleep is None:
+                raise AddressError("this Arena is not released; release() comes before restore()")
+            try:
+                self._load()
+            except BaseException:
+                self._wait()
+                self._carver.unmap_all()
+                raise
+            self._kept = []
+            self._sleep.wake()
+            self._sleep = None
+
+    def guard(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
+        """A callable that refuses while the arena is released: for what holds bare addresses, as captured graphs do.
+
+        Args:
+            call: `graph.replay`, say.
+
+        Returns:
+            A function of the same arguments, which raises AddressError while the arena is released.
+
+        Example:
+            >>> arena = Arena("cpu")
+            >>> replay = arena.guard(lambda: "replayed")
+            >>> replay()
+            'replayed'
+        """
+
+        @wraps(call)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if self._sleep is not None:
+                name = getattr(call, "__qualname__", repr(call))
+                raise AddressError(f"{name} uses memory of a released Arena: call restore() on the Arena first")
+            return call(*args, **kwargs)
+
+        return guarded
+
+    def trim(self) -> None:
+        """Give back the host memory that is kept for the next release; what a released arena keeps stays."""
+        with self._lock:
+            if self._sleep is None:
+                self._pages = HostPages(self.device)
+
+    @property
+    def released(self) -> bool:
+        """Is the memory away?"""
+        return self._sleep is not None
+
+    @property
+    def address(self) -> int:
+        """Where the range begins."""
+        return self._carver.memory.address
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of addresses."""
+        return self._carver.memory.size
+
+    @property
+    def mapped(self) -> int:
+        """Bytes of the device under the range."""
+        return self._carver.mapped_bytes
+
+    @property
+    def used(self) -> int:
+        """Bytes carved, those lost to alignment included."""
+        with self._lock:
+            return self._carver.used_bytes
+
+    def __contains__(self, t: object) -> bool:
+        """Does this tensor's storage begin in the range?"""
+        if not isinstance(t, Tensor):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.address <= t.untyped_storage().data_ptr() < self.address + self.reserved
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{_size(self.mapped)} mapped"
+        return f"Arena({self.device}, {_size(self.used)} used, {state}, {_size(self.reserved)} reserved)"
+
+    def __del__(self) -> None:
+        # Every tensor refers to its arena, so that there is none left. A process that ends gives all back by itself.
+        if not sys.is_finalizing() and hasattr(self, "_kept"):
+            self._wait()
+            self._carver.close()
+
+    def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
+        """A tensor of this layout, filled with a value where one is given."""
+        refuse_capture(self.device)
+        size = layout.numel() * layout.element_size()
+        with self._lock:
+            if self._sleep is not None:
+                raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
+            part = self._carver.take(size) if size else None
+            start = part.start if part else 0
+            raw = bytes_at(self.address + start, size, self.device, (part, self))
+        with torch.no_grad():
+            out = of_memory(shaped(raw, layout))
+            if value is not None:
+                out.fill_(value)
+        return with_role(out, requires_grad, is_parameter=False)
+
+    def _save(self) -> list[tuple[int, int, int]]:
+        """Copy what is in use to the host; returns where each part of it is: (start, size, place on the host)."""
+        kept = []
+        place = 0
+        for _, start, size in self._carver.runs():
+            kept.append((start, size, place))
+            place += size
+        self._pages.grow(place)
+        for start, size, place in kept:
+            self._copy(start, size, place, to_host=True)
+        self._wait()
+        return kept
+
+    def _load(self) -> None:
+        """Map the chunks in use, and copy back what was kept: a chunk's bytes travel while the next one is mapped."""
+        kept = self._kept_by_chunk()
+        for chunk in self._carver.needed_chunks():
+            self._carver.map_chunk(chunk)
+            for start, size, place in kept.get(chunk, ()):
+                self._copy(start, size, place, to_host=False)
+        self._wait()
+
+    def _kept_by_chunk(self) -> dict[int, list[tuple[int, int, int]]]:
+        by_chunk: dict[int, list[tuple[int, int, int]]] = {}
+        for start, size, place in self._kept:
+            by_chunk.setdefault(start // self._carver.chunk, []).append((start, size, place))
+        return by_chunk
+
+    def _copy(self, start: int, size: int, place: int, to_host: bool) -> None:
+        for part in self._pages.parts(place, size):
+            ours = bytes_at(self.address + start, part.numel(), self.device, self)
+            (part if to_host else ours).copy_(ours if to_host else part, non_blocking=True)
+            start += part.numel()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"an Arena is on a CPU or a CUDA device; got {device!r}")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _layout(size: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
+    """A tensor without memory of the size that torch.empty(*size) has."""
+    return torch.empty(
+        size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size, dtype=dtype, device="meta"
+    )
+
+
+def _bytes(name: str, size: int | str) -> int:
+    """The bytes that a size means, "2GiB" being 2 << 30."""
+    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", str(size))
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f'{name} must be a number of bytes above 0, or as in "2GiB"; got {size!r}')
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _size(size: int) -> str:
+    unit = max((u for u in _UNITS if _UNITS[u] <= max(size, 1)), key=lambda u: _UNITS[u])
+    return f"{size / _UNITS[unit]:.4g} {unit or 'B'}"

@@ -1,0 +1,147 @@
+"""Tensors whose memory is away: found, and put to sleep, so that every op refuses them until they are woken.
+
+Note [How a tensor sleeps]
+A kernel that touches unmapped memory ends the process, or its CUDA context. So before memory is taken away, every
+Python tensor over it, carved from the arena or a view, parameter or gradient of it, gets a class that refuses all ops
+in `__torch_function__`; while a tensor is awake, nothing is looked at. What C++ holds without a Python tensor can't be
+given a class: the saved tensors of an autograd graph above all. Reference counts tell that there are any, and then the
+memory stays. A captured CUDA graph holds bare addresses, which no count shows: for those there is `Arena.guard`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.errors import AddressError
+
+_ATTRIBUTES = (
+    "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized itemsize "
+    "nbytes grad_fn output_nr"
+).split()
+_METHODS = (
+    "size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_complex is_floating_point "
+    "is_signed is_conj is_neg is_inference __len__"
+).split()
+
+# What may be asked of a tensor that sleeps: nothing of it reads the memory, or gives its address to someone who might.
+_AWAKE_TOO = frozenset(
+    [getattr(Tensor, name).__get__ for name in _ATTRIBUTES]
+    + [getattr(Tensor, name) for name in _METHODS]
+    + [Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__]  # type: ignore[union-attr]
+)
+_NAMES = frozenset([*_ATTRIBUTES, *_METHODS, "grad", "_is_param", "_backward_hooks", "_dynamo_static_input_type"])
+
+
+class Asleep:
+    """What the class of a sleeping tensor has before its own."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _AWAKE_TOO:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return refuse_sleeper(torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func)))
+
+    def __getattribute__(self, name: str) -> Any:
+        # Methods that a subclass writes in Python do not ask __torch_function__.
+        if name in _NAMES or (name.startswith("__") and name not in ("__deepcopy__", "__reduce_ex__")):
+            return super().__getattribute__(name)
+        return refuse_sleeper(name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, its Arena is released)"  # type: ignore[attr-defined]
+
+
+def refuse_sleeper(op: str) -> NoReturn:
+    """AddressError for an op on a tensor whose memory is away."""
+    raise AddressError(f"{op} on a tensor of a released Arena: call restore() on the Arena first")
+
+
+@cache
+def _asleep(kind: type[Tensor]) -> type[Tensor]:
+    return type(f"Asleep{kind.__name__}", (Asleep, kind), {"__repr__": Asleep.__repr__, "awake": kind})
+
+
+class Census:
+    """All Python tensors whose storage begins within some addresses, gradients that only autograd holds included.
+
+    Args:
+        start: the first address.
+        end: one past the last.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            everything = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+            gradients = [t.grad for t in everything if _is_leaf(t) and t.grad is not None]
+            found: dict[int, Tensor] = {
+                id(t): t for t in [*everything, *gradients] if start <= _storage_address(t) < end
+            }
+        self.tensors = list(found.values())
+        self._gradients = Counter(id(t) for t in gradients)
+
+    def held_by_others(self) -> Tensor | None:
+        """A tensor that C++ holds as well, as autograd graphs hold what they saved; None when there is none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            expected = Counter({id(t): 1 + self._gradients[id(t)] for t in self.tensors})
+            expected.update(id(t._base) for t in self.tensors if t._is_view())
+            # The node that accumulates a leaf's gradient refers to the leaf; asked for, it is there for certain.
+            leaves = [t for t in self.tensors if _is_leaf(t)]
+            nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in leaves]
+            expected.update(map(id, leaves))
+            in_storage = Counter(map(torch_private.storage_of, self.tensors))
+            for t in self.tensors:
+                storage_uses = torch_private.storage_use_count(t)
+                if (
+                    torch_private.use_count(t) > expected[id(t)]
+                    or storage_uses > in_storage[torch_private.storage_of(t)]
+                ):
+                    return t
+            del nodes
+        return None
+
+
+class Sleep:
+    """Tensors that sleep.
+
+    Args:
+        tensors: to be put to sleep.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._sleepers: list[ref[Tensor]] = []
+        for t in tensors:
+            self._sleepers.append(ref(t))
+            t.__class__ = _asleep(type(t))
+
+    def wake(self) -> None:
+        """Give the tensors that are still there their own class again."""
+        for sleeper in self._sleepers:
+            t = sleeper()
+            if t is not None:
+                t.__class__ = type(t).awake  # type: ignore[attr-defined]
+
+
+def _is_leaf(t: Tensor) -> bool:
+    try:
+        return t.is_leaf and t.requires_grad
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _storage_address(t: Tensor) -> int:
+    """Where the tensor's storage begins; 0 for one that has no memory."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

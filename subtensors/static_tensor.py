@@ -1,0 +1,317 @@
+"""`StaticAddressTensor`: values at an address that holds for their whole life.
+
+The tensor is an alias of memory that torch cannot resize, marked so that the compiler copies nothing of it into a
+CUDA graph. It has no rule for any op: what reads it, or writes into it, meets an ordinary tensor. Only what would move
+it is looked at, in `__torch_function__`, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.errors import AddressError
+from subtensors.kernels.address import bytes_at
+from subtensors.sleeping import Asleep, refuse_sleeper
+
+_COPY = "write into it with copy_(), or make another one with st.static(t)"
+_VIEW = "take a view of it instead"
+
+# What moves a tensor or lets it grow, each with what to do instead. Torch asks about methods and about functions.
+_MOVERS: dict[Any, tuple[str, str]] = {
+    Tensor.data.__set__: (".data =", _COPY),  # type: ignore[attr-defined]
+    Tensor.resize_: ("resize_", _COPY),
+    Tensor.resize_as_: ("resize_as_", _COPY),
+    torch.resize_as_: ("resize_as_", _COPY),
+    Tensor.as_strided_: ("as_strided_", _VIEW),
+    torch.as_strided_: ("as_strided_", _VIEW),
+    Tensor.share_memory_: ("share_memory_", "share a clone() of it"),
+    **{
+        getattr(packet, overload): (name, _COPY)
+        for name, packet in (("set_", torch.ops.aten.set_), ("resize_", torch.ops.aten.resize_))
+        for overload in packet.overloads()
+    },
+    torch.ops.aten.resize_as_.default: ("resize_as_", _COPY),
+    torch.ops.aten.as_strided_.default: ("as_strided_", _VIEW),
+}
+
+
+# What gives the values as another tensor of the same role: a new address, and the same type.
+_CONVERSIONS = frozenset(getattr(Tensor, name) for name in ("to", "cpu", "cuda", "double", "float", "half", "bfloat16"))
+
+
+class _ReadAsPlain(Tensor):
+    """A tensor whose every op runs as on a plain one, and gives plain ones."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class StaticAddressTensor(_ReadAsPlain):
+    """A tensor whose address holds for its whole life: what reads or writes it works as on any tensor.
+
+    `torch.compile(mode="reduce-overhead")` copies none of it into its CUDA graphs. Results of ops are plain tensors;
+    `detach()` and `nn.Parameter(...)` give the same memory and the same type, and `to()`, `deepcopy`, pickling and
+    `torch.load` another one of the same type, with an address of its own.
+
+    Args:
+        t: a strided tensor on a CPU or a CUDA device, of any shape and dtype; its values are copied once. A
+            StaticAddressTensor is returned as it is. The result is a leaf; it requires grad, and is a parameter,
+            where `t` is.
+
+    Raises:
+        TypeError: `t` is no such tensor.
+        AddressError: a CUDA graph is being captured, whose memory is used again by others.
+
+    Example:
+        >>> s = StaticAddressTensor(torch.arange(3.0))
+        >>> at = s.data_ptr()
+        >>> s.mul_(2).add_(1)
+        StaticAddressTensor([1., 3., 5.])
+        >>> s.data_ptr() == at
+        True
+        >>> s + 1
+        tensor([2., 4., 6.])
+        >>> s.resize_(1000)
+        Traceback (most recent call last):
+        ...
+        subtensors.dispatch.errors.AddressError: resize_ would move a StaticAddressTensor of shape (3,): write into ...
+    """
+
+    @staticmethod
+    def __new__(cls, t: Tensor) -> StaticAddressTensor:
+        """The tensor at its own address."""
+        return static(t)
+
+    def __init__(self, t: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if len(types) > 1 and not all(issubclass(kind, StaticAddressTensor) for kind in types):
+            return NotImplemented  # another type with rules of its own decides
+        if func in _MOVERS and isinstance(args[0], StaticAddressTensor) and not _stays(func, args, kwargs or {}):
+            _refuse(args[0], *_MOVERS[func])
+        if kwargs and "out" in kwargs and not torch.compiler.is_compiling():
+            return _write_out(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func in _CONVERSIONS and result is not args[0] and isinstance(args[0], StaticAddressTensor):
+            return result if torch.compiler.is_compiling() else _Placed.apply(result)  # type: ignore[no-untyped-call]
+        return result
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same memory as a plain tensor that autograd does not watch."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not _same_place(self, value):
+            _refuse(self, ".data =", _COPY)
+
+    def detach(self) -> Tensor:
+        """The same memory as another StaticAddressTensor that autograd does not watch."""
+        if torch.compiler.is_compiling():
+            return super().detach()
+        return of_memory(_alias(self))
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: it would move the tensor."""
+        _refuse(self, "set_", _COPY)  # torch asks no __torch_function__ about this one
+
+    def _use_count(self) -> NoReturn:  # type: ignore[override]
+        # torch.utils.swap_tensors asks this of both tensors before it changes anything.
+        _refuse(self, "torch.utils.swap_tensors", _COPY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = _rebuild(*_parts(self))
+        return cast(Tensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, _parts(self)
+
+
+def static(t: Tensor) -> StaticAddressTensor:
+    """The values of `t` at an address that never moves.
+
+    Args:
+        t: a strided tensor on a CPU or a CUDA device; a StaticAddressTensor is returned as it is.
+
+    Returns:
+        A StaticAddressTensor: a leaf, which requires grad, and is a parameter, where `t` is.
+
+    Raises:
+        TypeError: `t` is no such tensor.
+        AddressError: a CUDA graph is being captured.
+
+    Example:
+        >>> import subtensors as st
+        >>> layer = torch.nn.Linear(2, 3)
+        >>> layer.weight = st.static(layer.weight)
+        >>> type(layer.weight).__name__, layer.weight.requires_grad, layer(torch.ones(1, 2)).shape
+        ('StaticAddressTensor', True, torch.Size([1, 3]))
+    """
+    if isinstance(t, StaticAddressTensor):
+        return t
+    refuse_other(t)
+    with torch.no_grad():
+        layout = torch.empty_like(t, device="meta")
+        raw = new_memory(layout.numel() * layout.element_size(), t.device, t.is_pinned())
+        out = of_memory(shaped(raw, layout))
+        out.copy_(t)
+    return with_role(out, t.requires_grad and t.is_leaf, isinstance(t, torch.nn.Parameter))
+
+
+def refuse_other(t: object) -> None:
+    """TypeError for what can't be put at an address: no strided tensor of a CPU or CUDA device, or a subclass."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"st.static takes a tensor; got {type(t).__name__}")
+    if isinstance(t, Asleep):
+        refuse_sleeper("st.static")
+    if type(t) not in (Tensor, torch.nn.Parameter, StaticAddressTensor) or t.layout != torch.strided:
+        raise TypeError(f"st.static takes a strided torch.Tensor; got a {t.layout} {type(t).__name__}")
+    if t.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"st.static takes a tensor on a CPU or a CUDA device; got one on {t.device}")
+
+
+def new_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
+    """Memory of its own that torch cannot resize.
+
+    Args:
+        size: bytes.
+        device: CPU or CUDA.
+        pinned: page-locked, for a CPU.
+
+    Returns:
+        (size,) uint8, not initialized.
+
+    Raises:
+        AddressError: a CUDA graph is being captured.
+    """
+    refuse_capture(device)
+    raw = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return bytes_at(raw.data_ptr(), size, raw.device, raw)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """AddressError while a CUDA graph is being captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise AddressError(
+            "a static tensor can't be made while a CUDA graph is captured: its memory would be the graph's, which "
+            "others use again, and its values would be written at every replay; make it before the capture"
+        )
+
+
+def shaped(raw: Tensor, layout: Tensor) -> Tensor:
+    """Bytes as a tensor of the dtype, shape and strides of `layout`, a dense tensor."""
+    return raw.view(layout.dtype).as_strided(layout.shape, layout.stride())
+
+
+def of_memory(t: Tensor) -> StaticAddressTensor:
+    """A StaticAddressTensor that is an alias of `t`, whose memory must never move."""
+    with torch._C.DisableTorchFunctionSubclass():
+        out = Tensor._make_subclass(StaticAddressTensor, t)
+    torch._dynamo.mark_static_address(out)
+    return out
+
+
+def with_role(t: StaticAddressTensor, requires_grad: bool, is_parameter: bool) -> StaticAddressTensor:
+    """The tensor as a leaf that requires grad, or a parameter, or neither."""
+    if is_parameter:
+        return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]
+    return t.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _stays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does this call of a mover leave the tensor as it is? Torch makes such calls: `module.to(its own device)`."""
+    tensor, rest = args[0], args[1:]
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return _same_place(tensor, rest[0])
+    if _MOVERS[func][0] == "resize_":
+        size = rest[0] if rest and not isinstance(rest[0], int) else rest
+        return tuple(kwargs.get("size", size)) == tuple(tensor.shape)
+    if _MOVERS[func][0] == "resize_as_":
+        return bool((rest[0] if rest else kwargs["the_template"]).shape == tensor.shape)
+    return bool(func == Tensor.share_memory_ and tensor.is_cuda)
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.device,
+    )
+
+
+def _refuse(tensor: Tensor, op: str, instead: str) -> NoReturn:
+    raise AddressError(f"{op} would move a StaticAddressTensor of shape {tuple(tensor.shape)}: {instead}")
+
+
+def _write_out(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with `out=`: torch is given aliases, so that it resizes those if it must, and the tensors stay."""
+    several = isinstance(kwargs["out"], (tuple, list))
+    outs = list(kwargs["out"]) if several else [kwargs["out"]]
+    fixed = [(t, _alias(t)) for t in outs if isinstance(t, StaticAddressTensor) and not t.requires_grad]
+    alias_of = {id(t): alias for t, alias in fixed}
+    named = {id(alias): t for t, alias in fixed}
+    given = [alias_of.get(id(t), t) for t in outs]
+    error: Exception | None = None
+    result: Any = None
+    try:
+        out = {**kwargs, "out": tuple(given) if several else given[0]}
+        result = _ReadAsPlain.__torch_function__(func, types, args, out)  # type: ignore[call-arg, arg-type]
+    except (RuntimeError, Warning) as caught:
+        error = caught
+    for t, alias in fixed:
+        if alias.shape != t.shape:
+            _refuse(t, f"{func.__name__}(out=...) of shape {tuple(alias.shape)}", _COPY)
+    if error is not None:
+        raise error
+    if isinstance(result, Tensor):
+        return named.get(id(result), result)
+    return type(result)([named.get(id(t), t) for t in result])
+
+
+def _alias(t: Tensor) -> Tensor:
+    """The same memory as a plain tensor; what is written to one is noted by autograd for both."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.detach(t)
+
+
+def _parts(t: StaticAddressTensor) -> tuple[Tensor, bool, bool]:
+    return t.data, t.requires_grad, isinstance(t, torch.nn.Parameter)
+
+
+def _rebuild(values: Tensor, requires_grad: bool, is_parameter: bool) -> StaticAddressTensor:
+    """Another StaticAddressTensor of these values."""
+    return with_role(static(values), requires_grad, is_parameter)
+
+
+class _Placed(torch.autograd.Function):
+    """A new tensor's memory as a static one, unless a CUDA graph owns it; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
+        if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return t.detach()
+        return of_memory(shaped(bytes_at(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+torch.serialization.add_safe_globals([_rebuild])
+torch_private.let_compiled_code_take(StaticAddressTensor)
+# Sharing memory between processes moves it, so that a copy is what is shared.
+ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))
