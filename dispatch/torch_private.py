@@ -203,13 +203,16 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
-def let_compiled_code_take(kind: type[torch.Tensor]) -> None:
-    """Count a subclass that is read as a plain tensor among the inputs that compiled code may hand to aten ops.
+def treat_as_plain(kind: type[torch.Tensor]) -> None:
+    """Count a subclass that is read as a plain tensor among the types that torch treats as one.
 
-    The check of custom ops at a graph's first call refuses other types. Checked on 2.13; on 2.11 there is none.
+    Compiled code checks the types that it hands to aten ops at its first call, and refuses others (2.13; 2.11 does not
+    check); torch.optim takes its foreach and fused paths for some types alone. Checked on 2.11, 2.13.
     """
     from torch._functorch._aot_autograd import runtime_wrappers
+    from torch.optim import optimizer
 
+    optimizer._foreach_supported_types.append(kind)
     known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
     if known is not None:
         runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]

@@ -312,6 +312,6 @@ class _Placed(torch.autograd.Function):
 
 
 torch.serialization.add_safe_globals([_rebuild])
-torch_private.let_compiled_code_take(StaticAddressTensor)
+torch_private.treat_as_plain(StaticAddressTensor)
 # Sharing memory between processes moves it, so that a copy is what is shared.
 ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))
