@@ -1,0 +1,248 @@
+"""Cross entropy with all its options, as a few numbers a row of the logits.
+
+With L, p, z as in `softmax_gradient`, V classes, label smoothing e and class weights w (1 where not given), the loss of
+a row is
+
+    t (m L - sum_k w_k q_k z_k) + s (M L - sum_k w_k z_k) + r L^2
+
+    hard target y:   q_k = [k = y],  t = (1 - e) w_y,  m = 1, and w_k q_k is written [k = y] from here on
+    soft target q:                   t = 1 - e,        m = sum_k w_k q_k
+    both:            s = e / V,  M = sum_k w_k,  r = z_loss;   an ignored row has t = s = r = 0
+
+and its gradient (t m + s M + 2 r L) p_k - t w_k q_k - s w_k. Everything here is a vector of N rows; what is as large as
+the logits is read by the kernels alone. The options mean what they mean in `torch.nn.functional.cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Which cross entropy: the options of torch's own, and three that language models add.
+
+    Args:
+        ignore_index: rows with this hard target count for nothing.
+        class_weight: (V,), floating point; a weight a class.
+        label_smoothing: in [0, 1]; the share of the uniform distribution in the target.
+        z_loss: the factor of L^2, L the log-sum-exp of a row. Its mean is over rows that are not ignored, also where
+            class weights make the mean of the cross entropy another one.
+        softcap: logits become `softcap * tanh(logits / softcap)`.
+        temperature: logits are divided by it, after the softcap.
+        reduction: "mean" over all valid targets, "sum", or "none" for a loss a row.
+
+    Raises:
+        ValueError: an option outside its range.
+
+    >>> CrossEntropy(softcap=30.0).temperature
+    1.0
+    >>> CrossEntropy(label_smoothing=2.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: label_smoothing must be between 0 and 1; got 2.0
+    """
+
+    ignore_index: int = -100
+    class_weight: Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {self.reduction!r}")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be between 0 and 1; got {self.label_smoothing}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive; got {self.softcap}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive; got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What each row should be, and what each class weighs, in the form that the kernels read.
+
+    Args:
+        hard: (N,) int64 class indices, -1 for an ignored row; None for soft targets.
+        soft: (N, V) floating point, a distribution a row; None for hard targets.
+        class_weight: (V,) in the dtype of the computation, or None.
+    """
+
+    hard: Tensor | None
+    soft: Tensor | None
+    class_weight: Tensor | None
+
+    def rows(self, begin: int, end: int) -> Targets:
+        """Those of rows [begin, end)."""
+        hard, soft = (None if t is None else t[begin:end] for t in (self.hard, self.soft))
+        return Targets(hard, soft, self.class_weight)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the loss needs to know of the logits of each row, each (N,).
+
+    Args:
+        top: the largest z.
+        total: sum of exp(z - top).
+        picked: sum of w q z; z of the target where that is hard.
+        summed: sum of w z; left as it is where no label is smoothed.
+    """
+
+    top: Tensor
+    total: Tensor
+    picked: Tensor
+    summed: Tensor
+
+    @staticmethod
+    def none(count: int, dtype: torch.dtype, device: torch.device) -> Statistics:
+        """Those of rows of which no column was seen."""
+        zeros = [torch.zeros(count, dtype=dtype, device=device) for _ in range(3)]
+        return Statistics(torch.full((count,), -torch.inf, dtype=dtype, device=device), *zeros)
+
+    def rows(self, begin: int, end: int) -> Statistics:
+        """Views of those of rows [begin, end)."""
+        return Statistics(*(t[begin:end] for t in (self.top, self.total, self.picked, self.summed)))
+
+    def log_normaliser(self) -> Tensor:
+        """L, (N,)."""
+        return self.top + self.total.log()
+
+
+@dataclass(frozen=True)
+class GradientFactors:
+    """The numbers of the gradient ((on_softmax + on_square L) p - on_target w q - on_all w) of each row, each (N,)."""
+
+    on_softmax: Tensor
+    on_square: Tensor
+    on_target: Tensor
+    on_all: Tensor
+
+    def rows(self, begin: int, end: int) -> GradientFactors:
+        """Views of those of rows [begin, end)."""
+        return GradientFactors(*(t[begin:end] for t in (self.on_softmax, self.on_square, self.on_target, self.on_all)))
+
+
+class RowTerms:
+    """The loss of N rows as a function of their statistics, and the factors of its gradient.
+
+    Args:
+        options: which cross entropy.
+        target: (N,) int64 class indices, or (N, V) floating point distributions.
+        classes: V.
+        dtype: of the computation, float32 or float64.
+
+    Raises:
+        ValueError: shapes that do not fit together, or soft targets with an index to ignore.
+        IndexError: a hard target that is no class and not ignored, as in torch; on a GPU torch's device assertion.
+    """
+
+    def __init__(self, options: CrossEntropy, target: Tensor, classes: int, dtype: torch.dtype) -> None:
+        self.options = options
+        weight = options.class_weight
+        if weight is not None and weight.shape != (classes,):
+            raise ValueError(f"class_weight must have the shape ({classes},); got {tuple(weight.shape)}")
+        weight = None if weight is None else weight.detach().to(dtype).contiguous()
+        smoothing = options.label_smoothing
+        count = target.shape[0]
+        if target.dim() == 1:
+            weights = _row_weights(target, weight, classes, options.ignore_index, dtype)
+            valid = target != options.ignore_index
+            self.targets = Targets(torch.where(valid, target, -1).long(), None, weight)
+            self.valid: Tensor | None = valid
+            self.on_target, self.mass = (1 - smoothing) * weights, torch.ones_like(weights)
+            self.on_all = smoothing / classes * valid.to(dtype)
+            self.denominators = weights.sum(), valid.sum().to(dtype)
+        else:
+            if target.shape[1:] != (classes,) or not target.is_floating_point():
+                raise ValueError(
+                    f"soft targets are floating point of the shape ({count}, {classes}); "
+                    f"got {target.dtype} of {tuple(target.shape)}"
+                )
+            if options.ignore_index >= 0:
+                raise ValueError(f"soft targets have no index to ignore; got ignore_index={options.ignore_index}")
+            soft = target.detach()
+            self.targets = Targets(None, soft, weight)
+            self.valid = None
+            self.mass = _weighed_sum(soft, weight, dtype)
+            self.on_target = torch.full_like(self.mass, 1 - smoothing)
+            self.on_all = torch.full_like(self.mass, smoothing / classes)
+            rows = self.mass.new_full((), count)
+            self.denominators = rows, rows
+        self.on_square = self.on_all.new_full((count,), options.z_loss)
+        if self.valid is not None:
+            self.on_square = self.on_square * self.valid
+        self.weight_sum = float(classes) if weight is None else weight.sum()
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Has every class a share in the target?"""
+        return self.options.label_smoothing > 0
+
+    @property
+    def is_penalised(self) -> bool:
+        """Is there a penalty on the log-sum-exp?"""
+        return self.options.z_loss != 0
+
+    def loss(self, statistics: Statistics) -> Tensor:
+        """The loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
+        normaliser = statistics.log_normaliser()
+        rows = self.on_target * (self.mass * normaliser - statistics.picked)
+        if self.is_smoothed:
+            rows = rows + self.on_all * (self.weight_sum * normaliser - statistics.summed)
+        penalty = self.on_square * normaliser.square() if self.is_penalised else torch.zeros_like(rows)
+        if self.valid is not None:  # zero times an infinite loss is no zero
+            rows, penalty = (torch.where(self.valid, t, 0.0) for t in (rows, penalty))
+        if self.options.reduction == "none":
+            return rows + penalty
+        if self.options.reduction == "sum":
+            return rows.sum() + penalty.sum()
+        loss = rows.sum() / self.denominators[0]
+        return loss + penalty.sum() / self.denominators[1] if self.is_penalised else loss
+
+    def gradient_factors(self, upstream: Tensor | None) -> GradientFactors:
+        """The factors of the gradient of the loss, times `upstream`: (N,) where nothing is reduced, otherwise 0-d."""
+        scales = [torch.ones_like(self.mass)] * 2
+        if self.options.reduction == "mean":
+            scales = [(1 / d).expand_as(self.mass) for d in self.denominators]
+        if upstream is not None:
+            scales = [scale * upstream.to(self.mass.dtype) for scale in scales]
+        if self.valid is not None:  # where all are ignored the mean is 0 / 0, and the gradient still zero
+            scales = [torch.where(self.valid, scale, 0.0) for scale in scales]
+        on_entropy, on_penalty = scales
+        return GradientFactors(
+            on_entropy * (self.on_target * self.mass + self.on_all * self.weight_sum),
+            on_penalty * 2 * self.on_square,
+            on_entropy * self.on_target,
+            on_entropy * self.on_all,
+        )
+
+
+def _row_weights(target: Tensor, weight: Tensor | None, classes: int, ignored: int, dtype: torch.dtype) -> Tensor:
+    """The class weight of each hard target, 0 for an ignored one; a target that is no class is torch's own error."""
+    table = torch.ones(1, dtype=dtype, device=target.device).expand(classes) if weight is None else weight
+    # On a GPU nll_loss would make its stand-in for the logits contiguous; gather has the same assertion.
+    if target.is_cuda:
+        chosen = table.gather(0, torch.where(target == ignored, 0, target.long()))
+        return torch.where(target == ignored, 0.0, chosen)
+    minus_one = torch.full((1, 1), -1.0, dtype=dtype, device=target.device).expand(target.shape[0], classes)
+    return F.nll_loss(minus_one, target, weight, reduction="none", ignore_index=ignored)
+
+
+def _weighed_sum(soft: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """sum_k w_k q_k, (N,), a few rows at a time so that no copy of the targets is made in another dtype."""
+    if weight is None:
+        return soft.sum(1, dtype=dtype)
+    step = max(1, 2**22 // max(1, soft.shape[1]))
+    parts = [part.to(dtype) @ weight for part in soft.split(step)]
+    return torch.cat(parts) if parts else soft.new_zeros(0, dtype=dtype)

@@ -1,0 +1,215 @@
+"""A block of logits: its statistics, and the gradient written over it, by Triton kernels or by their torch reference.
+
+A block is some rows and some columns of the whole matrix of logits. The reference is what the kernels are tested
+against, and what runs on a CPU and in float64; it makes temporaries of the block's size, the kernels none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from subtensors.kernels.cross_entropy import GradientFactors, RowTerms, Statistics
+from subtensors.kernels.softmax_gradient import gradient_kernel, softmax_gradient_kernel, statistics_kernel
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some of the logits.
+
+    Args:
+        logits: (rows, columns), rows of one stride and columns next to each other.
+        first_row, first_column: where it lies in the whole.
+    """
+
+    logits: Tensor
+    first_row: int = 0
+    first_column: int = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Its rows in the whole, [begin, end)."""
+        return self.first_row, self.first_row + self.logits.shape[0]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Its columns in the whole, [begin, end)."""
+        return self.first_column, self.first_column + self.logits.shape[1]
+
+
+class BlockOps(Protocol):
+    """What happens to a block of logits."""
+
+    def fold(self, block: Block, statistics: Statistics) -> None:
+        """Fold a block into the statistics of all rows, in place."""
+
+    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors) -> None:
+        """Write the gradient over a block; `normaliser` is L of all rows, `factors` are of all rows."""
+
+    def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
+        """Both, for a block with every column of its rows."""
+
+
+class ReferenceOps:
+    """The formulas in plain torch.
+
+    Args:
+        terms: of all rows.
+    """
+
+    def __init__(self, terms: RowTerms) -> None:
+        self.terms, self.options = terms, terms.options
+
+    def _squash(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+        """z and dz / dy, in the dtype of the computation."""
+        y, temperature = logits.to(self.terms.mass.dtype), self.options.temperature
+        if self.options.softcap is None:
+            return y / temperature, 1 / temperature
+        t = torch.tanh(y / self.options.softcap)
+        return self.options.softcap * t / temperature, (1 - t * t) / temperature
+
+    def _targets(self, block: Block) -> tuple[Tensor, Tensor | float]:
+        """w q (or the hard target's [k = y]) and w of a block."""
+        targets = self.terms.targets.rows(*block.rows)
+        begin, end = block.columns
+        weight = 1.0 if targets.class_weight is None else targets.class_weight[begin:end]
+        if targets.soft is not None:
+            return weight * targets.soft[:, begin:end].to(self.terms.mass.dtype), weight
+        assert targets.hard is not None
+        classes = torch.arange(begin, end, device=block.logits.device)
+        return (targets.hard[:, None] == classes).to(self.terms.mass.dtype), weight
+
+    def fold(self, block: Block, statistics: Statistics) -> None:
+        """Fold a block into the statistics of all rows, in place."""
+        z, _ = self._squash(block.logits)
+        targets, weight = self._targets(block)
+        mine = statistics.rows(*block.rows)
+        top = torch.maximum(mine.top, z.amax(1))
+        shift = torch.where(top == -torch.inf, 0.0, top)
+        mine.total.mul_((mine.top - shift).exp()).add_((z - shift[:, None]).exp().sum(1))
+        mine.top.copy_(top)
+        if self.terms.targets.soft is None:  # an infinite logit that is not the target's is not looked at
+            mine.picked.add_(torch.where(targets > 0, z, 0.0).sum(1))
+        else:
+            mine.picked.add_((targets * z).sum(1))
+        if self.terms.is_smoothed:
+            mine.summed.add_((weight * z).sum(1))
+
+    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors) -> None:
+        """Write the gradient over a block."""
+        z, slope = self._squash(block.logits)
+        targets, weight = self._targets(block)
+        mine, normaliser = factors.rows(*block.rows), normaliser[slice(*block.rows), None]
+        gradient = mine.on_softmax[:, None] * (z - normaliser).exp()
+        if self.terms.is_penalised:
+            gradient += mine.on_square[:, None] * normaliser * (z - normaliser).exp()
+        gradient -= mine.on_target[:, None] * targets
+        if self.terms.is_smoothed:
+            gradient -= mine.on_all[:, None] * weight
+        block.logits.copy_(gradient * slope)
+
+    def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
+        """Both, for a block with every column of its rows."""
+        self.fold(block, statistics)
+        self.write_gradient(block, statistics.log_normaliser(), factors)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Columns that a program reads at once, and the warps that share them."""
+
+    columns: int
+    warps: int
+
+
+WHOLE_ROWS, STATISTICS, GRADIENT = Tile(8192, 8), Tile(4096, 8), Tile(2048, 4)
+
+
+class KernelOps:
+    """The same by Triton kernels, in place and in float32.
+
+    Args:
+        terms: of all rows.
+    """
+
+    def __init__(self, terms: RowTerms) -> None:
+        self.terms = terms
+        options = terms.options
+        self.numbers = (1.0 if options.softcap is None else float(options.softcap), 1.0 / options.temperature)
+        self.flags = {
+            "SOFT": terms.targets.soft is not None,
+            "WEIGHTED": terms.targets.class_weight is not None,
+            "SMOOTHED": terms.is_smoothed,
+            "CAPPED": options.softcap is not None,
+        }
+
+    def _operands(self, block: Block) -> tuple[Any, ...]:
+        """What every kernel starts with; in the place of what is absent something that is not read."""
+        logits, targets = block.logits, self.terms.targets.rows(*block.rows)
+        soft = logits if targets.soft is None else _with_near_columns(targets.soft[:, slice(*block.columns)])
+        weight = logits if targets.class_weight is None else targets.class_weight
+        hard = logits if targets.hard is None else targets.hard
+        return logits, logits.stride(0), soft, soft.stride(0), weight, hard
+
+    def fold(self, block: Block, statistics: Statistics) -> None:
+        """Fold a block into the statistics of all rows, in place."""
+        rows, columns = block.logits.shape
+        mine = statistics.rows(*block.rows)
+        statistics_kernel[(rows,)](
+            *self._operands(block),
+            *(mine.top, mine.total, mine.picked, mine.summed),
+            *(block.first_column, columns, *self.numbers),
+            **self._shape(STATISTICS, columns),
+        )
+
+    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors) -> None:
+        """Write the gradient over a block."""
+        rows, columns = block.logits.shape
+        mine, normaliser = factors.rows(*block.rows), normaliser[slice(*block.rows)]
+        on_softmax = mine.on_softmax + mine.on_square * normaliser if self.terms.is_penalised else mine.on_softmax
+        shape = self._shape(GRADIENT, columns)
+        gradient_kernel[(rows, triton.cdiv(columns, shape["BLOCK"]))](
+            *self._operands(block),
+            *(normaliser, on_softmax, mine.on_target, mine.on_all),
+            *(block.first_column, columns, *self.numbers),
+            **shape,
+        )
+
+    def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
+        """Both, for a block with every column of its rows."""
+        rows, columns = block.logits.shape
+        mine, scale = statistics.rows(*block.rows), factors.rows(*block.rows)
+        softmax_gradient_kernel[(rows,)](
+            *self._operands(block),
+            *(mine.top, mine.total, mine.picked, mine.summed),
+            *(scale.on_softmax, scale.on_square, scale.on_target, scale.on_all),
+            *(columns, *self.numbers),
+            PENALISED=self.terms.is_penalised,
+            **self._shape(WHOLE_ROWS, columns),
+        )
+
+    def _shape(self, tile: Tile, columns: int) -> dict[str, Any]:
+        """The kernel's compile-time arguments; a block narrower than the tile gets a narrower tile."""
+        width = min(tile.columns, max(128, triton.next_power_of_2(columns)))
+        return {**self.flags, "BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
+
+
+def _with_near_columns(soft: Tensor) -> Tensor:
+    return soft if soft.stride(1) == 1 else soft.contiguous()
+
+
+def block_ops(terms: RowTerms, logits: Tensor, kernels: bool | None = None) -> BlockOps:
+    """What works on blocks of these logits.
+
+    Args:
+        terms: of all rows.
+        logits: any block: its device and dtype decide.
+        kernels: whether by Triton kernels; None: on a GPU, but for float64.
+    """
+    if kernels is None:
+        kernels = logits.is_cuda and logits.dtype != torch.float64
+    return KernelOps(terms) if kernels else ReferenceOps(terms)
