@@ -3,6 +3,7 @@
 from subtensors import optim
 from subtensors.arena import Arena
 from subtensors.bucket_policies import Geometric, Linear, Sizes
+from subtensors.chunked_tensor import ChunkedTensor, chunk
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain
 from subtensors.fit_buckets import fit_buckets
@@ -16,6 +17,7 @@ from subtensors.tensor_list import TensorList
 __all__ = [
     "AddressError",
     "Arena",
+    "ChunkedTensor",
     "Dim",
     "Geometric",
     "Linear",
@@ -24,6 +26,7 @@ __all__ = [
     "Sizes",
     "StaticAddressTensor",
     "TensorList",
+    "chunk",
     "clip_grad_norm_",
     "explain",
     "fit_buckets",

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from subtensors.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.fuse import Fused
 from subtensors.list_calls import explain_call
 from subtensors.optim import Optimizer
 from subtensors.tensor_list import TensorList
 
 
-def explain(subject: TensorList | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Say what was done and why: rules applied, groups, kernels.
+def explain(subject: Tensor | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Say what was done and why: rules applied, groups, chunks, kernels.
 
     Args:
-        subject: a TensorList, an optimizer, a fused function, or any torch function; the last two with the arguments of
-            a call.
+        subject: a TensorList, a ChunkedTensor or a loss computed from one, an optimizer, a fused function, or any torch
+            function; the last two with the arguments of a call.
         args: arguments of the call, which is planned but not run.
         kwargs: likewise.
 
@@ -37,6 +40,10 @@ def explain(subject: TensorList | Optimizer | Callable[..., Any], *args: Any, **
         return subject.explain()
     if isinstance(subject, TensorList):
         return repr(subject)
+    if isinstance(subject, ChunkedTensor):
+        return subject.explain()
+    if isinstance(subject, Tensor):
+        return explain_loss(subject)
     if callable(subject):
         return explain_call(subject, *args, **kwargs)
     raise TypeError(

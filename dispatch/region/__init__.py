@@ -1,0 +1,1 @@
+"""Regions: ops on chunked values, recorded, and run chunk by chunk when a value is asked for."""

@@ -1,0 +1,202 @@
+"""What is chunked: an axis of rows, and where a value of the region has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How many rows a chunk has: at most one of the three is given, and none leaves it to the region's shapes.
+
+    Args:
+        chunks: how many chunks.
+        rows: rows of the axis in a chunk.
+        memory_limit: bytes that a chunk's values may take.
+        exact: whether gradients of whole operands add up as if in one sum ("exact"), or in their dtype ("fast").
+        compiled: whether the maths of a chunk is compiled.
+    """
+
+    chunks: int | None = None
+    rows: int | None = None
+    memory_limit: int | None = None
+    exact: bool = True
+    compiled: bool = False
+
+
+class Axis:
+    """Rows that are taken chunk by chunk. Axes that meet in an op become one; the stricter wishes hold.
+
+    Args:
+        size: how many rows.
+        policy: how they are divided.
+
+    Example:
+        >>> Axis(10, Policy(rows=4)).spans(lambda rows: 0)
+        [(0, 4), (4, 8), (8, 10)]
+    """
+
+    def __init__(self, size: int, policy: Policy) -> None:
+        self.size = size
+        self._policy = policy
+        self._granule = 1
+        self._parent: Axis | None = None
+
+    @property
+    def root(self) -> Axis:
+        """The one axis that stands for all that this one has met."""
+        axis = self
+        while axis._parent is not None:
+            axis = axis._parent
+        return axis
+
+    @property
+    def policy(self) -> Policy:
+        """The wishes of all the axes that became this one."""
+        return self.root._policy
+
+    @property
+    def granule(self) -> int:
+        """Chunks begin at multiples of this many rows."""
+        return self.root._granule
+
+    def meet(self, other: Axis) -> None:
+        """Make the two axes one. They have the same size."""
+        one, two = self.root, other.root
+        if one is two:
+            return
+        two._parent = one
+        one._granule = math.lcm(one._granule, two._granule)
+        a, b = one._policy, two._policy
+        one._policy = Policy(
+            max((p.chunks for p in (a, b) if p.chunks), default=None),
+            min((p.rows for p in (a, b) if p.rows), default=None),
+            min((p.memory_limit for p in (a, b) if p.memory_limit), default=None),
+            a.exact or b.exact,
+            a.compiled or b.compiled,
+        )
+
+    def coarsen(self, granule: int) -> None:
+        """From now on chunks begin at multiples of `granule` rows."""
+        self.root._granule = math.lcm(self.granule, granule)
+
+    def spans(self, rows_by_memory: Callable[[int | None], int]) -> list[tuple[int, int]]:
+        """The chunks as `(start, stop)`; the last may be short.
+
+        Args:
+            rows_by_memory: how many rows fit in some bytes (None: in what is free), where the policy doesn't say.
+        """
+        policy, granule = self.policy, self.granule
+        wanted = [math.ceil(self.size / policy.chunks)] if policy.chunks else []
+        wanted += [policy.rows] if policy.rows else []
+        if policy.memory_limit or not wanted:
+            wanted.append(rows_by_memory(policy.memory_limit))
+        rows = max(granule, min(wanted) // granule * granule, 1)
+        return [(s, min(s + rows, self.size)) for s in range(0, max(self.size, 1), rows)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a value has the axis: dim `dim` is `outer` runs of `size` positions, `unit` positions a row, from `low` on.
+
+    A run holds positions `low .. low + size` of the axis counted in units, so that `x[:, 1:]` and `x.view(B * T, V)` of
+    a value chunked along T are chunked along it too.
+
+    Args:
+        axis: the rows.
+        dim: the dim of the value that holds them.
+        size: positions in a run.
+        outer: runs in the dim, from dims merged in front.
+        unit: positions a row; below one where rows were grouped.
+        low: the first position of a run.
+    """
+
+    axis: Axis
+    dim: int
+    size: int
+    outer: int = 1
+    unit: Fraction = Fraction(1)
+    low: int = 0
+
+    @property
+    def extent(self) -> int:
+        """The size of the whole dim."""
+        return self.outer * self.size
+
+    def at(self, dim: int) -> Layout:
+        """The same rows in another dim."""
+        return replace(self, dim=dim)
+
+    def like(self, other: Layout) -> bool:
+        """Whether both divide a dim alike, so that chunks of one meet chunks of the other."""
+        mine = (self.axis.size, self.size, self.outer, self.unit, self.low)
+        return mine == (other.axis.size, other.size, other.outer, other.unit, other.low)
+
+    def window(self, span: tuple[int, int]) -> tuple[int, int]:
+        """The positions of a run that a chunk of rows has."""
+        start, stop = (min(max(int(row * self.unit) - self.low, 0), self.size) for row in span)
+        return start, stop
+
+    def local(self, span: tuple[int, int]) -> int:
+        """The size of the dim in a chunk of rows."""
+        start, stop = self.window(span)
+        return self.outer * (stop - start)
+
+    def cut(self, whole: Tensor, span: tuple[int, int]) -> Tensor:
+        """A chunk's part of a whole tensor: a view, or a copy where runs are interleaved."""
+        start, stop = self.window(span)
+        if self.outer == 1:
+            return whole.narrow(self.dim, start, stop - start)
+        runs = whole.unflatten(self.dim, (self.outer, self.size)).narrow(self.dim + 1, start, stop - start)
+        part: Tensor = runs.flatten(self.dim, self.dim + 1)
+        return part
+
+    def put(self, whole: Tensor, span: tuple[int, int], part: Tensor) -> None:
+        """Write a chunk's part into the whole tensor."""
+        start, stop = self.window(span)
+        if self.outer == 1:
+            whole.narrow(self.dim, start, stop - start).copy_(part)
+        elif stop > start:
+            runs = whole.unflatten(self.dim, (self.outer, self.size)).narrow(self.dim + 1, start, stop - start)
+            runs.copy_(part.unflatten(self.dim, (self.outer, stop - start)))
+
+    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> Layout | None:
+        """Where the axis is after a reshape from `old` to `new` sizes; None where no dim holds it whole.
+
+        A dim of the new shape that holds several rows' worth of an old one has a unit above one; one whose positions
+        are groups of rows has a unit below one, and chunks must then begin at multiples of the group.
+        """
+        before = math.prod(old[: self.dim]) * self.outer
+        prefix = 1
+        for dim, size in enumerate(new):
+            if prefix and before % prefix == 0 and size % (outer := before // prefix) == 0:
+                run = size // outer
+                # Elements that one position of the run stands for, before and after.
+                old_tail, new_tail = math.prod(old[self.dim + 1 :]), math.prod(new[dim + 1 :])
+                if run * new_tail == self.size * old_tail and run > 0 and self._divides(old_tail, new_tail):
+                    ratio = Fraction(old_tail, new_tail)
+                    low = self.low * ratio
+                    if low.denominator == 1:
+                        return Layout(self.axis, dim, run, outer, self.unit * ratio, int(low))
+            prefix *= size
+        return None
+
+    @staticmethod
+    def _divides(old_tail: int, new_tail: int) -> bool:
+        return new_tail > 0 and (old_tail % new_tail == 0 or new_tail % old_tail == 0)
+
+    @property
+    def group(self) -> int:
+        """Rows that one position stands for: chunks must begin at multiples of it."""
+        return self.unit.denominator
+
+
+def meta_of(tensor: Tensor) -> Tensor:
+    """A tensor of the same sizes, strides and dtype without memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,0 +1,190 @@
+"""Running a pass: each chunk forward, and where asked for backward with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.region.accumulation import GradientSum, ProductInto
+from subtensors.dispatch.region.graph import Join, PerChunk, Span, Value, tensors_of
+from subtensors.dispatch.region.plan import Input, Plan, Step
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """What was decided when the ops were recorded is not decided again: casts of autocast, hooks on saved tensors."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        yield
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Results:
+    """The results of a pass, put together from the chunks'.
+
+    Args:
+        plan: the pass.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.tensors: list[Any] = [[] if v.join is Join.STACK else None for v in plan.outputs]
+
+    def add(self, span: Span, parts: Sequence[Tensor]) -> None:
+        """Take in the results of one chunk."""
+        for place, (value, part) in enumerate(zip(self.plan.outputs, parts, strict=True)):
+            held = self.tensors[place]
+            if value.join is Join.STACK:
+                held.append(part.detach())
+            elif value.join is Join.CAT:
+                if held is None:
+                    held = self.tensors[place] = part.new_empty(value.shape)
+                assert value.source is not None
+                value.source.put(held, span, part.detach())
+            else:
+                self.tensors[place] = part.detach().clone() if held is None else held.add_(part.detach())
+
+    def done(self) -> list[Tensor]:
+        """The whole results."""
+        return [
+            torch.stack(t) if v.join is Join.STACK else t for v, t in zip(self.plan.outputs, self.tensors, strict=True)
+        ]
+
+
+def tangent_of(value: Value, index: int, span: Span, whole: Tensor) -> Tensor:
+    """A chunk's part of the gradient of a result."""
+    if value.join is Join.STACK:
+        return whole[index]
+    if value.join is Join.CAT:
+        assert value.source is not None
+        return value.source.cut(whole, span)
+    return whole
+
+
+class Gradients:
+    """The gradients of what a pass reads, put together from the chunks'.
+
+    Args:
+        plan: the pass.
+        tensors: what it reads.
+        needed: of which of them a gradient is wanted.
+    """
+
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self.plan = plan
+        self.needed = [n for n in range(len(needed)) if needed[n]]
+        self.sums: dict[int, GradientSum] = {}
+        self.parts: dict[int, Tensor] = {}
+        self._reached: set[int] = set()
+        for n in self.needed:
+            if plan.inputs[n].layout is None:
+                self.sums[n] = GradientSum(tensors[n], plan.axis.policy.exact)
+            else:
+                self.parts[n] = torch.zeros_like(tensors[n])
+
+    def add(self, span: Span, leaves: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
+        """Differentiate one chunk."""
+        flows = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
+        if not flows or not self.needed:
+            return
+        wanted = [leaves[n] for n in self.needed]
+        with torch.enable_grad():  # ops without a gradient for an input are fine, as in backward()
+            grads = torch.autograd.grad([o for o, _ in flows], wanted, [t for _, t in flows], allow_unused=True)
+        for n, grad in zip(self.needed, grads, strict=True):
+            if grad is None:
+                continue
+            if n in self.sums:
+                self.sums[n].add(grad)
+            else:
+                self._reached.add(n)
+                layout = self.plan.inputs[n].layout
+                assert layout is not None
+                layout.put(self.parts[n], span, grad)
+
+    def take(self, scale: Tensor | None = None) -> dict[int, Tensor]:
+        """The gradients times a number, in the memory they were summed in; they can be taken once."""
+        taken = {n: total.take(scale) for n, total in self.sums.items() if total.used}
+        parts = {n: part for n, part in self.parts.items() if n in self._reached}
+        return taken | {n: part if scale is None else part.mul_(scale) for n, part in parts.items()}
+
+
+def chunk_leaves(plan: Plan, span: Span, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    """What one chunk reads, as leaves of a graph of its own."""
+    out = []
+    for read, tensor, needs in zip(plan.inputs, tensors, needed, strict=True):
+        part = tensor.detach() if read.layout is None else read.layout.cut(tensor.detach(), span)
+        out.append(part.detach().requires_grad_(needs) if needs else part)
+    return out
+
+
+def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None) -> list[Tensor]:
+    """The results of one chunk, differentiable where `gradients` wants them so.
+
+    Args:
+        plan: the pass.
+        span: the chunk's rows.
+        leaves: what it reads.
+        gradients: what products with whole operands add to; None where nothing is differentiated.
+
+    Returns:
+        for each output of the pass, this chunk's part.
+    """
+    known: dict[int, Tensor] = {}
+    inputs = {id(read): leaf for read, leaf in zip(plan.inputs, leaves, strict=True)}
+    places = {id(read): n for n, read in enumerate(plan.inputs)}
+
+    def at(x: Any) -> Any:
+        if isinstance(x, Input):
+            return inputs[id(x)]
+        if isinstance(x, Value):
+            return known[id(x)]
+        return x.of(span) if isinstance(x, PerChunk) else x
+
+    for step in plan.steps:
+        with torch.set_grad_enabled(gradients is not None and step.node.grad):
+            product = None if gradients is None else _product(step, places, gradients)
+            if product is not None:
+                factors, sums = product
+                result = ProductInto.apply(  # type: ignore[no-untyped-call]
+                    *(at(x) for x in factors), *sums
+                )
+            else:
+                args, kwargs = step.spec.unflatten([at(x) for x in step.leaves])
+                result = step.node.op(*args, **kwargs)
+        for value, tensor in zip(step.node.outputs, tensors_of(result), strict=True):
+            known[id(value)] = tensor
+        del result, tensor
+        for place in step.last:
+            known.pop(id(step.leaves[place]), None)
+    return [known[id(v)] for v in plan.outputs]
+
+
+# Products of two factors: where those stand, and what is added to them.
+_FACTORS: dict[Any, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}
+
+
+def _product(
+    step: Step, places: dict[int, int], gradients: Gradients
+) -> tuple[tuple[Any, Any, Any], tuple[GradientSum, bool, GradientSum | None]] | None:
+    """The operands of a product with a whole factor whose gradient is wanted, and the sums that they have."""
+    where = _FACTORS.get(step.node.op) if step.node.grad else None
+    if where is None:
+        return None
+    a, b = step.leaves[where[0]], step.leaves[where[1]]
+    added = None if where[2] is None else step.leaves[where[2]]
+    sums = [gradients.sums.get(places[id(x)]) if isinstance(x, Input) else None for x in (a, b, added)]
+    for second in (True, False):
+        if (into := sums[second]) is not None and (a is not b):
+            return (a, b, added), (into, second, sums[2])
+    return None

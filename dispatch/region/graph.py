@@ -1,0 +1,262 @@
+"""What a region records: values, and the ops that make them.
+
+A value is *whole* (one tensor) or *chunked* (a `Layout` says where its rows are). An op between whole values is run
+once. An op on chunked values is run for each chunk, and each of its results is chunked or a *partial*: a part of a
+whole value that is added to, laid beside or stacked on the parts of other chunks. A partial is whole to its readers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.region.axis import Axis, Layout, meta_of
+
+Span = tuple[int, int]
+
+_recording: ContextVar[bool] = ContextVar("recording", default=False)
+
+
+@contextmanager
+def recording(grad: bool) -> Iterator[None]:
+    """Ops recorded in here are differentiable, or not."""
+    token = _recording.set(grad)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+class NeedsValues(Exception):
+    """An op that can't be recorded: what it is given has to be realised."""
+
+    def __init__(self, op: object, reason: str) -> None:
+        super().__init__(f"{op}: {reason}")
+        self.op = str(op)
+        self.reason = reason
+
+
+class Join(enum.Enum):
+    """How the parts of chunks become one value."""
+
+    SUM = "sum"
+    CAT = "cat"
+    STACK = "stack"
+
+
+class Value:
+    """A tensor of the region, known by its metadata until it is computed.
+
+    Args:
+        meta: sizes, strides and dtype.
+        device: where it will live.
+        layout: where its rows are; None for a whole value.
+        node: what computes it; None for an input.
+        needs_grad: whether a gradient flows through it.
+    """
+
+    __slots__ = ("device", "index", "join", "layout", "meta", "needs_grad", "node", "source", "tensor", "version")
+
+    def __init__(
+        self, meta: Tensor, device: torch.device, layout: Layout | None, node: Node | None, needs_grad: bool
+    ) -> None:
+        self.meta, self.device, self.layout, self.node, self.needs_grad = meta, device, layout, node, needs_grad
+        self.join: Join | None = None
+        self.index = 0
+        self.tensor: Tensor | None = None
+        """The whole value, once it is known."""
+        self.source: Layout | None = None
+        """Of a partial that lays chunks side by side: where they go."""
+        self.version: int | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes of the whole value."""
+        return self.meta.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dims."""
+        return self.meta.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.meta.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A whole value of which each chunk reads its own part."""
+
+    value: Value
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class PerChunk:
+    """An argument that differs between chunks, such as a size."""
+
+    of: Callable[[Span], Any]
+
+
+class Node:
+    """An op of the region.
+
+    Args:
+        op: what is called.
+        args, kwargs: its arguments: values, cuts of them, per-chunk arguments and constants.
+        axis: the axis it is run along, chunk by chunk; None for an op that is run once.
+        grad: whether it is differentiated.
+    """
+
+    __slots__ = ("args", "axis", "grad", "kwargs", "name", "op", "outputs")
+
+    def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: Axis | None, grad: bool) -> None:
+        self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
+        self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
+        self.outputs: list[Value] = []
+
+    def operands(self) -> list[Value | Cut]:
+        """The values and cuts among its arguments."""
+        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, (Value, Cut))]
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a nest of arguments."""
+    return optree.tree_leaves(tree, none_is_leaf=True)
+
+
+def replace_leaves(tree: Any, replaced: Callable[[Any], Any]) -> Any:
+    """The nest with each leaf replaced."""
+    return optree.tree_map(replaced, tree, none_is_leaf=True)
+
+
+def tensors_of(results: Any) -> list[Tensor]:
+    """The tensors among what an op returns."""
+    return [x for x in leaves(results) if isinstance(x, Tensor)]
+
+
+def constant(tensor: Tensor) -> Value:
+    """A whole value that is known."""
+    value = Value(meta_of(tensor), tensor.device, None, None, tensor.requires_grad)
+    value.tensor = tensor
+    value.version = None if tensor.is_inference() else tensor._version
+    return value
+
+
+def known(value: Value) -> Tensor | None:
+    """The tensor of a whole value, where it is known.
+
+    Raises:
+        RuleError: it was written to after it was recorded, or its memory is gone.
+    """
+    tensor = value.tensor
+    if tensor is None or value.version is None:
+        return tensor
+    if tensor._version != value.version:
+        raise RuleError(
+            f"a tensor of shape {tuple(tensor.shape)} was modified in place after an op on a ChunkedTensor had "
+            f"recorded it; realize() the result before the write, or write to a clone"
+        )
+    if tensor.numel() and tensor.layout == torch.strided and tensor.untyped_storage().size() == 0:
+        raise RuleError(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the ChunkedTensor that uses it "
+            f"was evaluated; with FSDP keep this module's weights until the loss (reshard_after_forward=False)"
+        )
+    return tensor
+
+
+def infer(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What an op returns, as tensors without memory.
+
+    Raises:
+        NeedsValues: that can't be said without values, or the op refuses these arguments.
+    """
+
+    def bare(x: Any) -> Any:
+        if isinstance(x, Cut):
+            return x.value.meta
+        return x.meta if isinstance(x, Value) else x
+
+    args, kwargs = replace_leaves((args, kwargs), bare)
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        return op(*args, **kwargs)
+    except Exception as error:
+        raise NeedsValues(op, f"{type(error).__name__}: {error}") from error
+
+
+def emit(
+    op: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    metas: Any,
+    layouts: Sequence[Layout | Join | None],
+    axis: Axis | None,
+    grad: bool | None = None,
+) -> Any:
+    """Record an op.
+
+    Args:
+        op: what each chunk calls (or, for whole operands, what is called once).
+        args, kwargs: arguments of that call.
+        metas: what the whole call returns, as tensors without memory in the nest of the results.
+        layouts: for each tensor among the results, where its rows are, or how its parts join.
+        axis: what is run along; None for whole operands.
+        grad: whether gradients flow through it, if its operands have any; by default where `recording` says so.
+
+    Returns:
+        the nest of the results, with values in it.
+    """
+    node = Node(op, args, kwargs, axis, grad=False)
+    operands = [x.value if isinstance(x, Cut) else x for x in node.operands()]
+    recorded = _recording.get() if grad is None else grad
+    node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
+    device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
+    placed = iter(layouts)
+
+    def value(meta: Any) -> Any:
+        if not isinstance(meta, Tensor):
+            return meta
+        layout = next(placed, None)
+        differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
+        join = layout if isinstance(layout, Join) else None
+        out = Value(
+            meta, torch.device(device), None if isinstance(layout, Join) else layout, node, node.grad and differentiable
+        )
+        out.join, out.index = join, len(node.outputs)
+        node.outputs.append(out)
+        return out
+
+    return replace_leaves(metas, value)
+
+
+def gathered(value: Value) -> Value:
+    """The whole of a chunked value, as a value that is whole."""
+    layout = value.layout
+    if layout is None:
+        return value
+    if value.tensor is not None:
+        whole = Value(value.meta, value.device, None, None, value.needs_grad)
+        whole.tensor, whole.version = value.tensor, value.version
+        return whole
+    whole = emit(_kept, (value,), {}, value.meta, [Join.CAT], layout.axis, grad=True)
+    assert isinstance(whole, Value)
+    whole.source = layout
+    return whole
+
+
+def _kept(part: Tensor) -> Tensor:
+    return part

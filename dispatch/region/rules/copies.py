@@ -1,0 +1,103 @@
+"""Elements laid out again: side by side, repeated, padded, or cleared where positions say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.region.graph import PerChunk, Value
+from subtensors.dispatch.region.placing import Call, along, largest, wrapped
+from subtensors.dispatch.region.rules.table import RULES
+
+aten = torch.ops.aten
+
+
+@RULES.register(aten.cat, aten.stack)
+def side_by_side(call: Call) -> Any:
+    """Tensors with the same rows, laid side by side along another dim."""
+    tensors: list[Value] = [v for v in call["tensors"] if v.shape != (0,)]
+    call["tensors"] = tensors
+    leader = largest(call.chunked)
+    layout = leader.layout
+    assert layout is not None
+    new = call.op.overloadpacket is aten.stack
+    dim = wrapped(call["dim"], leader.ndim + new)
+    if not new and dim == layout.dim:
+        raise call.unchunkable("it lays rows after rows")
+    if any(v.ndim != leader.ndim for v in tensors):
+        raise call.unchunkable("its operands have different numbers of dims")
+    out = layout.at(layout.dim + (new and dim <= layout.dim))
+    return call.emit([out], layout.axis, lambda v: along(v, layout))
+
+
+@RULES.register(aten.constant_pad_nd, aten.reflection_pad1d, aten.replication_pad1d)
+def padded(call: Call) -> Any:
+    """Padding of other dims."""
+    (value,) = call.chunked
+    layout = value.layout
+    assert layout is not None
+    padding = list(call["pad"] if "pad" in call else call["padding"])
+    place = 2 * (value.ndim - 1 - layout.dim)
+    if any(padding[place : place + 2]):
+        raise call.unchunkable("it pads the rows")
+    return call.emit([layout], layout.axis, lambda v: v)
+
+
+@RULES.register(aten.repeat)
+def repeat(call: Call) -> Any:
+    """Other dims laid out again and again."""
+    (value,) = call.chunked
+    layout = value.layout
+    assert layout is not None
+    dim = layout.dim + len(call["repeats"]) - value.ndim
+    if call["repeats"][dim] != 1:
+        raise call.unchunkable("it repeats the rows")
+    return call.emit([layout.at(dim)], layout.axis, lambda v: v)
+
+
+@RULES.register(aten.tril, aten.triu)
+def triangle(call: Call) -> Any:
+    """A triangle of the last two dims: a chunk of rows, or of columns, has its diagonal that much lower or higher."""
+    (value,) = call.chunked
+    layout = value.layout
+    assert layout is not None
+    if layout.outer != 1 and layout.dim >= value.ndim - 2:
+        raise call.unchunkable("its rows lie in several runs")
+    sign = {value.ndim - 2: 1, value.ndim - 1: -1}.get(layout.dim, 0)
+    diagonal = call["diagonal"]
+    call["diagonal"] = 0
+    meta = call.infer()
+    call["diagonal"] = PerChunk(lambda span: diagonal + sign * layout.window(span)[0])
+    return call.emit([layout], layout.axis, lambda v: v, metas=meta)
+
+
+@RULES.register(aten.select_scatter, aten.slice_scatter)
+def put_back(call: Call) -> Any:
+    """A part of another dim replaced."""
+    value: Value = call["self"]
+    leader = largest(call.chunked)
+    selects = call.op.overloadpacket is aten.select_scatter
+    dim = wrapped(call["dim"], value.ndim)
+    layout = leader.layout
+    assert layout is not None
+    if leader is not value:
+        layout = layout.at(layout.dim + (selects and dim <= layout.dim))
+    if layout.dim == dim:
+        return _rows_replaced(call, value, selects)
+    source = layout.at(layout.dim - (selects and dim < layout.dim))
+    return call.emit([layout], layout.axis, lambda v: along(v, layout if v is value else source))
+
+
+def _rows_replaced(call: Call, value: Value, selects: bool) -> Any:
+    raise call.unchunkable("it replaces rows")
+
+
+@RULES.register(aten.one_hot)
+def one_hot(call: Call) -> Any:
+    """A row for each index, of a given number of classes."""
+    (value,) = call.chunked
+    if call["num_classes"] < 0:
+        raise call.unchunkable("the number of classes depends on the values")
+    assert value.layout is not None
+    return call.emit([value.layout], value.layout.axis, lambda v: v)

@@ -1,0 +1,142 @@
+"""Reads and writes where an index says: another dim's by each chunk; rows by whichever chunk has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.region.axis import Layout
+from subtensors.dispatch.region.graph import Join, PerChunk, Value, emit, gathered, infer
+from subtensors.dispatch.region.placing import Call, along, largest, whole, wrapped
+from subtensors.dispatch.region.rules.table import RULES, record
+
+aten = torch.ops.aten
+
+
+@RULES.register(aten.gather)
+def gather(call: Call) -> Any:
+    """Index and values have the same rows, and each chunk reads its own."""
+    leader = largest(call.chunked)
+    layout = leader.layout
+    assert layout is not None
+    dim = wrapped(call["dim"], leader.ndim)
+    if layout.dim == dim or any(v.shape[layout.dim] != layout.extent for v in (call["self"], call["index"])):
+        raise call.unchunkable("it picks from the rows, or not from all")
+    return call.emit([layout], layout.axis, lambda v: along(v, layout))
+
+
+@RULES.register(
+    aten.scatter.value,
+    aten.scatter.src,
+    aten.scatter.value_reduce,
+    aten.scatter.reduce,
+    aten.scatter_add,
+    aten.scatter_reduce,
+)
+def scatter(call: Call) -> Any:
+    """Destination, index and source have the same rows, and each chunk writes its own."""
+    leader = largest(call.chunked)
+    layout = leader.layout
+    assert layout is not None
+    dim = wrapped(call["dim"], leader.ndim)
+    if layout.dim == dim or any(v.shape[layout.dim] != layout.extent for v in call.values):
+        raise call.unchunkable("it writes to other rows, or not to all")
+    return call.emit([layout], layout.axis, lambda v: along(v, layout))
+
+
+@RULES.register(aten.embedding)
+def embedding(call: Call) -> Any:
+    """Each chunk looks its own indices up in the whole table."""
+    indices: Value = call["indices"]
+    layout = indices.layout
+    if layout is None:
+        raise call.unchunkable("the table is chunked")
+    return call.emit([layout], layout.axis, lambda v: v if v is indices else whole(v))
+
+
+@RULES.register(aten.index_select)
+def index_select(call: Call) -> Any:
+    """Positions of another dim; rows are picked by the chunk that has them."""
+    value, index = call["self"], call["index"]
+    layout: Layout | None = value.layout
+    if layout is None or index.layout is not None:
+        raise call.unchunkable("the index is chunked")
+    dim = wrapped(call["dim"], value.ndim)
+    if dim != layout.dim:
+        return call.emit([layout], layout.axis, lambda v: v)
+    places: list[Value | None] = [None] * dim + [index]
+    return record(aten.index.Tensor, value, places)
+
+
+@RULES.register(aten.index.Tensor)
+def index(call: Call) -> Any:
+    """`x[:, i, j]` of other dims by each chunk; `x[i, j]` with rows among them by whichever chunk has row `i`.
+
+    A chunk reads the rows that it has and 0 for others, so that the sum over chunks is what was asked for.
+    """
+    value: Value = call["self"]
+    layout = value.layout
+    places: list[Value | None] = list(call["indices"])
+    given = [d for d, i in enumerate(places) if i is not None]
+    dtypes = {places[d].dtype for d in given}  # type: ignore[union-attr]
+    if layout is None:
+        return _rows_of_a_table(call, places, given)
+    if dtypes - {torch.int64, torch.int32}:
+        raise call.unchunkable("a mask picks as many elements as it is true for")
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    if layout.dim not in given:
+        if any(i.layout is not None for i in places if i is not None) or not adjacent:
+            raise call.unchunkable("the index is chunked")
+        count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
+        out = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
+        return call.emit([out], layout.axis, lambda v: v)
+    if layout.outer != 1:
+        raise call.unchunkable("its rows lie in several runs")
+    metas = call.infer()
+    if metas.numel() >= value.meta.numel() and value.meta.numel() > layout.size:
+        raise call.unchunkable("it picks as much as there is")
+    row, low, size = places[layout.dim], layout.low, layout.size
+    assert row is not None
+    del low
+
+    def read(x: Tensor, indices: list[Tensor | None], start: int) -> Tensor:
+        rows = indices[layout.dim]
+        assert rows is not None
+        rows = torch.where(rows < 0, rows + size, rows)
+        if not rows.is_cuda and rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < size):
+            raise IndexError(f"index out of range in dimension {layout.dim} with size {size}")
+        here = (rows >= start) & (rows < start + x.shape[layout.dim])
+        if not x.shape[layout.dim]:
+            return x.new_zeros(metas.shape)
+        indices = list(indices)
+        indices[layout.dim] = (rows - start).clamp(0, x.shape[layout.dim] - 1)
+        found = aten.index.Tensor(x, indices)
+        # `here` has the dims of the indices, which stand where the first of them stood (or in front).
+        trailing = found.ndim - (first if adjacent else 0) - max(i.ndim for i in indices if i is not None)
+        return torch.where(here.reshape(*here.shape, *[1] * trailing), found, 0)
+
+    first = given[0]
+    whole_indices = [None if i is None else gathered(i) for i in places]
+    start = PerChunk(lambda span: layout.window(span)[0])
+    return emit(read, (value, whole_indices, start), {}, metas, [Join.SUM], layout.axis)
+
+
+def _rows_of_a_table(call: Call, places: list[Value | None], given: list[int]) -> Any:
+    """A whole table looked up by chunked indices: each chunk looks up its own."""
+    chunked = largest(call.chunked)
+    layout = chunked.layout
+    assert layout is not None
+    count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    if any(places[d].ndim != count or places[d].shape != chunked.shape for d in given) or not adjacent:  # type: ignore[union-attr]
+        raise call.unchunkable("its indices have different sizes")
+    metas = infer(call.op, tuple(call.positional), call.kwargs)
+    table = call["self"]
+    return call.emit(
+        [layout.at(layout.dim + given[0])],
+        layout.axis,
+        lambda v: whole(v) if v is table else along(v, layout),
+        metas=metas,
+    )

@@ -1,0 +1,507 @@
+"""ChunkedTensor: programs give the values and gradients of plain tensors, and nothing of all rows is ever there."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunked_programs import allocations, check_chunked
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+import subtensors as st
+from subtensors.chunked_tensor import fallbacks
+from subtensors.dispatch.region.axis import Axis, Policy
+
+
+def tensors(rows: int = 12, hidden: int = 6, vocab: int = 20, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "h": torch.randn(rows, hidden, generator=g),
+        "w": torch.randn(vocab, hidden, generator=g),
+        "b": torch.randn(vocab, generator=g),
+        "target": torch.randint(0, vocab, (rows,), generator=g),
+    }
+
+
+def cross_entropy(h: Tensor, w: Tensor, b: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(F.linear(h, w, b), target, **options)
+
+
+options = some.fixed_dictionaries(
+    {
+        "reduction": some.sampled_from(["mean", "sum", "none"]),
+        "label_smoothing": some.sampled_from([0.0, 0.1]),
+        "ignore_index": some.sampled_from([-100, 3]),
+    }
+)
+divisions = some.one_of(
+    some.fixed_dictionaries({"chunks": some.integers(1, 9)}),
+    some.fixed_dictionaries({"rows": some.integers(1, 9)}),
+    some.fixed_dictionaries({"memory_limit": some.sampled_from(["1KiB", "20KB", 100])}),
+    some.just({}),
+)
+needed = some.sets(some.sampled_from(["h", "w", "b"]))
+dtypes = some.sampled_from([torch.float32, torch.bfloat16])
+
+
+@given(options, divisions, needed, dtypes, some.integers(1, 9), some.booleans())
+def test_cross_entropy_of_chunked_hidden_states_is_that_of_plain_ones(
+    options: dict[str, Any], division: dict[str, Any], needs: set[str], dtype: torch.dtype, rows: int, weighted: bool
+) -> None:
+    given_tensors = tensors(rows)
+
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        weight = torch.linspace(0.5, 2, 20).to(h.dtype) if weighted else None
+        return cross_entropy(h, w, b, target, weight=weight, **options)
+
+    check_chunked(program, given_tensors, {"h": division}, dtype=dtype, needs=needs)
+
+
+@given(some.sampled_from([0, 1]), divisions, some.integers(1, 4), some.integers(1, 5), some.booleans(), dtypes)
+def test_batch_and_sequence_are_chunked_along_either_without_reshaping(
+    dim: int, division: dict[str, Any], batch: int, length: int, shift: bool, dtype: torch.dtype
+) -> None:
+    given_tensors = tensors(batch * length)
+    given_tensors["h"] = given_tensors["h"].view(batch, length, -1)
+    given_tensors["target"] = given_tensors["target"].view(batch, length)
+
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(h, w, b)
+        if shift and length > 1:
+            logits, target = logits[:, :-1].contiguous(), target[:, 1:]
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), target.reshape(-1))
+
+    check_chunked(program, given_tensors, {"h": {"dim": dim, **division}}, dtype=dtype)
+
+
+def softmax_of_rows(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return (F.linear(h, w, b).softmax(0) * torch.linspace(-1, 1, 20)).sum(1).pow(2).mean()
+
+
+def spread(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    return logits.var(0), logits.std(0, correction=0), *torch.std_mean(logits, (0, 1)), logits.norm(dim=0)
+
+
+def extremes(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    return logits.amax(0), logits.max(), logits.min(0).values, logits.argmax(0), logits.relu().amin((0, 1))
+
+
+def merged(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    return logits.logsumexp(0), logits.sigmoid().prod(0), (logits > 3).any(0), (logits > -9).all(), logits.mean(0)
+
+
+def picked(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    log_probs = F.linear(h, w, b).log_softmax(-1)
+    rows = torch.arange(len(target))
+    return (
+        log_probs[rows, target],
+        log_probs[rows.flip(0)[:3], target[:3]],
+        log_probs[-1],
+        log_probs[2:5].sum(0),
+        log_probs.gather(1, target[:, None]),
+        log_probs[:, 3],
+        log_probs.index_select(0, rows[:2]),
+    )
+
+
+def in_place(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    logits[:, 2] = -5.0
+    logits.mul_(2)
+    view = logits.t()[4:7]
+    view.add_(1)
+    logits[:, 8:10] += 3
+    return logits.logsumexp(-1), view.sum(), logits.view(-1, 2, 10)[:, 0].sum(0)
+
+
+def shared_parts(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    ce = F.cross_entropy(logits, target, reduction="none")
+    z = logits.logsumexp(-1).square()
+    return (ce + 1e-2 * z).mean() * 3 + w.sum(), ce.sum() / 7, ce.detach().exp() * ce
+
+
+def laid_out(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    left, right = logits.chunk(2, dim=-1)
+    both = torch.cat([right, left], 1)
+    stacked = torch.stack([left, right], 1)
+    return (
+        both.cumsum(1).sum(),
+        stacked.flip(2).softmax(1).sum((0, 2)),
+        torch.where(logits > 0, logits, 0).tril(1).sum(0),
+        logits.unflatten(1, (4, 5)).transpose(1, 2).reshape(len(target), 20).topk(3).values,
+        logits.sort(dim=-1, descending=True).values[:, 0].mean(),
+        F.pad(logits, (1, 2)).sum(0),
+        logits.expand(2, -1, -1).sum(0).mean(),
+        logits[None].squeeze().masked_fill(logits > 1, 0.0).mean(),
+    )
+
+
+def normalised(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w, b)
+    return (
+        F.layer_norm(logits, (20,), b).square().sum(),
+        F.rms_norm(logits, (20,), b).sum(0),
+        F.group_norm(logits, 4, b).square().mean(),
+        F.normalize(logits, dim=-1).mean(),
+    )
+
+
+def squared(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    features = F.linear(h, w, b).tanh()
+    return features.t() @ features, (features @ features.t()).logsumexp(1).mean(), (features * features).sum()
+
+
+def looked_up(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    best = F.linear(h, w, b).argmax(-1)
+    return F.embedding(best, w).sum(0), (best == target).float().mean(), w[best].mean(), F.one_hot(best, 20).sum(0)
+
+
+def losses(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    out = F.linear(h, w, b)
+    wanted = torch.linspace(0, 1, 20).to(out).expand_as(out)
+    return (
+        F.mse_loss(out, wanted),
+        F.l1_loss(out, wanted, reduction="sum"),
+        F.smooth_l1_loss(out, wanted),
+        F.huber_loss(out, wanted),
+        F.binary_cross_entropy_with_logits(out, wanted),
+        F.kl_div(out.log_softmax(-1), wanted, reduction="batchmean"),
+        F.cross_entropy(out, wanted),
+    )
+
+
+PROGRAMS = [softmax_of_rows, spread, extremes, merged, picked, in_place, shared_parts, laid_out, normalised, squared]
+PROGRAMS += [looked_up, losses]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_of_many_kinds_of_ops_are_right_in_value_and_gradient(
+    program: Any, rows: int, dtype: torch.dtype
+) -> None:
+    # A softmax over the rows finds its statistics in a pass of its own.
+    passes = 2 if program is softmax_of_rows else 1
+    check_chunked(program, tensors(), {"h": {"rows": rows}}, dtype=dtype, passes=passes)
+
+
+def test_logits_never_exist_in_full_forward_or_backward() -> None:
+    rows, hidden, vocab = 64, 4, 96
+    given_tensors = tensors(rows, hidden, vocab)
+    leaves = {n: t.requires_grad_(t.is_floating_point()) for n, t in given_tensors.items()}
+    programs = [cross_entropy, shared_parts, lambda **t: cross_entropy(**t, reduction="none").realize().exp().sum()]
+    for program in programs:
+        with allocations() as seen:
+            h = st.chunk(leaves["h"], rows=8)
+            out = program(**{**leaves, "h": h})
+            torch.autograd.backward(
+                [o.sum() if isinstance(o, st.ChunkedTensor) else o for o in (out if isinstance(out, tuple) else (out,))]
+            )
+        # A chunk of logits, or the gradient of the weight.
+        assert seen.largest == max(8 * vocab, vocab * hidden)
+
+
+def test_an_op_without_a_rule_realizes_its_operands_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    fallbacks.clear()
+    given_tensors = tensors()
+
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        return torch.linalg.svdvals(F.linear(h, w, b)).sum()
+
+    with caplog.at_level(logging.WARNING, "subtensors"):
+        check_chunked(program, given_tensors, {"h": {"rows": 5}}, dtype=torch.float32)
+        check_chunked(program, given_tensors, {"h": {"rows": 5}}, dtype=torch.float32)
+    assert [r.name for r in caplog.records] == ["subtensors.chunked_tensor"]
+    assert "_linalg_svd" in caplog.text
+    assert sum(fallbacks.values()) == 2
+
+
+def test_the_loss_is_a_plain_scalar_and_what_has_rows_stays_chunked() -> None:
+    t = tensors()
+    h = st.chunk(t["h"].requires_grad_(), chunks=4)
+    logits = h @ t["w"].t()
+    assert type(logits) is st.ChunkedTensor
+    assert logits.shape == (12, 20)
+    assert logits.requires_grad
+    loss = F.cross_entropy(logits, t["target"])
+    assert type(loss) is Tensor
+    assert loss.requires_grad
+    assert loss.shape == ()
+    with torch.no_grad():
+        assert not F.cross_entropy(logits, t["target"]).requires_grad
+        assert not (h @ t["w"].t()).requires_grad
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
+    rows, hidden, vocab = 64, 4, 4096
+    t = tensors(rows, hidden, vocab)
+    h = t["h"].requires_grad_()
+    with allocations() as seen:
+        cross_entropy(st.chunk(h, rows=1), t["w"], t["b"], t["target"]).backward()
+    assert seen.largest == vocab
+    assert t["w"].grad is None
+    assert h.grad is not None
+
+
+def test_a_second_backward_gives_the_same_gradients_again() -> None:
+    t = tensors()
+    leaves = [t[n].requires_grad_() for n in ("h", "w", "b")]
+    loss = cross_entropy(st.chunk(t["h"], rows=5), t["w"], t["b"], t["target"])
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(3 * loss, leaves, retain_graph=True)
+    for a, b, c in zip(first, kept, second, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, 3 * b)
+
+
+def test_a_second_derivative_is_refused_where_it_is_asked_for() -> None:
+    t = tensors()
+    w = t["w"].requires_grad_()
+    loss = cross_entropy(st.chunk(t["h"], rows=5), w, t["b"], t["target"])
+    (grad,) = torch.autograd.grad(loss, w, create_graph=True)
+    with pytest.raises(st.RuleError, match="differentiated twice"):
+        grad.sum().backward()
+
+
+def test_gradients_accumulate_over_several_losses_and_steps() -> None:
+    t = tensors()
+    plain, chunked = copy.deepcopy(t), copy.deepcopy(t)
+    for leaves in (plain, chunked):
+        leaves["w"].requires_grad_()
+        for scale in (0.5, 2.0, 1e-3):
+            h = leaves["h"] if leaves is plain else st.chunk(leaves["h"], rows=5)
+            (cross_entropy(h, leaves["w"], leaves["b"], leaves["target"]) * scale).backward()
+    torch.testing.assert_close(chunked["w"].grad, plain["w"].grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_recomputes_a_region(reentrant: bool) -> None:
+    t = tensors()
+
+    def block(h: Tensor, chunked: bool) -> Tensor:
+        hidden = torch.tanh(h * 2)
+        return cross_entropy(st.chunk(hidden, rows=5) if chunked else hidden, t["w"], t["b"], t["target"])
+
+    grads = []
+    t["w"].requires_grad_()
+    for chunked in (False, True):
+        h = t["h"].clone().requires_grad_()
+        loss = torch.utils.checkpoint.checkpoint(block, h, chunked, use_reentrant=reentrant)
+        grads.append(torch.autograd.grad(loss, [h, t["w"]]) if not reentrant else _backward(loss, [h, t["w"]]))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _backward(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    for leaf in leaves:
+        leaf.grad = None
+    loss.backward()
+    return [leaf.grad.clone() for leaf in leaves]  # type: ignore[union-attr]
+
+
+def test_inference_mode_and_no_grad_give_the_same_values() -> None:
+    t = tensors()
+    expected = cross_entropy(t["h"], t["w"], t["b"], t["target"])
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(cross_entropy(st.chunk(t["h"], rows=5), t["w"], t["b"], t["target"]), expected)
+
+
+def test_what_is_recorded_without_gradients_has_none_whoever_uses_it() -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(h, w, b)
+        with torch.no_grad():
+            log_sum = logits.logsumexp(-1, keepdim=True)
+        return (logits - log_sum).square().mean() + (logits.detach() * logits).mean()
+
+    check_chunked(program, tensors(), {"h": {"rows": 5}})
+
+
+def test_autocast_casts_what_it_would_and_gradients_reach_float32_weights() -> None:
+    t = tensors()
+    results = []
+    for chunked in (False, True):
+        leaves = {n: x.clone().requires_grad_(x.is_floating_point()) for n, x in t.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            h = st.chunk(leaves["h"], rows=5) if chunked else leaves["h"]
+            logits = F.linear(h, leaves["w"], leaves["b"])
+            assert logits.dtype == torch.bfloat16
+            loss = F.cross_entropy(logits, leaves["target"])
+        loss.backward()
+        results.append([loss.detach(), *(leaves[n].grad for n in ("h", "w", "b"))])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert actual.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+
+
+def test_several_chunked_tensors_meet_in_one_region_or_one_of_them_is_had_whole() -> None:
+    def program(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        similarity = image @ text.t() * scale.exp()
+        labels = torch.arange(len(image))
+        return (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.t(), labels)) / 2
+
+    g = torch.Generator().manual_seed(0)
+    values = {"image": torch.randn(9, 4, generator=g), "text": torch.randn(9, 4, generator=g), "scale": torch.ones(())}
+    for chunks in ({"image": {"rows": 4}, "text": {"rows": 2}}, {"text": {"rows": 4}}, {"image": {"chunks": 9}}):
+        check_chunked(program, values, chunks)
+
+    def joined(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        return (image.softmax(-1) * text * scale).sum()
+
+    for chunks in (
+        {"image": {"rows": 4}, "text": {"rows": 2}},
+        {"image": {"dim": 1, "rows": 3}, "text": {"rows": 2}},
+    ):
+        check_chunked(joined, values, chunks)
+
+
+@pytest.mark.parametrize("chunks", [2, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_exact_weight_gradients_err_no_more_than_an_unchunked_run_at_any_chunk_count(
+    chunks: int, dtype: torch.dtype
+) -> None:
+    t = tensors(256, 32, 64)
+    rounded = {n: x.to(dtype) if x.is_floating_point() else x for n, x in t.items()}
+    grads = {}
+    for name in ("truth", "plain", "exact", "fast"):
+        leaves = {n: x.double() if name == "truth" and x.is_floating_point() else x for n, x in rounded.items()}
+        w = leaves["w"].clone().requires_grad_()
+        h = leaves["h"]
+        if name in ("exact", "fast"):
+            h = st.chunk(h, chunks=chunks, accumulate=name)  # type: ignore[arg-type]
+        cross_entropy(h, w, leaves["b"], leaves["target"], reduction="sum").backward()
+        grads[name] = w.grad.double()  # type: ignore[union-attr]
+    err = {n: float((g - grads["truth"]).norm()) for n, g in grads.items()}
+    assert err["exact"] <= 1.2 * err["plain"]
+    if dtype == torch.bfloat16 and chunks >= 64:
+        assert err["fast"] > 1.5 * err["plain"]
+
+
+def test_writing_to_a_tensor_that_was_recorded_is_refused() -> None:
+    t = tensors()
+    logits = st.chunk(t["h"], rows=5) @ t["w"].t()
+    t["w"].mul_(2)
+    with pytest.raises(st.RuleError, match="modified in place"):
+        logits.sum()
+
+
+def test_in_place_ops_change_the_chunked_value_and_not_the_tensor_that_was_chunked() -> None:
+    x = torch.arange(6.0)
+    h = st.chunk(x, rows=2)
+    h.mul_(2)
+    h.sort(descending=True)
+    assert h.realize().tolist() == [0, 2, 4, 6, 8, 10]
+    h.cumsum_(0)
+    assert h.realize().tolist() == [0, 2, 6, 12, 20, 30]
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_nan_and_infinite_logits_and_ignored_targets_give_what_plain_torch_gives() -> None:
+    t = tensors()
+    bad = t["h"].clone()
+    bad[3] = float("inf")
+    bad[7] = float("nan")
+    for h, target in ((bad, t["target"]), (t["h"], torch.full((12,), -100)), (bad, torch.full((12,), -100))):
+        runs = []
+        for chunked in (False, True):
+            x, w = h.clone().requires_grad_(), t["w"].clone().requires_grad_()
+            loss = cross_entropy(st.chunk(x, rows=5) if chunked else x, w, t["b"], target)
+            runs.append([loss.detach(), *torch.autograd.grad(loss, [x, w])])
+        for expected, found in zip(*runs, strict=True):
+            torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_a_target_out_of_range_is_the_same_error_as_without_chunks() -> None:
+    t = tensors()
+    t["target"][5] = 20
+    with pytest.raises(IndexError, match="Target 20 is out of bounds"):
+        cross_entropy(st.chunk(t["h"], rows=5), t["w"], t["b"], t["target"])
+    with pytest.raises(IndexError, match="out of range"):
+        (st.chunk(t["h"], rows=5) @ t["w"].t())[torch.arange(12) + 1, torch.arange(12)].sum()
+
+
+def test_wrong_sizes_are_the_same_error_as_without_chunks() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        st.chunk(torch.ones(4, 3), rows=2) @ torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"chunks": 0}, st.SizeError, "chunks must be at least 1, got 0"),
+        ({"rows": -3}, st.SizeError, "rows must be at least 1, got -3"),
+        ({"chunks": 2, "rows": 2}, ValueError, "one of chunks, rows and memory_limit; got chunks, rows"),
+        ({"chunks": 2.5}, TypeError, "chunks is a whole number, got 2.5"),
+        ({"memory_limit": "much"}, ValueError, "got 'much'"),
+        ({"accumulate": "slow"}, ValueError, "got 'slow'"),
+        ({"dim": 2}, IndexError, "got 2"),
+    ],
+)
+def test_a_wrong_argument_is_refused_where_it_is_given(
+    arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        st.chunk(torch.ones(4, 3), **arguments)
+
+
+def test_only_a_tensor_with_rows_can_be_chunked() -> None:
+    with pytest.raises(st.SizeError, match="no rows"):
+        st.chunk(torch.ones(()))
+    with pytest.raises(TypeError, match="got list"):
+        st.chunk([1.0])  # type: ignore[arg-type]
+
+
+def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None:
+    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
+    assert h.requires_grad
+    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
+        h.register_hook(print)
+    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
+        h.requires_grad_(False)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum() * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * torch.ones(4, 3)
+
+
+def test_a_gradient_that_would_be_lost_in_a_function_of_the_users_own_is_refused() -> None:
+    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
+    with pytest.raises(st.RuleError, match="outside its region"):
+        Doubled.apply(h).backward()
+
+
+def test_numbers_text_and_copies_are_those_of_the_values() -> None:
+    h = st.chunk(torch.arange(4.0), rows=3)
+    assert h.tolist() == [0, 1, 2, 3]
+    assert h.sum().item() == 6
+    assert h.numpy().sum() == 6
+    assert [float(x) for x in h] == [0, 1, 2, 3]
+    assert type(copy.deepcopy(h)) is Tensor
+    assert repr(h.exp()) == "ChunkedTensor((4,), float32, cpu, rows in dim 0, 1 op recorded)"
+
+
+def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_axes_agree() -> None:
+    a, b = Axis(12, Policy(chunks=2)), Axis(12, Policy(rows=5))
+    a.meet(b)
+    assert b.spans(lambda limit: 0) == [(0, 5), (5, 10), (10, 12)]
+    a.coarsen(4)
+    assert b.spans(lambda limit: 0) == [(0, 4), (4, 8), (8, 12)]
+    assert Axis(3, Policy(chunks=8)).spans(lambda limit: 0) == [(0, 1), (1, 2), (2, 3)]
