@@ -172,6 +172,8 @@ class KernelGroup(Group):
             addresses[host] = []
         for position, binding in enumerate(self.bindings):
             if binding.addresses == addresses and binding.fixed.matches(columns):
+                # The lists that a guard will hand over again: those compare by identity.
+                binding.addresses = addresses
                 if position:
                     self.bindings.insert(0, self.bindings.pop(position))
                 if is_capturing and not binding.is_captured:
