@@ -53,6 +53,10 @@ class Elements(list[Tensor]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
+class PerBlock(Elements):
+    """The scales of tensors of 8-bit codes: for each element one number a block (`kernels.blockwise`)."""
+
+
 class Repeated(list[Tensor]):
     """One tensor shared by all elements, once for each of them."""
 

@@ -22,6 +22,7 @@ from subtensors.dispatch.columns import (
     ColumnGuard,
     Columns,
     Elements,
+    PerBlock,
     Repeated,
     addresses_of,
     distinct,
@@ -311,7 +312,8 @@ def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
     devices = {t.device for t, host in zip(row, on_host, strict=True) if not host} or {torch.device("cpu")}
     if len(devices) > 1:
         return _Route(reason="an element's tensors are on several devices")
-    sized = [t for t in row if t.dim() > 0]
+    is_scales = [isinstance(c, PerBlock) for c in columns]
+    sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
     if any(t.shape != sized[0].shape for t in sized):
         return _Route(reason="an element's tensors have several shapes")
     device = devices.pop()
@@ -320,10 +322,10 @@ def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
         Parameter(
             f"x{i}",
             t.dtype,
-            Extent.ELEMENT if t.dim() else Extent.TENSOR,
+            Extent.BLOCK if scales else Extent.ELEMENT if t.dim() else Extent.TENSOR,
             on_host=host and device.type != "cpu",
         )
-        for i, (t, host) in enumerate(zip(row, on_host, strict=True))
+        for i, (t, host, scales) in enumerate(zip(row, on_host, is_scales, strict=True))
     )
     triton = triton and all(p.dtype in DTYPES for p in parameters)
     alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or torch_private.is_dense(sized[0]))

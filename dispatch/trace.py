@@ -25,13 +25,14 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
 from subtensors.dispatch.op_classes import OpClass, op_class
+from subtensors.kernels import blockwise
 from subtensors.kernels.lowering import can_lower
 from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form
 
 aten = torch.ops.aten
 
 # Any shape would do; an odd one shows up in an error that should have been caught here.
-_SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: ()}
+_SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: (), Extent.BLOCK: (blockwise.block_count(3 * 5),)}
 
 # A view that keeps all of these keeps any shape: they differ in rank, one holds a 1, one is larger than any slice.
 _VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
@@ -299,7 +300,7 @@ class _Tracer(TorchDispatchMode):
         result = func(*positional, **keywords)
         shapes = {shape: extent for extent, shape in _SHAPES.items()}
         extent = shapes.get(tuple(result.shape))
-        if extent is None:
+        if extent is None or not self._keeps_blocks(func, arguments, extent):
             return None
         if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
             _refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
@@ -312,7 +313,17 @@ class _Tracer(TorchDispatchMode):
             compute = torch_private.computation_dtype(*numbers) if numbers else torch.bool
         if func in _CONVERSIONS:
             compute = arguments[0].dtype
+        if func._opname in blockwise.OPS:
+            compute = torch.float32
         return Instruction(func, operands, result.dtype, compute, extent)
+
+    @staticmethod
+    def _keeps_blocks(func: OpOverload, arguments: list[Any], extent: Extent) -> bool:
+        """Are numbers per block, if there are any, used for the quantization of elements alone?"""
+        extents = {a.extent for a in arguments if isinstance(a, Traced)} | {extent}
+        is_moved = func._opname == "copy" and extents == {Extent.BLOCK}
+        is_quantization = func._opname in blockwise.OPS and Extent.TENSOR not in extents
+        return is_quantization if Extent.BLOCK in extents and not is_moved else True
 
     def _emit(self, instruction: Instruction) -> Traced:
         if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
@@ -447,7 +458,7 @@ def trace(
         for i, stand_in in enumerate(stand_ins):
             if leaf is stand_in:
                 return Returned(i, is_parameter=True)
-        if isinstance(leaf, Traced):
+        if isinstance(leaf, Traced) and leaf.extent is not Extent.BLOCK:
             outputs.append(leaf.cell.value)
             return Returned(len(outputs) - 1, is_parameter=False)
         if leaf is None:

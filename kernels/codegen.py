@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from subtensors.kernels import tile_math
+from subtensors.kernels import blockwise, blockwise_tiles, tile_math
 from subtensors.kernels.libdevice import libdevice
 from subtensors.kernels.lowering import (
     ABSENT,
@@ -92,12 +92,14 @@ def _compile(source: str, name: str) -> Any:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     names: dict[str, Any] = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": __name__}
     names |= {f: getattr(tile_math, f) for f in _TILE_FUNCTIONS}
+    names |= {f: getattr(blockwise_tiles, f) for f in _BLOCK_FUNCTIONS}
     exec(compile(source, filename, "exec"), names)
     return names[name]
 
 
 _TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
 tile_amin load_tile store_tile to_bits arrive combine""".split()
+_BLOCK_FUNCTIONS = "blockwise_absmax quantize_blockwise dequantize_blockwise load_blocks store_blocks".split()
 
 
 class _Writer:
@@ -246,6 +248,8 @@ class _TileWriter(_Writer):
             return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
         if self.is_tile(index):
             return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
+        if self.value(index).extent is Extent.BLOCK:
+            return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
         return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
 
     def load_slot(self, index: int) -> str:
@@ -257,12 +261,17 @@ class _TileWriter(_Writer):
         if self.seeded():
             body.append("seed = tl.load(seed_pointer)")
         touched = {*self.segment.memory.values(), *self.segment.stores}
-        tiles = [p for p in sorted(touched) if self.program.parameters[p].extent is Extent.ELEMENT]
-        body += [f"p{p} = {self.pointer(p)} + start" for p in tiles]
+        starts = {Extent.ELEMENT: "start", Extent.BLOCK: f"start // {blockwise.SIZE}"}
+        for p in sorted(touched):
+            if (extent := self.program.parameters[p].extent) in starts:
+                body.append(f"p{p} = {self.pointer(p)} + {starts[extent]}")
         body += self.steps()
         for parameter, value in self.segment.stores.items():
             text = self.in_memory(value, self.program.parameters[parameter].dtype)
-            body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
+            if self.program.parameters[parameter].extent is Extent.BLOCK:
+                body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
+            else:
+                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
         if self.segment.outputs:
             body.append(f"offset = tl.load(table + {OUTPUT} * N + tensor) + start")
         for number, value in self.segment.outputs.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels import blockwise
 from subtensors.kernels.codegen import Kernel, write_kernel
 from subtensors.kernels.program import Extent, Program
 from subtensors.kernels.segments import plan_segments, slot_count
@@ -35,6 +36,9 @@ class Kernels:
 
     def __init__(self, program: Program, tiling: Tiling) -> None:
         self.program, self.tiling = program, tiling
+        if any(p.extent is Extent.BLOCK for p in program.parameters):
+            # Blocks are whole in a tile.
+            self.tiling = tiling = replace(tiling, block=max(tiling.block, blockwise.SIZE))
         self.segments = plan_segments(program)
         self.kernels: list[Kernel] = [
             write_kernel(

@@ -162,6 +162,9 @@ _FLOAT: dict[str, Template] = {
     "isinf": _format("(tl.abs({0}) == float('inf'))"),
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
+    "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, WHOLE, BLOCK)",
+    "quantize_blockwise": lambda x, scales, signed: f"quantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
+    "dequantize_blockwise": lambda x, scales, signed: f"dequantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, lane, tile, tensor, {salt.literal})",
     **{
         name: _libdevice(name)

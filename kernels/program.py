@@ -22,6 +22,8 @@ class Extent(Enum):
     """One number for every element of the tensor."""
     TENSOR = "tensor"
     """One number for the whole tensor: a 0-d element, a 0-d tensor given to every element, or a reduction."""
+    BLOCK = "block"
+    """One number for each block of elements, as codes of 8 bits have (`blockwise`)."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ class Program:
 
 def _declaration(index: int, value: Parameter | Instruction) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"v{index}: {dtype}{'' if value.extent is Extent.ELEMENT else ' 0-d'}"
+    return f"v{index}: {dtype}{_SUFFIXES[value.extent]}"
+
+
+_SUFFIXES = {Extent.ELEMENT: "", Extent.TENSOR: " 0-d", Extent.BLOCK: " a block"}
 
 
 def _operand(operand: Operand) -> str:

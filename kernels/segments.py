@@ -1,10 +1,11 @@
 """Cutting a program into kernels: one sweep over the elements between reductions.
 
-Time goes T0 E0 T1 E1 ... where Tk works on numbers per tensor (one lane a tensor) and Ek on elements (one
-tile at a time), each after k rounds of reductions. A value is computed again in every segment that needs
-it, from memory, rather than kept: registers are free and memory is not. So the one question is what
-memory holds by then, because a store may have overwritten what a later segment reads. Then the store is
-put off until that segment (`_Overwritten`), or, for a number per tensor, the value is kept in a slot.
+Time goes T0 E0 T1 E1 ... where Tk works on numbers per tensor (one lane a tensor) and Ek on elements and
+their blocks (one tile at a time), each after k rounds of reductions. A value is computed again in every
+segment that needs it, from memory, rather than kept: registers are free and memory is not. So the one
+question is what memory holds by then, because a store may have overwritten what a later segment reads. Then
+the store is put off until that segment (`_Overwritten`), or, for a number per tensor, the value is kept in a
+slot.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from subtensors.kernels.program import Extent, Instruction, Program
 
 def _time(round_: int, extent: Extent) -> int:
     """The position of Tk or Ek in T0 E0 T1 E1 ..."""
-    return 2 * round_ + (extent is Extent.ELEMENT)
+    return 2 * round_ + (extent is not Extent.TENSOR)
 
 
 @dataclass
@@ -141,7 +142,7 @@ class _Planner:
         elif isinstance(value, Instruction):
             for read in value.reads():
                 self._obtain(segments, segment, read)
-        elif value.extent is segment.extent:
+        elif _time(segment.round, value.extent) == _time(segment.round, segment.extent):
             raise _Overwritten(index, segment.round)
         else:
             raise _Unkept(self._store_time(index) // 2)
@@ -161,7 +162,7 @@ class _Planner:
     def _kept_in(self, index: int, segment: Segment) -> int | None:
         """The time of the earlier segment that keeps this number per tensor in a slot."""
         value = self.program.value(index)
-        if value.extent is Extent.ELEMENT:
+        if value.extent is not Extent.TENSOR:
             return None
         if isinstance(value, Instruction) and value.is_reduction:
             return _time(self.rounds[index] - 1, Extent.ELEMENT)

@@ -29,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
+from subtensors.kernels.blockwise import block_count
 from subtensors.kernels.launch import Grid, Kernels, Tiling, bits, to_device
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program
 
@@ -210,6 +211,8 @@ def _values(parameter: Parameter, sizes: Sequence[int], generator: torch.Generat
 
     if parameter.extent is Extent.ELEMENT:
         return [values(size) for size in sizes]
+    if parameter.extent is Extent.BLOCK:
+        return [values(block_count(size)) for size in sizes]
     return list(values(len(sizes)).unbind())
 
 
