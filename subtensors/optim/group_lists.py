@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from subtensors.dispatch.calls import Call
-from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.columns import Elements, PerBlock
+from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized
 
 
 @dataclass
@@ -25,13 +26,15 @@ class Batch:
     is_complex: bool
     params: Elements
     master: Elements | None
-    entries: tuple[Elements | None, ...]
+    entries: tuple[Elements | Quantized | Dithered | None, ...]
     """For each state entry that `update` takes, it for each parameter; None where these parameters have none."""
 
     def __post_init__(self) -> None:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a
         # tensor that stays (an offload through `.data`) moves all of the state, so the first of each column tells.
-        self._firsts = [column[0] for column in (self.master, *self.entries) if column is not None]
+        columns = [column for column in (self.master, *self.entries) if column is not None]
+        parts = [part for c in columns for part in (c if isinstance(c, tuple) else (c,))]
+        self._firsts = [part[0] for part in parts]
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self._last: tuple[list[Any], Call] | None = None
@@ -100,7 +103,8 @@ class GroupLists:
     missing: list[int]
     """The parameters without a gradient."""
     entries: tuple[str, ...]
-    has_masters: bool
+    form: tuple[Any, ...]
+    """The options that say in which dtypes state is kept."""
     batches: list[Batch]
 
     def __post_init__(self) -> None:
@@ -108,12 +112,12 @@ class GroupLists:
         self._single_params = [self.params[i] for i in self._single]
 
     def is_current(
-        self, params: list[Tensor], grads: Sequence[Tensor | None], entries: tuple[str, ...], has_masters: bool
+        self, params: list[Tensor], grads: Sequence[Tensor | None], entries: tuple[str, ...], form: tuple[Any, ...]
     ) -> bool:
         """Do the lists fit a step with these parameters, gradients and state entries?"""
         return (
             entries == self.entries
-            and has_masters == self.has_masters
+            and form == self.form
             and self.has_params(params)
             and missing(grads) == self.missing
             and not any(map(Batch.has_moved, self.batches))
@@ -140,3 +144,13 @@ def missing(grads: Sequence[Tensor | None]) -> list[int]:
 def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> Elements:
     """Complex tensors as pairs of reals, sharing memory; others as they are."""
     return Elements([torch.view_as_real(t) if t.is_complex() else t for t in tensors], is_fixed=is_fixed)
+
+
+def column_of(states: Sequence[Mapping[str, Any]], entry: str, form: torch.dtype | None) -> Any:
+    """One entry of several parameters' states, kept in one form, as a step is given it."""
+    column = as_real([state[entry] for state in states], is_fixed=True)
+    if form == torch.bfloat16:
+        return Dithered(column)
+    if form is None:
+        return column
+    return Quantized(column, PerBlock([state[entry + SCALES] for state in states], is_fixed=True))

@@ -15,7 +15,8 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.optim.capture import Capture
-from subtensors.optim.group_lists import Batch, GroupLists, as_real, missing
+from subtensors.optim.group_lists import Batch, GroupLists, as_real, column_of, missing
+from subtensors.optim.low_bit_state import check_state_dtype, form_of, keep
 from subtensors.optim.options import Options, recorded
 from subtensors.optim.packed_memory import PackedMemory
 from subtensors.optim.saved_state import MASTER, SavedState
@@ -304,23 +305,26 @@ class Optimizer(SavedState):
             self._forget()
         params = group["params"]
         entries = self._kept(group)
-        has_masters = bool(group.get("master_weights"))
+        form = bool(group.get("master_weights")), group.get("state_dtype")
         lists = self._lists.get(index)
-        if lists is not None and lists.is_current(params, grads, entries, has_masters):
+        if lists is not None and lists.is_current(params, grads, entries, form):
             return lists.batches
         self._refuse_sparse(grads)
         if lists is not None and not lists.has_params(params):
             self._forget()
-        kinds: dict[tuple[torch.device, bool, tuple[str, ...]], list[int]] = {}
+        kinds: dict[tuple[Any, ...], list[int]] = {}
         for i in [i for i, g in enumerate(grads) if g is not None]:
             p = params[i]
             kept = self._names(p, entries, group)
             self._fill(p, kept, group)
-            kinds.setdefault((p.device, p.is_complex(), kept), []).append(i)
+            forms = tuple([form_of(entry, p, group, self.low_bit) for entry in kept])
+            kinds.setdefault((p.device, p.is_complex(), kept, forms), []).append(i)
         batches = []
-        for (device, is_complex, kept), indices in self._cut(kinds, params):
+        for (device, is_complex, kept, forms), indices in self._cut(kinds, params):
             own = [params[i] for i in indices]
-            columns = {name: as_real([self.state[p][name] for p in own], is_fixed=True) for name in kept}
+            # Only where there are entries: asking for the state would make an empty one.
+            states = [self.state[p] for p in own] if kept else []
+            columns = {name: column_of(states, name, form) for name, form in zip(kept, forms, strict=True)}
             batches.append(
                 Batch(
                     None if indices == [*range(len(params))] else indices,
@@ -331,7 +335,7 @@ class Optimizer(SavedState):
                     tuple([columns.get(entry) for entry in self._entries]),
                 )
             )
-        self._lists[index] = GroupLists(list(params), missing(grads), entries, has_masters, batches)
+        self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
         self._mark = self.state.changes.mark
         return batches
 
@@ -364,6 +368,7 @@ class Optimizer(SavedState):
                 state[name] = self._start(p, name, MASTER in names, group)
                 if name == "step" and not is_new:
                     state[name].fill_(1)
+            keep(state, name, form_of(name, p, group, self.low_bit))
 
     def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
         """What state entry `name` of this parameter is before its first step."""
@@ -383,6 +388,7 @@ class Optimizer(SavedState):
         self._check(param_group)
 
     def _check(self, group: dict[str, Any]) -> None:
+        check_state_dtype(type(self).__name__, group.get("state_dtype"), self.low_bit)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True is not supported: the step is one fused update in place, which autograd can't "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+import torch
+
 
 class Options(TypedDict, total=False):
     """Options of any optimizer; each may differ between parameter groups, unless it says otherwise.
@@ -15,11 +17,15 @@ class Options(TypedDict, total=False):
     """Keep a float32 `master_param` for every bfloat16 or float16 parameter, with the rest of its state in float32,
     and round the parameter from it. Default False."""
 
+    state_dtype: str | torch.dtype | None
+    """In how few bits the optimizers that can keep their state: "int8", torch.bfloat16, or None for as many as it is
+    computed in. Default None."""
+
     graph: bool
     """Take steps by replaying a CUDA graph: the same as calling `capture()`. Of the whole optimizer. Default False."""
 
 
-DEFAULTS: dict[str, Any] = {"master_weights": False, "graph": False}
+DEFAULTS: dict[str, Any] = {"master_weights": False, "state_dtype": None, "graph": False}
 
 WHOLE = {"graph"}
 """Options of the optimizer rather than of its groups."""

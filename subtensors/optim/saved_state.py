@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import GroupLists
+from subtensors.optim.low_bit_state import form_of, keep, restored
 from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
 
@@ -23,6 +24,9 @@ class SavedState(torch.optim.Optimizer):
 
     host_entries: ClassVar[Collection[str]] = ("step",)
     """State of 0 dimensions that `state_dict` puts on the CPU, as torch.optim keeps it there."""
+
+    low_bit: ClassVar[Mapping[str, bool]] = {}
+    """The state entries that may be kept in fewer bits, and whether their numbers are signed."""
 
     _entries: ClassVar[tuple[str, ...]]
     _lists: dict[int, GroupLists]
@@ -44,7 +48,7 @@ class SavedState(torch.optim.Optimizer):
             `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
         """
         saved = super().state_dict()
-        saved["state"] = {key: dict(v) if isinstance(v, Entry) else v for key, v in saved["state"].items()}
+        saved["state"] = {key: restored(v) if isinstance(v, Entry) else v for key, v in saved["state"].items()}
         for group in saved["param_groups"]:
             if group.get("capturable") or group.get("fused"):
                 continue
@@ -93,6 +97,8 @@ class SavedState(torch.optim.Optimizer):
                 if isinstance(saved := self.state.get(p), _Saved):
                     entries = {name: value for name, value in saved.entries.items() if value is not None}
                     self.state[p] = {name: self._loaded(p, name, value, group) for name, value in entries.items()}
+                    for name in entries:
+                        keep(self.state[p], name, form_of(name, p, group, self.low_bit))
         for key, value in self.state.items():
             if isinstance(value, _Saved):
                 self.state[key] = value.entries

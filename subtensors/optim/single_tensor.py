@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
+from subtensors.optim.low_bit_state import Dithered, Quantized, read, write
 
 
 def single_tensor(cls: type) -> Callable[..., None]:
@@ -35,7 +36,7 @@ def single_tensor(cls: type) -> Callable[..., None]:
         p: Tensor,
         g: Tensor,
         master: Tensor | None,
-        entries: tuple[Tensor | None, ...],
+        entries: tuple[Tensor | Quantized | Dithered | None, ...],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         maximize: bool,
@@ -60,7 +61,11 @@ def single_tensor(cls: type) -> Callable[..., None]:
                 "between instances or steps must reach it as a keyword-only argument, from the parameter group"
             ) from error
         for target, value in zip(targets, values, strict=True):
-            if target is not None and value is not None and value is not target:
+            if target is None or value is None or value is target:
+                continue
+            if isinstance(target, Quantized | Dithered):
+                write(target, value, found_inf)
+            else:
                 target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
         if master is not None:
             p.copy_(master)
@@ -74,8 +79,10 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
-def _computed(stored: Tensor, must_copy: bool) -> Tensor:
+def _computed(stored: Tensor | Quantized | Dithered, must_copy: bool) -> Tensor:
     """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
+    if isinstance(stored, Quantized | Dithered):
+        return read(stored)
     if is_narrow(stored.dtype):
         return stored.float()
     return stored.clone() if must_copy else stored

@@ -1,0 +1,131 @@
+"""State kept in fewer bits than it is computed in: 8-bit codes with a scale a block, or bfloat16.
+
+An optimizer names in `low_bit` the state entries that bear it. In a group with `state_dtype="int8"` such an entry is a
+tensor of codes beside one of scales, `<entry>_absmax` (`kernels.blockwise` has the two codes); with
+`state_dtype=torch.bfloat16` it is rounded stochastically, so that what is below half a step is not lost but taken now
+and then. Either way the step reads, computes in float32 and writes within its one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels import blockwise
+
+SCALES = "_absmax"
+"""What the name of an entry of codes takes at its end to name its scales."""
+
+LEAST = 4096
+"""Elements below which a tensor's state is not quantized: little would be saved, and norms and biases are delicate."""
+
+
+class Quantized(NamedTuple):
+    """An entry of codes, as a step is given it: tensors, or the lists of a batch."""
+
+    codes: Any
+    scales: Any
+
+
+class Dithered(NamedTuple):
+    """An entry that is rounded to bfloat16 stochastically, as a step is given it."""
+
+    stored: Any
+
+
+def check_state_dtype(name: str, state_dtype: Any, low_bit: Mapping[str, bool]) -> None:
+    """Refuse what no state can be kept in.
+
+    Args:
+        name: the optimizer's.
+        state_dtype: the option of a group.
+        low_bit: the entries of the optimizer that bear it.
+
+    Raises:
+        ValueError: another value than None, "int8" and torch.bfloat16, or an optimizer without such entries.
+    """
+    if state_dtype not in (None, "int8", torch.bfloat16):
+        raise ValueError(f"Invalid state_dtype: {state_dtype!r}; expected 'int8', torch.bfloat16 or None")
+    if state_dtype is not None and not low_bit:
+        raise ValueError(f"state_dtype={state_dtype!r}: {name} keeps its state as it is; expected None")
+
+
+def form_of(entry: str, p: Tensor, group: Mapping[str, Any], low_bit: Mapping[str, bool]) -> torch.dtype | None:
+    """How this parameter's entry is kept.
+
+    Args:
+        entry: its name.
+        p: the parameter.
+        group: its group.
+        low_bit: for each entry that may be kept in fewer bits, whether it is signed.
+
+    Returns:
+        int8 or uint8 for codes, bfloat16, or None for the dtype it is computed in.
+    """
+    state_dtype = group.get("state_dtype")
+    if state_dtype is None or entry not in low_bit or p.is_complex():
+        return None
+    if state_dtype == "int8":
+        return (torch.int8 if low_bit[entry] else torch.uint8) if p.numel() >= LEAST else None
+    return torch.bfloat16
+
+
+def keep(state: Any, entry: str, form: torch.dtype | None) -> None:
+    """Bring an entry of a parameter's state into the form that it is to be kept in."""
+    is_quantized = entry + SCALES in state
+    wants_codes = form in (torch.int8, torch.uint8)
+    if is_quantized != wants_codes:
+        value = _restored(state, entry)
+        state.pop(entry + SCALES, None)
+        state[entry] = value
+        if wants_codes:
+            scales = blockwise.absmax(value)
+            state[entry] = blockwise.quantize(value, scales, form == torch.int8)
+            state[entry + SCALES] = scales
+    if form == torch.bfloat16 and state[entry].dtype != form:
+        state[entry] = state[entry].to(form)
+
+
+def restored(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state without codes: the numbers they stand for, in float32.
+
+    They are given the same codes again, to the last bit.
+    """
+    scales = {name for name in state if name.removesuffix(SCALES) != name and name.removesuffix(SCALES) in state}
+    return {name: _restored(state, name) for name in state if name not in scales}
+
+
+def _restored(state: Mapping[str, Any], entry: str) -> Any:
+    scales = state.get(entry + SCALES)
+    return state[entry] if scales is None else blockwise.dequantize(state[entry], scales, _is_signed(state[entry]))
+
+
+def _is_signed(codes: Tensor) -> bool:
+    return codes.dtype == torch.int8
+
+
+def read(entry: Quantized | Dithered) -> Tensor:
+    """The entry in float32, within fused maths."""
+    if isinstance(entry, Dithered):
+        value: Tensor = entry.stored.float()
+        return value
+    read: Tensor = torch.ops.subtensors.dequantize_blockwise(entry.codes, entry.scales, _is_signed(entry.codes))
+    return read
+
+
+def write(entry: Quantized | Dithered, value: Tensor, found_inf: Tensor | None) -> None:
+    """Store what the maths made of the entry, or leave it after an overflow, within fused maths."""
+    ops = torch.ops.subtensors
+    if isinstance(entry, Dithered):
+        rounded = ops.stochastic_round(value)
+        entry.stored.copy_(rounded if found_inf is None else torch.where(found_inf != 0, entry.stored, rounded))
+        return
+    if found_inf is not None:
+        # What codes stand for is given the same codes again.
+        value = torch.where(found_inf != 0, read(entry), value)
+    scales = ops.blockwise_absmax(value)
+    entry.codes.copy_(ops.quantize_blockwise(value, scales, _is_signed(entry.codes)))
+    entry.scales.copy_(scales)
