@@ -17,11 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
-<<<<<<< HEAD
-=======
-from subtensors.dispatch.groups import Elements
 from subtensors.kernels import blockwise
->>>>>>> 49b20a0 (Fused maths knows tensors of 8-bit codes: scales per block are reduced, read and written within a tile)
 from subtensors.kernels import lowering as table
 from subtensors.kernels.launch import Tiling
 

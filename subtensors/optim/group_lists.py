@@ -32,12 +32,15 @@ class Batch:
     def __post_init__(self) -> None:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a
         # tensor that stays (an offload through `.data`) moves all of the state, so the first of each column tells.
-        columns = [column for column in (self.master, *self.entries) if column is not None]
-        parts = [part for c in columns for part in (c if isinstance(c, tuple) else (c,))]
-        self._firsts = [part[0] for part in parts]
+        self._firsts = [column[0] for column in self.columns()]
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self._last: tuple[list[Any], Call] | None = None
+
+    def columns(self) -> list[Elements]:
+        """The lists that state is kept in."""
+        kept = [column for column in (self.master, *self.entries) if column is not None]
+        return [part for column in kept for part in (column if isinstance(column, tuple) else (column,))]
 
     def has_moved(self) -> bool:
         """Is the state's memory elsewhere?"""
@@ -104,7 +107,7 @@ class GroupLists:
     """The parameters without a gradient."""
     entries: tuple[str, ...]
     form: tuple[Any, ...]
-    """The options that say in which dtypes state is kept."""
+    """`kept_form` of the group."""
     batches: list[Batch]
 
     def __post_init__(self) -> None:
@@ -144,6 +147,11 @@ def missing(grads: Sequence[Tensor | None]) -> list[int]:
 def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> Elements:
     """Complex tensors as pairs of reals, sharing memory; others as they are."""
     return Elements([torch.view_as_real(t) if t.is_complex() else t for t in tensors], is_fixed=is_fixed)
+
+
+def kept_form(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The options of a group that say in which dtypes its state is kept."""
+    return bool(group.get("master_weights")), group.get("state_dtype")
 
 
 def column_of(states: Sequence[Mapping[str, Any]], entry: str, form: torch.dtype | None) -> Any:

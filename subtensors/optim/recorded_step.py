@@ -21,7 +21,7 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
-from subtensors.optim.group_lists import GroupLists, missing
+from subtensors.optim.group_lists import GroupLists, kept_form, missing
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -58,7 +58,7 @@ class RecordedStep:
         self.modes = modes()
         self.params = [p for batch in batches for p in batch.params]
         self.param_addresses = _addresses(self.params)
-        self.state = [t for batch in batches for c in (batch.master, *batch.entries) if c is not None for t in c]
+        self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_addresses = _addresses(self.state)
         own = _present(gradients)
         self.gradient_addresses = _addresses(own)
@@ -131,7 +131,7 @@ class RecordedStep:
         for i, (group, lists) in enumerate(zip(optimizer.param_groups, self.lists, strict=True)):
             if not lists.has_params(group["params"]):
                 return f"the parameters of group {i} are others"
-            if optimizer._kept(group) != lists.entries or bool(group.get("master_weights")) != lists.has_masters:
+            if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
                 return f"group {i} keeps other state"
         if any(batch.has_moved() for batch in self.batches):
             return "state moved"
@@ -222,7 +222,7 @@ def _are_immutable(options: list[Any]) -> bool:
     return all(type(o) in _IMMUTABLE or (isinstance(o, tuple) and _are_immutable([*o])) for o in options)
 
 
-_IMMUTABLE = {float, int, bool, str, type(None)}
+_IMMUTABLE = {float, int, bool, str, type(None), torch.dtype}
 
 
 def _signature(
