@@ -212,6 +212,7 @@ class _Tracer(TorchDispatchMode):
         return self._apply(func, arguments)
 
     def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
+        self._check_blocks(func, arguments)
         if func in EXPANSIONS:
             # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
             positional, keywords = call_form(func, [self._meta(a) for a in arguments])
@@ -300,7 +301,7 @@ class _Tracer(TorchDispatchMode):
         result = func(*positional, **keywords)
         shapes = {shape: extent for extent, shape in _SHAPES.items()}
         extent = shapes.get(tuple(result.shape))
-        if extent is None or not self._keeps_blocks(func, arguments, extent):
+        if extent is None or (extent is Extent.BLOCK and func._opname not in (*blockwise.OPS, "copy")):
             return None
         if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
             _refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
@@ -318,12 +319,13 @@ class _Tracer(TorchDispatchMode):
         return Instruction(func, operands, result.dtype, compute, extent)
 
     @staticmethod
-    def _keeps_blocks(func: OpOverload, arguments: list[Any], extent: Extent) -> bool:
-        """Are numbers per block, if there are any, used for the quantization of elements alone?"""
-        extents = {a.extent for a in arguments if isinstance(a, Traced)} | {extent}
+    def _check_blocks(func: OpOverload, arguments: list[Any]) -> None:
+        """Refuse to use numbers per block for anything but the quantization of elements."""
+        extents = {a.extent for a in arguments if isinstance(a, Traced)}
         is_moved = func._opname == "copy" and extents == {Extent.BLOCK}
         is_quantization = func._opname in blockwise.OPS and Extent.TENSOR not in extents
-        return is_quantization if Extent.BLOCK in extents and not is_moved else True
+        if Extent.BLOCK in extents and not (is_moved or is_quantization):
+            _refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
 
     def _emit(self, instruction: Instruction) -> Traced:
         if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
@@ -458,7 +460,11 @@ def trace(
         for i, stand_in in enumerate(stand_ins):
             if leaf is stand_in:
                 return Returned(i, is_parameter=True)
-        if isinstance(leaf, Traced) and leaf.extent is not Extent.BLOCK:
+        if isinstance(leaf, Traced) and leaf.extent is Extent.BLOCK:
+            raise RuleError(
+                f"fused maths returns tensors, and {function.__name__} numbers per block: store them instead"
+            )
+        if isinstance(leaf, Traced):
             outputs.append(leaf.cell.value)
             return Returned(len(outputs) - 1, is_parameter=False)
         if leaf is None:

@@ -15,7 +15,7 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.optim.capture import Capture
-from subtensors.optim.group_lists import Batch, GroupLists, as_real, column_of, kept_form, missing
+from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
 from subtensors.optim.low_bit_state import check_state_dtype, form_of, keep
 from subtensors.optim.options import Options, recorded
 from subtensors.optim.packed_memory import PackedMemory
