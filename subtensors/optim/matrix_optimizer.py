@@ -13,7 +13,8 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.stacks import run_by_shape
 from subtensors.fuse import fused
 from subtensors.optim.optimizer import Optimizer
-from subtensors.optim.single_tensor import is_narrow
+from subtensors.optim.options import IN_STEP
+from subtensors.optim.single_tensor import SQUARES, is_narrow, taken_gradient
 from subtensors.tensor_list import TensorList
 
 
@@ -88,14 +89,13 @@ def by_shape(function: Callable[..., Any], *lists: TensorList) -> Any:
 
 
 @fused
-def _gradient(p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool) -> Tensor:
+def _gradient(
+    p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool, values: dict[str, Any]
+) -> Tensor:
     """The gradient as `update` takes it; zero when it overflowed, so that no factorization meets an infinity."""
     g = g.to(torch.float32 if is_narrow(p.dtype) else p.dtype)
-    if grad_scale is not None:
-        g = g / grad_scale
-    if found_inf is not None:
-        g = torch.where(found_inf != 0, 0, g)
-    return -g if maximize else g
+    g, _ = taken_gradient(g, grad_scale, maximize, values)
+    return g if found_inf is None else torch.where(found_inf != 0, 0, g)
 
 
 @fused
@@ -140,8 +140,9 @@ class ListStep:
         weights = _list(p if master is None else master)
         gradients: Any = _list(g)
         states = [None if column is None else _list(column) for column in entries]
-        if grad_scale is not None or found_inf is not None or maximize:
-            gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize)
+        in_step = {name: hyperparameters.pop(name) for name in (*IN_STEP, SQUARES) if name in hyperparameters}
+        if grad_scale is not None or found_inf is not None or maximize or in_step:
+            gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize, in_step)
         written = [weights, *(state for state in states if state is not None)]
         before = [] if found_inf is None else [x.clone() for x in written]
         self._rules.update(weights, gradients, *states, **hyperparameters)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
-from typing import Any, ClassVar, Unpack, overload
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.graph_capture import recording_now
-from subtensors.optim.capture import Capture
+from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
 from subtensors.optim.low_bit_state import check_state_dtype, form_of, keep
-from subtensors.optim.options import Options, recorded
-from subtensors.optim.packed_memory import PackedMemory
-from subtensors.optim.saved_state import MASTER, SavedState
-from subtensors.optim.single_tensor import is_narrow, single_tensor
-from subtensors.optim.step_hooks import with_hooks
+from subtensors.optim.options import IN_STEP, Options, check_options, recorded
+from subtensors.optim.saved_state import MASTER
+from subtensors.optim.single_tensor import SQUARES, is_narrow, single_tensor
+from subtensors.optim.stepping import Stepping
 from subtensors.optim.watched_state import States
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -30,7 +27,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 _grad = attrgetter("grad")
 
 
-class Optimizer(SavedState):
+class Optimizer(Stepping):
     """An optimizer whose whole step is one fused call a parameter group.
 
     A subclass says which state a parameter has and how one tensor is updated:
@@ -104,6 +101,8 @@ class Optimizer(SavedState):
         cls._entries = tuple(s.name for s in entries if s not in hyperparameters)
         cls._hyperparameters = tuple(s.name for s in hyperparameters)
         cls._required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
+        if taken := {*cls._hyperparameters, *cls._entries} & {*IN_STEP, SQUARES}:
+            raise TypeError(f"{cls.__name__}.update takes {sorted(taken)}, the name of an option of every optimizer")
         if set(cls._entries) - {"step"} != set(cls._declaration) - {"step"}:
             raise TypeError(
                 f"{cls.__name__}.update takes the state entries {sorted(cls._entries)} (its arguments between g and "
@@ -121,6 +120,7 @@ class Optimizer(SavedState):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._lists = {}
         self._mark = None
+        self._norm = GradientNorm()
         super().__init__(params, defaults | recorded(options))
         self.state = States()
         if options.get("graph"):
@@ -162,98 +162,10 @@ class Optimizer(SavedState):
         """
         return True
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @with_hooks
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if type(self.state) is not States:
-            self.state = States(dict, self.state)
-        if self._capture is None or not self._capture.take_step(self):
-            self._update_all()
-        return loss
-
-    def _update_all(self) -> None:
-        """Update every parameter that has a gradient, now or in the graph that is being recorded."""
-        recording = recording_now()
-        for index, (group, grads) in enumerate(zip(self.param_groups, self._gradients(), strict=True)):
-            if recording is not None:
-                recording.source = index
-            for batch in self._batches(index, group, grads):
-                self._update_batch(group, batch, grads)
-
     def _gradients(self) -> list[Elements]:
         """Each group's gradients, None for a parameter without one."""
         # Like the parameters of the one batch that they are most often all of.
         return [Elements(map(_grad, g["params"]), like=self._whole(i)) for i, g in enumerate(self.param_groups)]
-
-    def capture(self, *, packed: bool = False, check: bool | None = None) -> Capture:
-        """Take steps by replaying a CUDA graph, recorded in the next step, and again when a step is another one.
-
-        Numbers of the parameter groups stay live, and gradients may be anywhere. What can't be replayed runs as it
-        would without: on a CPU, and within a graph of the caller's. `st.explain(opt)` says what happened and why.
-
-        Args:
-            packed: move the parameters into one flat tensor a device and dtype, and give each a gradient in another, to
-                which backward passes add. Then a step sees at a glance that all is where it was, however many
-                parameters there are. `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
-            check: look, at every replay, at each address that it uses; None: where `SUBTENSORS_CHECK_REPLAYS` is set.
-
-        Returns:
-            What was recorded so far, with its counts; nothing at first.
-
-        Example:
-            >>> import subtensors as st
-            >>> w = torch.nn.Parameter(torch.ones(2))
-            >>> opt = st.optim.SGD([w], lr=0.5)
-            >>> capture = opt.capture()
-            >>> w.grad = torch.ones(2)
-            >>> opt.step()
-            >>> print(st.explain(opt))
-            SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
-              ran eagerly: the parameters are on the CPU, where a step has no graph (1)
-        """
-        if check is None:
-            check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
-        params = [p for group in self.param_groups for p in group["params"]]
-        self._capture = Capture(check, PackedMemory(params) if packed else None)
-        return self._capture
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; packed ones become zero where they are.
-
-        Args:
-            set_to_none: drop them rather than write zeros.
-        """
-        if self._capture is not None and self._capture.packed is not None:
-            self._capture.packed.zero_gradients()
-        else:
-            super().zero_grad(set_to_none)
-
-    def explain(self) -> str:
-        """What a step is, in a few lines; `st.explain(opt)` says the same."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        how = "steps run eagerly" if self._capture is None else self._capture.explain()
-        return f"{type(self).__name__} of {count} parameters, {how}"
 
     def _whole(self, index: int) -> Elements | None:
         """The parameters of a group, where one batch is all of it and the gradients are laid out as they are."""
@@ -262,7 +174,13 @@ class Optimizer(SavedState):
 
     def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        options = [scale, found_inf, group.get("maximize"), len(group), *map(group.get, self._hyperparameters)]
+        options = [
+            scale,
+            found_inf,
+            group.get("maximize"),
+            len(group),
+            *map(group.get, (*self._hyperparameters, *IN_STEP)),
+        ]
         gradients = batch.gradients(grads)
         call = batch.call_again(options, gradients) or batch.call(
             options,
@@ -280,7 +198,12 @@ class Optimizer(SavedState):
 
     def _values(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """The group's hyperparameters as the fused call takes them."""
-        values = {}
+        values: dict[str, Any] = {}
+        for name in IN_STEP:
+            if group.get(name) is not None:
+                values[name] = _live(group[name], device)
+        if "max_norm" in values:
+            values[SQUARES] = self._norm.squares(device)
         for name in self._hyperparameters:
             if name in group:
                 value = group[name]
@@ -389,6 +312,9 @@ class Optimizer(SavedState):
 
     def _check(self, group: dict[str, Any]) -> None:
         check_state_dtype(type(self).__name__, group.get("state_dtype"), self.low_bit)
+        check_options(group)
+        if group.get("accumulate", 1) != (passes := self.param_groups[0].get("accumulate", 1)):
+            raise ValueError(f"Invalid accumulate: {group.get('accumulate', 1)}; another group has {passes}")
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True is not supported: the step is one fused update in place, which autograd can't "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
 
 class Options(TypedDict, total=False):
@@ -21,14 +23,43 @@ class Options(TypedDict, total=False):
     """In how few bits the optimizers that can keep their state: "int8", torch.bfloat16, or None for as many as it is
     computed in. Default None."""
 
+    max_norm: float | Tensor | None
+    """Clip: scale the gradients by max_norm / (norm + 1e-6) where that is less than 1, inside the step. The norm is
+    that of the gradients of all groups and parameters of the optimizer together. None: don't. Default None."""
+
+    accumulate: int
+    """Update in every so-manieth call of `step` only, by the mean of the gradients that the backward passes since the
+    last update have added up; `zero_grad` leaves them alone until then. The same for all groups. Default 1."""
+
     graph: bool
     """Take steps by replaying a CUDA graph: the same as calling `capture()`. Of the whole optimizer. Default False."""
 
 
-DEFAULTS: dict[str, Any] = {"master_weights": False, "state_dtype": None, "graph": False}
+DEFAULTS: dict[str, Any] = {
+    "master_weights": False,
+    "state_dtype": None,
+    "max_norm": None,
+    "accumulate": 1,
+    "graph": False,
+}
 
 WHOLE = {"graph"}
-"""Options of the optimizer rather than of its groups."""
+"""Options of the optimizer that its groups don't hold."""
+
+IN_STEP = ("max_norm", "accumulate")
+"""Options whose values a step is handed beside the hyperparameters of `update`."""
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Refuse values that are out of range.
+
+    Raises:
+        ValueError: with the option and its value.
+    """
+    if (max_norm := group.get("max_norm")) is not None and not max_norm > 0:
+        raise ValueError(f"Invalid max_norm: {max_norm}; expected more than 0, or None")
+    if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
+        raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
 
 
 def recorded(options: Options) -> dict[str, Any]:

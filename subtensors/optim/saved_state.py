@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.capture import Capture
+from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import GroupLists
 from subtensors.optim.low_bit_state import form_of, keep, restored
 from subtensors.optim.single_tensor import is_narrow
@@ -31,6 +32,7 @@ class SavedState(torch.optim.Optimizer):
     _entries: ClassVar[tuple[str, ...]]
     _lists: dict[int, GroupLists]
     _mark: object
+    _norm: GradientNorm
     _capture: Capture | None = None
 
     @abstractmethod
@@ -87,6 +89,7 @@ class SavedState(torch.optim.Optimizer):
         super().__setstate__(state)
         self._lists = {}
         self._mark = None
+        self._norm = GradientNorm()
         self.state = States(dict, self.state)
         for group in self.param_groups:
             for name, default in self.defaults.items():

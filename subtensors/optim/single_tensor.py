@@ -1,7 +1,8 @@
 """What a step does to one tensor, around an optimizer's `update`; all of it is traced into one program.
 
 w, *states = p (or its master), *state entries      in float32 where they are stored in less
-g          = g.to(w.dtype) / grad_scale             negated when maximizing
+g          = g.to(w.dtype) / (grad_scale passes)    the mean of so many passes; negated when maximizing
+g          = g min(1, max_norm / (norm + 1e-6))     where clipping is asked for
 update(w, g, *states, **hyperparameters)
 each of them <- where(found_inf, what it was, what update left)
 p          <- w                                     where w is its master
@@ -46,13 +47,9 @@ def single_tensor(cls: type) -> Callable[..., None]:
         values = [None if t is None else _computed(t, must_copy=found_inf is not None) for t in targets]
         w, *states = values
         assert w is not None
-        g = g.to(w.dtype)
-        if grad_scale is not None:
-            g = g / grad_scale
-        if maximize:
-            g = -g
+        g, own = taken_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
         try:
-            update(w, g, *states, **hyperparameters)
+            update(w, g, *states, **own)
         except AttributeError as error:
             if error.obj is not rules:
                 raise
@@ -72,6 +69,33 @@ def single_tensor(cls: type) -> Callable[..., None]:
 
     step.__name__ = cls.__name__
     return step
+
+
+def taken_gradient(
+    g: Tensor, grad_scale: Tensor | None, maximize: bool, values: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """The gradient as `update` is given it, and of the values that a step is handed those that are `update`'s.
+
+    Args:
+        g: the gradient.
+        grad_scale: the loss scale, a tensor of one element.
+        maximize: negate it.
+        values: hyperparameters of `update` and what `IN_STEP` and `SQUARES` name, if they are asked for.
+    """
+    own = dict(values)
+    max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SQUARES, None)
+    if passes is not None:
+        grad_scale = passes if grad_scale is None else grad_scale * passes
+    if grad_scale is not None:
+        g = g / grad_scale
+    if max_norm is not None:
+        norm = squares.sqrt() if grad_scale is None else squares.sqrt() / grad_scale
+        g = g * (max_norm / (norm + 1e-6)).clamp(max=1)
+    return (-g if maximize else g), own
+
+
+SQUARES = "gradient_squares"
+"""The sum of the squares of all gradients, as they are stored: what a step that clips is handed."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

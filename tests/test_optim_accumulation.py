@@ -1,0 +1,114 @@
+"""`accumulate=`: the loop stays as it is, and every so-manieth step updates by the mean of the passes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from small_models import TORCH_NAMES, loss_of, model, ones
+
+import subtensors as st
+from subtensors.dispatch.calls import kernels_on_cpu
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: range) -> None:
+    """A loop that knows nothing of accumulation."""
+    for number in losses:
+        loss_of(net, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_by_hand(net: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: range, passes: int) -> None:
+    for number in losses:
+        (loss_of(net, number) / passes).backward()
+        if (number + 1) % passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", [*TORCH_NAMES, "Lion"])
+def test_a_loop_that_knows_nothing_of_it_trains_as_one_by_hand(name: str, device: str) -> None:
+    ours, theirs = model(device), model(device)
+    train(ours, getattr(st.optim, name)(ours.parameters(), lr=0.01, accumulate=3), range(12))
+    package = st.optim if name == "Lion" else torch.optim
+    train_by_hand(theirs, getattr(package, name)(theirs.parameters(), lr=0.01), range(12), 3)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def test_clipping_is_by_the_norm_of_the_mean(device: str) -> None:
+    ours, theirs = model(device), model(device)
+    train(ours, st.optim.SGD(ours.parameters(), lr=0.1, accumulate=2, max_norm=0.1), range(8))
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    plain.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1) and None)
+    train_by_hand(theirs, plain, range(8), 2)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def test_the_loss_scale_is_taken_out_of_the_mean(device: str) -> None:
+    ours, theirs = model(device), model(device)
+    optimizer = st.optim.AdamW(ours.parameters(), lr=0.01, accumulate=2)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    for number in range(8):
+        scaler.scale(loss_of(ours, number)).backward()
+        scaler.step(optimizer)
+        if number % 2:
+            scaler.update()
+        optimizer.zero_grad()
+    train_by_hand(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), range(8), 2)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def test_the_kernels_divide_by_the_passes() -> None:
+    (p,) = ones(1)
+    optimizer = st.optim.SGD([p], lr=1.0, accumulate=4)
+    with kernels_on_cpu():
+        for _ in range(4):
+            optimizer.step()
+    assert p.item() == 1 - 1 / 4
+
+
+def test_gradients_are_kept_until_the_update_and_dropped_after_it() -> None:
+    (p,) = ones(1)
+    optimizer = st.optim.SGD([p], lr=1.0, accumulate=2)
+    optimizer.zero_grad()
+    assert p.grad is None
+    p.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert (p.item(), p.grad.item()) == (1.0, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert (p.item(), p.grad) == (0.5, None)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_a_copied_or_loaded_optimizer_accumulates_from_a_first_pass_on(copied: Any) -> None:
+    (p,) = ones(1)
+    optimizer = st.optim.SGD([p], lr=1.0, accumulate=2)
+    optimizer.step()
+    other = copied(optimizer)
+    (q,) = other.param_groups[0]["params"]
+    q.grad = torch.ones(1)
+    other.step()
+    assert q.item() == 1.0
+    other.step()
+    assert q.item() == 0.5
+    loaded = st.optim.SGD(ones(1))
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.param_groups[0]["accumulate"] == 2
+
+
+@pytest.mark.parametrize("passes", [0, -1, 1.5, True])
+def test_passes_that_cannot_be_counted_are_refused(passes: Any) -> None:
+    with pytest.raises(ValueError, match=f"Invalid accumulate: {passes}"):
+        st.optim.SGD(ones(1), accumulate=passes)
+
+
+def test_groups_that_would_update_at_different_times_are_refused() -> None:
+    a, b = ones(2)
+    with pytest.raises(ValueError, match="Invalid accumulate: 2; another group has 1"):
+        st.optim.SGD([{"params": [a]}, {"params": [b], "accumulate": 2}])
