@@ -48,18 +48,13 @@ def test_clipping_is_by_the_norm_of_the_mean(device: str) -> None:
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
-def test_the_loss_scale_is_taken_out_of_the_mean(device: str) -> None:
-    ours, theirs = model(device), model(device)
-    optimizer = st.optim.AdamW(ours.parameters(), lr=0.01, accumulate=2)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
-    for number in range(8):
-        scaler.scale(loss_of(ours, number)).backward()
+def test_a_loss_scale_that_may_change_between_passes_is_refused() -> None:
+    (p,) = ones(1)
+    optimizer = st.optim.AdamW([p], accumulate=2)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale((p * p).sum()).backward()
+    with pytest.raises(RuntimeError, match="accumulate=2 adds up gradients of several loss scales"):
         scaler.step(optimizer)
-        if number % 2:
-            scaler.update()
-        optimizer.zero_grad()
-    train_by_hand(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), range(8), 2)
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 def test_the_kernels_divide_by_the_passes() -> None:
@@ -102,7 +97,7 @@ def test_a_copied_or_loaded_optimizer_accumulates_from_a_first_pass_on(copied: A
     assert loaded.param_groups[0]["accumulate"] == 2
 
 
-@pytest.mark.parametrize("passes", [0, -1, 1.5, True])
+@pytest.mark.parametrize("passes", [0, -1, 1.5])
 def test_passes_that_cannot_be_counted_are_refused(passes: Any) -> None:
     with pytest.raises(ValueError, match=f"Invalid accumulate: {passes}"):
         st.optim.SGD(ones(1), accumulate=passes)

@@ -65,6 +65,11 @@ class Stepping(SavedState):
             with torch.enable_grad():
                 loss = closure()
         self._passes += 1
+        if (passes := self.param_groups[0].get("accumulate", 1)) > 1 and getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change its scale "
+                "after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"
+            )
         if self._is_accumulating():
             return loss
         if type(self.state) is not States:
