@@ -1,0 +1,227 @@
+"""How the masked kernels walk a padded tensor: rows that they keep apart, columns that they go along.
+
+The dimensions that an op keeps are the rows, those that it goes along (the softmax dimension, what is reduced) the
+columns. Each becomes at most two levels of a size and a stride,
+
+    offset = r1 * row_strides[0] + r0 * row_strides[1] + c1 * column_strides[0] + c0 * column_strides[1],
+
+by merging dimensions that lie in memory as one. A tile spans `r0` and `c0`; `r1` and `c1` are the same all over it, so
+that neighbouring lanes touch neighbouring memory whichever of the two is contiguous. Rows are numbered in the order of
+their dimensions: row `r1 * rows[1] + r0` is where a result of one number a row goes.
+
+A padded dimension lies within one level. Its index is `level // div % mod`, which is what a *slot* says.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.extents import Extent, normalized
+
+R1, R0, C1, C0 = range(4)
+"""The levels, as the kernels number them."""
+
+NO_BATCH = -1
+"""In place of a level, for an extent with one size for all rows."""
+
+TILE = 4096
+"""Elements that a program holds at once, where the tensor has as many: 32 a thread of four warps."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a padded dimension's index comes from, and that of its batch."""
+
+    level: int
+    div: int
+    mod: int
+    batch_level: int
+    batch_div: int
+    batch_mod: int
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Is it the same for all columns?"""
+        return self.level < C1 and self.batch_level < C1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The walk over tensors of one shape and stride."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    row_strides: tuple[int, int]
+    column_strides: tuple[int, int]
+    slots: tuple[Slot, ...]
+    """Of the extents, those of rows first; `order` says which is which."""
+    order: tuple[int, ...]
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_count(self) -> int:
+        """How many rows there are."""
+        return math.prod(self.rows)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes and strides in the order in which every kernel takes them."""
+        return (*self.rows, *self.columns, *self.row_strides, *self.column_strides)
+
+    @property
+    def statics(self) -> tuple[tuple[int, bool, int, bool], ...]:
+        """Of each slot what a kernel is compiled for: its levels, and whether the index wraps around in them."""
+        return tuple((s.level, s.mod > 0, s.batch_level, s.batch_mod > 0) for s in self.slots)
+
+    @property
+    def row_slots(self) -> int:
+        """How many slots, the first ones, are the same for all columns."""
+        return sum(slot.is_of_rows for slot in self.slots)
+
+    def slot_arguments(self, extents: Sequence[Extent]) -> tuple[tuple[Any, ...], ...]:
+        """Of each slot what a kernel reads at run time."""
+        return tuple(
+            (extents[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
+            for i, slot in zip(self.order, self.slots, strict=True)
+        )
+
+    @property
+    def _neighbours(self) -> int:
+        """How many rows a tile has at least, so that its loads are wide where rows lie side by side in memory."""
+        return 32 if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
+
+    def fits_whole_rows(self, limit: int) -> bool:
+        """Can a tile of at most so many elements hold its rows whole?"""
+        return self.columns[0] == 1 and _power_of_two(self.columns[1]) * self._neighbours <= limit
+
+    def tile(self, whole_rows: bool = False) -> tuple[int, int]:
+        """Rows and columns of a tile, powers of two; `whole_rows` when one has to hold all of `c0`."""
+        rows, columns = _power_of_two(self.rows[1]), _power_of_two(self.columns[1])
+        least = min(rows, self._neighbours)
+        wide = columns if whole_rows else min(columns, max(TILE // least, 1))
+        return max(min(rows, TILE // wide), least), wide
+
+
+def warps(elements: int) -> int:
+    """Warps for a tile of so many elements, at most 32 a thread."""
+    return 4 if elements <= 4096 else 8 if elements <= 8192 else 16
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def plan(x: Tensor, columns: Sequence[int], extents: Sequence[Extent]) -> tuple[Tensor, Layout]:
+    """How a kernel walks `x` along some dimensions.
+
+    Args:
+        x: the padded tensor.
+        columns: the dimensions that the kernel goes along.
+        extents: the padded dimensions.
+
+    Returns:
+        `x`, or a copy that can be walked, and the layout of its shape and strides.
+
+    Raises:
+        ValueError: a dimension is out of range, or a ragged extent has another number of rows than its batch.
+    """
+    extents = normalized(extents, x.dim())
+    for extent in extents:
+        if extent.sizes.dim() and extent.sizes.shape != (x.shape[extent.batch_dim],):
+            raise ValueError(
+                f"the sizes of dim {extent.dim} are one or one a row, () or ({x.shape[extent.batch_dim]},); "
+                f"got {tuple(extent.sizes.shape)}"
+            )
+    shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in extents)
+    wanted = tuple(sorted({d % x.dim() for d in columns}))
+    if not is_dense(x):
+        x = x.contiguous()
+    layout = _layout(tuple(x.shape), x.stride(), wanted, shapes)
+    if layout is None:
+        # Rows first, then columns: as one level each.
+        order = [d for d in range(x.dim()) if d not in wanted] + list(wanted)
+        x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+        layout = _layout(tuple(x.shape), x.stride(), wanted, shapes)
+        assert layout is not None, "a copy in the order of rows and columns has one level of each"
+    return x, layout
+
+
+def is_dense(x: Tensor) -> bool:
+    """Does every element have memory of its own, without gaps?"""
+    if x.is_contiguous():
+        return True
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    in_order = sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1)
+    return reach == x.numel() and all(a * n == b for (a, n), (b, _) in itertools.pairwise(in_order))
+
+
+def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
+    """`tensor`, or a copy, laid out in memory as `x` is."""
+    if tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_strided(x.shape, x.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], extents: tuple[tuple[int, int], ...]
+) -> Layout | None:
+    """The layout; None where rows or columns need more than two levels."""
+    rows = tuple(d for d in range(len(shape)) if d not in columns)
+    levels: list[list[int]] = []
+    for dims in (rows, columns):
+        merged = _merged_dims(dims, shape, strides)
+        if len(merged) > 2:
+            return None
+        levels += [[]] * (2 - len(merged)) + merged
+    places = {
+        d: (level, math.prod(shape[e] for e in dims[dims.index(d) + 1 :]))
+        for level, dims in enumerate(levels)
+        for d in dims
+    }
+
+    def place(dim: int) -> tuple[int, int, int]:
+        """Level, divisor and modulus of a dimension's index; 0 for the outermost one, which does not wrap around."""
+        level, div = places[dim]
+        return level, div, 0 if levels[level][0] == dim else shape[dim]
+
+    slots = []
+    for dim, batch_dim in extents:
+        slots.append(Slot(*place(dim), *(place(batch_dim) if batch_dim != NO_BATCH else (NO_BATCH, 1, 0))))
+    order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].is_of_rows))
+    sizes = [math.prod(shape[d] for d in dims) for dims in levels]
+    steps = [_step(dims, shape, strides) for dims in levels]
+    return Layout(
+        (sizes[R1], sizes[R0]),
+        (sizes[C1], sizes[C0]),
+        (steps[R1], steps[R0]),
+        (steps[C1], steps[C0]),
+        tuple(slots[i] for i in order),
+        order,
+        tuple(shape[d] for d in rows),
+    )
+
+
+def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> list[list[int]]:
+    """Runs of dimensions that lie in memory as one."""
+    runs: list[list[int]] = []
+    for d in dims:
+        step = _step(runs[-1], shape, strides) if runs else 0
+        if runs and (shape[d] == 1 or step in (0, shape[d] * strides[d])):
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    return runs
+
+
+def _step(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The distance of two neighbours in a run of dimensions; 0 where there are none."""
+    return next((strides[d] for d in reversed(dims) if shape[d] != 1), 0)

@@ -1,0 +1,276 @@
+"""The masked reductions as Triton: lanes that absorb elements, merge into one number a row, and finish it.
+
+The state of a lane is three numbers (a, b, n); n counts the elements.
+
+| kind | a | b | finished |
+|---|---|---|---|
+| sum, mean | sum x | - | a, a / n |
+| prod | product of the x that are not 0 | how many are | a or 0 |
+| amax, amin | extreme | how many x equal it | a |
+| logsumexp | max x | sum exp(x - a) | a + log b |
+| var | mean | sum (x - a)^2 | b / (n - correction) |
+| norm | sum abs(x)^p, or max abs(x) | of a maximum, how many equal it | a^(1/p) |
+
+A row that is long while rows are few is cut into parts, one program each, whose states a second kernel merges.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from subtensors.kernels.libdevice import libdevice
+from subtensors.kernels.masked_tiles import columns_inside, exp, rows_inside
+from subtensors.kernels.tile_math import div, sqrt
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _lowest(kind: tl.constexpr):
+    """The identity of a maximum."""
+    if kind == tl.int64:
+        return -9223372036854775808
+    else:
+        return float("-inf")
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _multiply(a, b):
+    return a * b
+
+
+@triton.jit
+def _identity(KIND: tl.constexpr, P: tl.constexpr, kind: tl.constexpr):
+    if KIND == "prod":
+        return 1
+    elif KIND == "amax" or KIND == "logsumexp" or (KIND == "norm" and P == INFINITY):
+        return _lowest(kind)
+    else:
+        return 0
+
+
+@triton.jit
+def _magnitude(x, P: tl.constexpr):
+    """What a p-norm adds up."""
+    if P == 0:
+        return (x != 0).to(x.dtype)
+    elif P == 1:
+        return tl.abs(x)
+    elif P == 2:
+        return x * x
+    else:
+        return libdevice.pow(tl.abs(x).to(tl.float64), P).to(x.dtype)
+
+
+@triton.jit
+def _absorb(KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, real):
+    """The state with one more element in each lane that is real; x is the kind's identity in the others."""
+    n += real.to(tl.int32)
+    if KIND == "sum" or KIND == "mean":
+        a += x
+    elif KIND == "prod":
+        b += (real & (x == 0)).to(b.dtype)
+        a *= tl.where(x == 0, 1, x)
+    elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
+        x = tl.abs(x) if KIND == "norm" else x
+        higher = _largest(a, tl.where(real, x, _lowest(a.dtype)))
+        b = tl.where(higher == a, b, 0) + (real & (x == higher)).to(b.dtype)
+        a = higher
+    elif KIND == "logsumexp":
+        higher = _largest(a, tl.where(real, x, float("-inf")))
+        shift = tl.where(tl.abs(higher) == INFINITY, 0.0, higher)
+        b = b * exp(a - shift) + tl.where(real, exp(x - shift), 0.0)
+        a = higher
+    elif KIND == "var":
+        delta = tl.where(real, x - a, 0.0)
+        a += div(delta, tl.maximum(n, 1).to(a.dtype))
+        b += delta * tl.where(real, x - a, 0.0)
+    else:
+        a += tl.where(real, _magnitude(x, P), 0.0)
+    return a, b, n
+
+
+@triton.jit
+def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n):
+    """The state of all lanes of a row together, (BM, 1)."""
+    count = tl.sum(n.to(tl.int64), 1, keep_dims=True)
+    if KIND == "prod":
+        return tl.reduce(a, 1, _multiply, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
+    elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
+        highest = tl.reduce(a, 1, _largest, keep_dims=True)
+        return highest, tl.sum(tl.where(a == highest, b, 0), 1, keep_dims=True), count
+    elif KIND == "logsumexp":
+        highest = tl.reduce(a, 1, _largest, keep_dims=True)
+        shift = tl.where(tl.abs(highest) == INFINITY, 0.0, highest)
+        lanes = tl.where(tl.abs(a) == INFINITY, 0.0, a)
+        return highest, tl.sum(b * exp(lanes - shift), 1, keep_dims=True), count
+    elif KIND == "var":
+        weight = n.to(a.dtype)
+        mean = div(tl.sum(a * weight, 1, keep_dims=True), tl.maximum(count, 1).to(a.dtype))
+        apart = a - mean
+        return mean, tl.sum(b + weight * apart * apart, 1, keep_dims=True), count
+    else:
+        return tl.sum(a, 1, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
+
+
+@triton.jit
+def _finish(KIND: tl.constexpr, P: tl.constexpr, a, b, n, CORRECTION: tl.constexpr):
+    """The result of a row, and what its gradient needs beside it."""
+    if KIND == "mean":
+        return div(a, n.to(a.dtype)), b
+    elif KIND == "prod":
+        # Of a row with a zero, the product of the others is the gradient of that zero; of two zeros nothing is.
+        return tl.where(b > 0, a * 0, a), tl.where(b > 1, a * 0, a)
+    elif KIND == "logsumexp":
+        shift = tl.where(tl.abs(a) == INFINITY, 0.0, a)
+        return tl.log(b) + shift, tl.zeros_like(b)
+    elif KIND == "var":
+        free = tl.maximum(n.to(a.dtype) - CORRECTION, 0.0)
+        return div(tl.where(n > 0, b, float("nan")), free), a
+    elif KIND == "norm":
+        if P == INFINITY:
+            return tl.where(n > 0, a, 0.0), b
+        elif P == 2:
+            return sqrt(a), b
+        elif P == 0 or P == 1:
+            return a, b
+        else:
+            return libdevice.pow(a.to(tl.float64), 1.0 / P).to(a.dtype), b
+    else:
+        return a, b
+
+
+@triton.jit
+def reduction_kernel(
+    x, out, aux, counts, slots, parts, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Reduce x over its columns; with `SPLIT`, write the state of one part of each row: (parts, rows) of a, b and n."""
+    kind: tl.constexpr = aux.dtype.element_ty
+    high, wide = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
+    r1 = tl.program_id(0) // high
+    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
+    part = tl.program_id(1)
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
+    lane = tl.arange(0, BN)[None, :]
+    identity = _identity(KIND, P, kind)
+    a = tl.full([BM, BN], identity, kind)
+    b = tl.zeros([BM, BN], kind)
+    n = tl.zeros([BM, BN], tl.int32)
+    tiles = C1 * wide
+    for tile in range(part * tiles // parts, (part + 1) * tiles // parts):
+        c1, c0 = tile // wide, tile % wide * BN + lane
+        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+        at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
+        value = tl.load(x + at, mask=near, other=0).to(kind)
+        value = tl.where(real, -value if NEGATE else value, identity)
+        a, b, n = _absorb(KIND, P, a, b, n, value, real)
+    a, b, count = _merge(KIND, P, a, b, n)
+    row = r1.to(tl.int64) * R0 + r0
+    if SPLIT:
+        row += part.to(tl.int64) * R1 * R0
+        tl.store(out + row, a, mask=r0 < R0)
+        tl.store(aux + row, b, mask=r0 < R0)
+        tl.store(counts + row, count, mask=r0 < R0)
+    else:
+        _write(row, r0 < R0, in_rows, a, b, count, out, aux, counts, KIND, P, NEGATE, CORRECTION, FILL)
+
+
+@triton.jit
+def _write(
+    row, inside, in_rows, a, b, count, out, aux, counts,
+    KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    result, beside = _finish(KIND, P, a, b, count, CORRECTION)
+    result = tl.where(in_rows, (-result if NEGATE else result), FILL)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(aux + row, beside, mask=inside)
+    tl.store(counts + row, count, mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    states_a, states_b, states_n, out, aux, counts, slots, parts, R1, R0,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of a row's parts, one row a program."""
+    r1, r0 = tl.program_id(0) // R0, tl.program_id(0) % R0 + tl.zeros([1, 1], tl.int32)
+    part = tl.arange(0, PARTS)[None, :]
+    row = r1.to(tl.int64) * R0 + r0
+    at = row + part.to(tl.int64) * R1 * R0
+    kind: tl.constexpr = aux.dtype.element_ty
+    a = tl.load(states_a + at, mask=part < parts, other=0)
+    a = tl.where(part < parts, a, _identity(KIND, P, kind))
+    b = tl.load(states_b + at, mask=part < parts, other=0)
+    n = tl.load(states_n + at, mask=part < parts, other=0)
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    a, b, count = _merge(KIND, P, a, b, n)
+    _write(row, r0 < R0, in_rows, a, b, count, out, aux, counts, KIND, P, NEGATE, CORRECTION, FILL)
+
+
+@triton.jit
+def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g):
+    """The gradient of an element, from its row's result, what was kept beside it, and the row's scaled gradient."""
+    if KIND == "sum" or KIND == "mean":
+        return g + x * 0
+    elif KIND == "prod":
+        return g * tl.where(x == 0, aux, div(out, tl.where(x == 0, 1.0, x)))
+    elif KIND == "amax":
+        # Of a NaN nothing is equal to the extreme, and g is divided by that count: inf, then NaN, as in torch.
+        return tl.where(x == out, g, g * 0)
+    elif KIND == "logsumexp":
+        return g * exp(x - out)
+    elif KIND == "var":
+        return g * (x - aux)
+    else:
+        sign = (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+        if P == INFINITY:
+            return tl.where(tl.abs(x) == out, g * sign, g * 0)
+        elif P == 1:
+            return g * sign
+        elif P == 2:
+            return g * x
+        else:
+            return g * sign * tl.where(x == 0, 0.0, libdevice.pow(tl.abs(x).to(tl.float64), P - 1.0).to(x.dtype))
+
+
+@triton.jit
+def reduction_backward_kernel(
+    x, out, aux, g, gx, slots, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """gx[row, column] from x there and from out, aux and g of the row; zero in padding. One tile a program."""
+    kind: tl.constexpr = g.dtype.element_ty
+    high, wide = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
+    tiles = C1 * wide
+    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    r1 = index // high
+    r0 = (index % high * BM + tl.arange(0, BM))[:, None]
+    c1, c0 = tile // wide, tile % wide * BN + tl.arange(0, BN)[None, :]
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+    real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+    at = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0 + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
+    row = r1.to(tl.int64) * R0 + r0
+    upstream = tl.load(g + row, mask=in_rows, other=0)
+    if KIND == "sum" or KIND == "mean":
+        # Nothing of x is needed, so it is not read.
+        result = upstream + tl.zeros([BM, BN], kind)
+    else:
+        value = tl.load(x + at, mask=near, other=0).to(kind)
+        whole = tl.load(out + row, mask=in_rows, other=0).to(kind)
+        beside = tl.load(aux + row, mask=in_rows, other=0).to(kind)
+        result = _row_gradient(KIND, P, value, whole, beside, upstream)
+    tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))

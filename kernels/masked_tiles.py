@@ -1,0 +1,83 @@
+"""What the masked kernels share: where a tile lies in memory, and which of its elements are real.
+
+The levels, sizes and slots are those of `masked_layout`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from subtensors.kernels.libdevice import libdevice
+
+
+@triton.jit
+def exp(x):
+    """e ** x; Triton's own `exp` on float32 errs in proportion to the size of x."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def _index(level, div, mod, HAS_MOD: tl.constexpr):
+    """The index of a dimension within its level."""
+    at = level // div
+    if HAS_MOD:
+        at = at % mod
+    return at
+
+
+@triton.jit
+def _level(WHICH: tl.constexpr, r1, r0, c1, c0):
+    if WHICH == 0:  # noqa: SIM116  (Triton has no dictionaries)
+        return r1
+    elif WHICH == 1:
+        return r0
+    elif WHICH == 2:
+        return c1
+    else:
+        return c0
+
+
+@triton.jit
+def _is_inside(slot, STATIC: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
+    sizes, div, mod, batch_div, batch_mod = slot
+    at = _index(_level(STATIC[0], r1, r0, c1, c0), div, mod, STATIC[1])
+    if STATIC[0] % 2 == 0:
+        # A level that is one number for all of a tile. Triton's interpreter makes integers of a lone truth value.
+        at = at + tl.zeros([1, 1], tl.int32)
+    if COARSE:
+        # Sixteen neighbours are loaded or left together, so that a thread's load stays one wide one.
+        at = at // 16 * 16
+    if STATIC[2] >= 0:
+        row = _index(_level(STATIC[2], r1, r0, c1, c0), batch_div, batch_mod, STATIC[3])
+        # Lanes past the end of a level have no row to ask about.
+        if STATIC[2] == 1:
+            size = tl.load(sizes + row, mask=r0 < R0, other=0)
+        elif STATIC[2] == 3:
+            size = tl.load(sizes + row, mask=c0 < C0, other=0)
+        else:
+            size = tl.load(sizes + row)
+    else:
+        size = tl.load(sizes)
+    return at < size
+
+
+@triton.jit
+def rows_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, R0):
+    """Which of a tile's rows are real, (BM, 1)."""
+    inside = r0 < R0
+    for i in tl.static_range(ROW_SLOTS):
+        inside = inside & _is_inside(slots[i], STATICS[i], r1, r0, 0, 0, R0, 1, False)
+    return inside
+
+
+@triton.jit
+def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
+    """Which elements of a tile are in real columns, (1 or BM, BN); `COARSE` takes in some neighbours too."""
+    inside = c0 < C0
+    for i in tl.static_range(ROW_SLOTS, len(STATICS)):
+        inside = inside & _is_inside(slots[i], STATICS[i], r1, r0, c1, c0, R0, C0, COARSE)
+    return inside
