@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -226,3 +226,39 @@ def is_tracing() -> bool:
 
 
 _COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
+
+
+def dispatch_keys() -> tuple[Any, Any]:
+    """The keys that torch's dispatcher includes and excludes in this thread now. Checked on 2.13."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def restored_dispatch_keys(keys: tuple[Any, Any]) -> Any:
+    """A context in which the dispatcher includes and excludes these keys, and autocast not at all. Checked on 2.13."""
+    included, excluded = keys
+    for name in ("AutocastCPU", "AutocastCUDA"):
+        excluded = excluded | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def below_autograd() -> Any:
+    """A context in which ops go past autograd, and composite ones stay whole. Checked on 2.13."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Is it a stand-in of a compiler or a transform, whose values nobody knows yet? Checked on 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_by_the_compiler(function: F) -> F:
+    """A function that the compiler runs as it stands, on its stand-ins, without reading its source. Checked on 2.13."""
+    return torch._dynamo.allow_in_graph(function)  # type: ignore[no-any-return]

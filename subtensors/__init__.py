@@ -9,6 +9,8 @@ from subtensors.explanation import explain
 from subtensors.fit_buckets import fit_buckets
 from subtensors.fuse import fused
 from subtensors.norms import clip_grad_norm_, total_norm
+from subtensors.padded_tensor import PaddedTensor
+from subtensors.padding import pad
 from subtensors.rounding import stochastic_round_
 from subtensors.sizes import Dim
 from subtensors.static_tensor import StaticAddressTensor, static
@@ -21,6 +23,7 @@ __all__ = [
     "Dim",
     "Geometric",
     "Linear",
+    "PaddedTensor",
     "RuleError",
     "SizeError",
     "Sizes",
@@ -32,6 +35,7 @@ __all__ = [
     "fit_buckets",
     "fused",
     "optim",
+    "pad",
     "static",
     "stochastic_round_",
     "total_norm",

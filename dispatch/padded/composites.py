@@ -1,0 +1,104 @@
+"""Ops and functions that torch writes in simpler ones: which may be taken apart with a bucket's size baked in.
+
+A function that is made of others asks for sizes, and gets the bucket's. Where it only hands them to views and slices
+the rules notice what doesn't fit; where it computes with them (`x.sum() / x.shape[0]`) nobody does. So a function is
+taken apart only if it is listed here, after a look at what it does with sizes and a sweep of torch's `op_db` that
+compared it with the unpadded program. Any other runs on the logical data.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.op_classes import overload_name
+from subtensors.dispatch.rules import RuleTable
+
+
+class MustDecompose(Exception):
+    """An op without a rule that torch writes in simpler ones."""
+
+
+class NotDecomposed(RuleError):
+    """A function that torch writes in simpler ones, where sizes may be baked in."""
+
+
+OPS = frozenset(
+    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cosine_similarity cumulative_trapezoid diff dsplit
+    dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
+    fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
+    hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d
+    meshgrid movedim narrow pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
+    rms_norm _fused_rms_norm tensordot trapezoid trapz vsplit vstack moveaxis swapaxes swapdims unflatten.int
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode dropout
+    dropout_ feature_dropout alpha_dropout l1_loss square take_along_dim
+    concat type_as to.dtype to.device to.other to.dtype_layout relu6 selu
+    where.ScalarSelf where.ScalarOther where.Scalar
+    chalf var std var_mean std_mean cosine_embedding_loss triplet_margin_loss
+    index_select_backward poisson_nll_loss hinge_embedding_loss kl_div margin_ranking_loss""".split()
+)
+"""Composite ops, by name or overload."""
+
+FUNCTIONS = frozenset(
+    """torch._tensor.Tensor.__rdiv__ torch._tensor.Tensor.__rmatmul__ torch._tensor.Tensor.__rmod__
+    torch._tensor.Tensor.__rpow__ torch._tensor.Tensor.__rsub__ torch._tensor.Tensor.__rfloordiv__
+    torch._tensor.Tensor.__floordiv__ torch._tensor.Tensor.__rlshift__ torch._tensor.Tensor.__rrshift__
+    torch._tensor.Tensor.split torch._tensor.Tensor.norm torch._tensor.Tensor.unflatten
+    torch.functional.atleast_1d torch.functional.atleast_2d torch.functional.atleast_3d
+    torch.functional.broadcast_tensors torch.functional.cartesian_prod torch.functional.cdist torch.functional.einsum
+    torch.functional.meshgrid torch.functional.norm torch.functional.split torch.functional.tensordot
+    torch.functional.unravel_index""".split()
+) | {
+    "torch.nn.functional." + name
+    for name in """_threshold adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d_with_indices
+    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices alpha_dropout batch_norm binary_cross_entropy
+    binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy dropout dropout1d dropout2d
+    dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
+    instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax max_pool1d_with_indices
+    max_pool2d_with_indices max_pool3d_with_indices mish mse_loss multi_head_attention_forward nll_loss normalize pad
+    poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
+    tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss
+    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    _max_pool1d _max_pool2d _max_pool3d _adaptive_max_pool1d _adaptive_max_pool2d _adaptive_max_pool3d""".split()
+}
+"""Functions of torch that are written in Python."""
+
+
+def check_function(func: Callable[..., Any]) -> None:
+    """Raise NotDecomposed for a Python function of torch that isn't listed."""
+    if not isinstance(func, types.FunctionType):
+        return
+    name = f"{func.__module__}.{func.__qualname__}"
+    if name not in FUNCTIONS:
+        raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
+
+
+def check_overload(op: OpOverload, table: RuleTable) -> None:
+    """Raise MustDecompose for an op that has no rule but simpler parts."""
+    if is_composite(op):
+        raise MustDecompose
+    table.lookup(op)
+
+
+def is_composite(op: OpOverload) -> bool:
+    """May this op be taken apart?"""
+    if op.namespace != "aten":
+        return False
+    name = overload_name(op)
+    return (name in OPS or name.split(".")[0] in OPS) and op._can_decompose()
+
+
+def decompose(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op as the simpler ones.
+
+    Raises:
+        NotDecomposed: torch has no simpler ones for these arguments.
+    """
+    out = op.decompose(*args, **kwargs)
+    if out is NotImplemented:
+        raise NotDecomposed(f"{op} has no rule and no simpler parts")
+    return out

@@ -1,0 +1,140 @@
+"""Contractions: products summed over shared positions, where padding counts as zero in both operands.
+
+Both must be filled: 0 * NaN is NaN. The gradient of an operand sums over the dims that it lacks, so where one records
+the others are filled along those dims too, and the result's gradient is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, table
+from subtensors.dispatch.padded.gathering import rows_dim
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, result
+from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
+from subtensors.dispatch.size_factors import Factors
+
+aten = torch.ops.aten
+
+# op: the operands' names, and the dims of each and of the result as letters.
+SPECS: dict[Any, tuple[str, str, str]] = {
+    aten.mm: ("self mat2", "ij jk", "ik"),
+    aten.bmm: ("self mat2", "bij bjk", "bik"),
+    aten.mv: ("self vec", "ij j", "i"),
+    aten.dot: ("self tensor", "i i", ""),
+    aten.vdot: ("self other", "i i", ""),
+    aten.outer: ("self vec2", "i j", "ij"),
+    aten.ger: ("self vec2", "i j", "ij"),
+    aten.addmm: ("mat1 mat2", "ij jk", "ik"),
+    aten.baddbmm: ("batch1 batch2", "bij bjk", "bik"),
+    aten.addbmm: ("batch1 batch2", "bij bjk", "ik"),
+    aten.addmv: ("mat vec", "ij j", "i"),
+    aten.addr: ("vec1 vec2", "i j", "ij"),
+}
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@table.register(*SPECS)
+def contraction(call: Call) -> Padded:
+    """A product whose dims the table names; an added operand broadcasts against the result."""
+    names, letters, out = SPECS[call.op.overloadpacket]
+    first, second = names.split()
+    added = call["self"] if "self" not in (first, second) else None
+    return contract(call, (first, second), tuple(letters.split()), out, added)  # type: ignore[arg-type]
+
+
+@table.register(aten.linear)
+def linear(call: Call) -> Padded:
+    """`input @ weight.T + bias`."""
+    rank = call["input"].dim()
+    leading = _LETTERS[: rank - 1]
+    weight = "zy" if call["weight"].dim() == 2 else "y"
+    out = leading + ("z" if len(weight) == 2 else "")
+    return contract(call, ("input", "weight"), (leading + "y", weight), out, call["bias"], "bias")
+
+
+@table.register(aten.matmul, aten.linalg_matmul)
+def matmul(call: Call) -> Padded:
+    """A product of matrices or vectors, with leading dims that broadcast."""
+    a, b = call["self"], call["other"]
+    batch = max(a.dim(), b.dim()) - 2
+    leading = _LETTERS[: max(batch, 0)]
+    left = (leading[len(leading) - max(a.dim() - 2, 0) :] + "xy") if a.dim() > 1 else "y"
+    right = (leading[len(leading) - max(b.dim() - 2, 0) :] + "yz") if b.dim() > 1 else "y"
+    out = leading + "x" * (a.dim() > 1) + "z" * (b.dim() > 1)
+    return contract(call, ("self", "other"), (left, right), out, None)
+
+
+def contract(
+    call: Call,
+    names: tuple[str, str],
+    letters: tuple[str, str],
+    out: str,
+    added: Padded | None,
+    added_name: str = "self",
+) -> Padded:
+    """Fill, run, mask."""
+    operands = [call[name] for name in names]
+    sizes = call.sizes()
+    dims: dict[str, Factors] = {}
+    for letter in dict.fromkeys("".join(letters)):
+        held = [x.dims[at.index(letter)] for x, at in zip(operands, letters, strict=True) if letter in at]
+        dims[letter] = met(held, sizes)
+    if added is not None:
+        for back in range(1, added.dim() + 1):
+            dims[out[-back]] = met([added.dims[-back], dims[out[-back]]], sizes)
+    contracted = {letter for letter in dims if letter not in out}
+    lacking = {name: _lacks(x, at, out, dims) for name, x, at in zip(names, operands, letters, strict=True)}
+    added_lacks = added is not None and _lacks(added, out[len(out) - added.dim() :], out, dims)
+    changed: dict[str, Any] = {}
+    for name, other, x, at in zip(names, reversed(names), operands, letters, strict=True):
+        to_fill = {letter for letter in at if letter in contracted}
+        if call[other].records and lacking[other]:
+            to_fill |= set(at)
+        changed[name] = _filled(x, at, to_fill, dims, sizes)
+    if added is not None and added_name in call:
+        changed[added_name] = added.dense
+    product = result(call.dense(changed), [dims[letter] for letter in out], sizes)
+    records = any(call[name].records and lacking[name] for name in names)
+    if records or (added is not None and added.records and added_lacks):
+        return product.gradient_masked()
+    return product
+
+
+def _lacks(x: Padded, at: str, out: str, dims: dict[str, Factors]) -> bool:
+    """Does the operand's gradient sum over, or take as real, a padded dim of the result?"""
+    for letter in out:
+        if is_padded(dims[letter]) and (letter not in at or not is_padded(x.dims[at.index(letter)])):
+            return True
+    return False
+
+
+def _filled(x: Padded, at: str, letters: set[str], dims: dict[str, Factors], sizes: TrueSizes | None) -> Tensor:
+    """The operand's storage, zero in the padding of some of its dims, and where the other operand's padding is."""
+    assumed = [
+        dims[letter] if letter in letters and x.shape[i] == _bucket(dims[letter]) else x.dims[i]
+        for i, letter in enumerate(at)
+    ]
+    wanted = [i for i, letter in enumerate(at) if letter in letters]
+    if tuple(assumed) == x.dims or sizes is None:
+        return x.filled(0, wanted)
+    widened = replace(x, dims=tuple(assumed), sizes=sizes, fill=None)
+    try:
+        if sizes.rows is not None and not any(f.size == ROWS for factors in assumed for f in factors):
+            # A plain operand without rows has no padding of its own; the other's zeros are what counts.
+            return x.filled(0, wanted)
+        rows_dim(widened) if sizes.rows is not None else None
+    except Inexpressible:
+        return x.filled(0, wanted)
+    return widened.filled(0, wanted)
+
+
+def _bucket(factors: Factors) -> int:
+    from subtensors.dispatch.size_factors import bucket_of
+
+    return bucket_of(factors)

@@ -1,0 +1,122 @@
+"""Convolution and pooling: beyond the true end stands what their own border is made of.
+
+A convolution is padded with zeros, a max pooling with -inf: filled with that, a padded image of the bucket's size gives
+at each position that the true image has the same value. What a window of the padding overlaps of the real image takes
+no gradient from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.reductions import accumulated, least
+from subtensors.dispatch.size_expressions import convolved, deconvolved
+from subtensors.dispatch.size_factors import Factors
+
+aten = torch.ops.aten
+
+
+@table.register(aten.convolution)
+def convolution(call: Call) -> Padded:
+    """Padded in the batch, or in the positions of the image."""
+    x: Padded = call["input"]
+    weight: Padded = call["weight"]
+    if x.is_padded(1) or weight.padded_dims:
+        raise refuse(call, "its channels or its weight are padded")
+    out = call.dense({"input": x.filled(0)})
+    dims: list[Factors] = [x.dims[0], *static_dims([out.shape[1]])]
+    rank = x.dim() - 2
+    given = [_each(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    for i, (stride, padding, dilation, extra) in enumerate(zip(*given, strict=True)):
+        d = i + 2
+        if not x.is_padded(d):
+            dims += static_dims([out.shape[d]])
+            continue
+        kernel = weight.shape[d]
+        size = prefix_size(x, d)
+        if call["transposed"]:
+            size = deconvolved(size, kernel, stride, padding, dilation, extra)
+        else:
+            size = convolved(size, kernel, stride, padding, dilation)
+        dims.append(padded_dim(out.shape[d], size))
+    return result(out, dims, x.sizes).gradient_masked()
+
+
+@table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
+def max_pool(call: Call) -> tuple[Padded, Padded]:
+    """The greatest of each window, and where in the true image it stands."""
+    x: Padded = call["self"]
+    rank = 2 if call.op.overloadpacket is aten.max_pool2d_with_indices else 3
+    values, positions = call.dense({"self": x.filled(least(x.dense.dtype))})
+    dims = _pooled(call, x, values, rank, ceil=call["ceil_mode"])
+    positions = _true_positions(call, x, positions, rank)
+    return result(values, dims, x.sizes).gradient_masked(), result(positions, dims, x.sizes)
+
+
+@table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
+def average_pool(call: Call) -> Padded:
+    """The mean of each window; the border counts in it or not, as the caller says."""
+    x: Padded = call["self"]
+    rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
+    over = range(x.dim() - rank, x.dim())
+    if not any(x.is_padded(d) for d in over):
+        out = call.dense({"self": x.filled(0)})
+    elif call["ceil_mode"]:
+        raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
+    elif call["count_include_pad"] or call.get("divisor_override"):
+        out = call.dense({"self": x.filled(0)})
+    else:
+        dtype = accumulated(x.dense.dtype)
+        mask = x.mask(over)
+        ones = (
+            torch.ones(x.shape, dtype=dtype, device=x.dense.device) if mask is None else mask.expand(x.shape).to(dtype)
+        )
+        sums, counts = (call.dense({"self": t, "count_include_pad": True}) for t in (x.filled(0, over).to(dtype), ones))
+        out = (sums / counts).to(x.dense.dtype)
+    return result(out, _pooled(call, x, out, rank, ceil=False), x.sizes).gradient_masked()
+
+
+def _pooled(call: Call, x: Padded, out: Tensor, rank: int, ceil: bool) -> list[Factors]:
+    dims = list(x.dims[: x.dim() - rank])
+    kernel = _each(call["kernel_size"], rank)
+    stride = _each(call["stride"], rank) if call["stride"] else kernel
+    padding, dilation = _each(call["padding"], rank), _each(call.get("dilation", 1), rank)
+    for i in range(rank):
+        d = x.dim() - rank + i
+        if not x.is_padded(d):
+            dims += static_dims([out.shape[d]])
+            continue
+        size = convolved(prefix_size(x, d), kernel[i], stride[i], padding[i], dilation[i], ceil)
+        dims.append(padded_dim(out.shape[d], size))
+    return dims
+
+
+def _true_positions(call: Call, x: Padded, positions: Tensor, rank: int) -> Tensor:
+    """Positions in a flattened bucket image as those in the true one, whose rows may be shorter."""
+    over = range(x.dim() - rank, x.dim())
+    if not any(x.is_padded(d) for d in list(over)[1:]):
+        return positions
+    moved = torch.zeros_like(positions)
+    scale: Any = 1
+    for d in reversed(over):
+        index, positions = positions % x.shape[d], positions // x.shape[d]
+        moved = moved + index * scale
+        size = x.size(d)
+        if isinstance(size, Tensor) and size.dim():
+            raise refuse(call, "images of several sizes count their positions differently")
+        scale = scale * size
+    return moved
+
+
+def _each(given: int | Sequence[int], rank: int) -> list[int]:
+    listed = [given] if isinstance(given, int) else list(given)
+    return listed * rank if len(listed) == 1 else listed
+
+
+__all__ = ["average_pool", "convolution", "max_pool"]

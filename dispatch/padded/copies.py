@@ -1,0 +1,182 @@
+"""Ops that only move elements: laid side by side, repeated, flipped, cut off above a diagonal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.gathering import gathered
+from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.size_expressions import added, multiplied
+from subtensors.dispatch.size_factors import Factors, bucket_of, static
+
+aten = torch.ops.aten
+
+
+@table.register(aten.cat, aten.concat, aten.concatenate)
+def cat(call: Call) -> Padded:
+    """Tensors side by side: along a padded dim the real parts follow each other, and the padding comes last."""
+    parts = [x for x in call["tensors"] if list(x.shape) != [0]]
+    d = call["dim"] % parts[0].dim()
+    # A dim of size 1 does not broadcast here, so dims meet as they are.
+    others = [Padded(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
+    dims, sizes = broadcast(others)
+    dense = []
+    for x in parts:
+        target = [*dims[:d], x.dims[d], *dims[d + 1 :]]
+        dense.append(gradient_safe(x, target, [bucket_of(f) for f in target], sizes))
+    joined = torch.cat(dense, d)
+    if not any(x.is_padded(d) for x in parts):
+        out_dims = [*dims[:d], (static(joined.shape[d]),), *dims[d + 1 :]]
+        fills = {x.fill if x.padded_dims else None for x in parts}
+        return result(joined, out_dims, sizes, fills.pop() if len(fills) == 1 else None)
+    true_sizes = [prefix_size(x, d) for x in parts]
+    if any(size.has(ROWS) for size in true_sizes):
+        raise refuse(call, "it adds rows to a ragged batch")
+    total = padded_dim(joined.shape[d], added(*true_sizes))
+    unpacked = result(joined, [*dims[:d], total, *dims[d + 1 :]], sizes)
+    if not any(x.is_padded(d) for x in parts[:-1]):
+        return unpacked
+    assert sizes is not None
+    position = torch.arange(joined.shape[d], device=joined.device)
+    index, real_end, bucket_end = position, None, 0
+    for x, size in zip(parts[:-1], true_sizes[:-1], strict=True):
+        value = sizes.of(size)
+        real_end = value if real_end is None else real_end + value
+        bucket_end += x.shape[d]
+        end = real_end.unsqueeze(-1) if real_end.dim() else real_end
+        index = torch.where(position >= end, position - end + bucket_end, index)
+    return gathered(unpacked, d, index, total)
+
+
+@table.register(aten.stack, aten._stack)
+def stack(call: Call) -> Padded:
+    """Tensors along a new dim."""
+    parts = call["tensors"]
+    d = call["dim"] % (parts[0].dim() + 1)
+    dims, sizes = broadcast(parts)
+    shape = tuple(map(bucket_of, dims))
+    dense = torch.stack([gradient_safe(x, dims, shape, sizes) for x in parts], d)
+    return result(dense, [*dims[:d], *static_dims([len(parts)]), *dims[d:]], sizes)
+
+
+@table.register(aten.flip, aten.roll)
+def flip_or_roll(call: Call) -> Padded:
+    """Positions of a dim in another order: of a padded one the real positions among themselves."""
+    x: Padded = call["self"]
+    named = call["dims"]
+    named = [named] if isinstance(named, int) else list(named)
+    is_flip = call.op is aten.flip.default
+    if not named:
+        if x.padded_dims and not is_flip:
+            raise refuse(call, "without dims it rolls the flattened tensor")
+        return x
+    shifts = [0] * len(named) if is_flip else [call["shifts"]] if isinstance(call["shifts"], int) else call["shifts"]
+    for d, shift in zip([d % x.dim() for d in named], shifts, strict=True):
+        if not x.is_padded(d):
+            x = x.like(x.dense.flip(d) if is_flip else x.dense.roll(shift, d), x.fill)
+            continue
+        prefix_size(x, d)
+        size = x.size(d)
+        assert isinstance(size, Tensor)
+        size = size.unsqueeze(-1) if size.dim() else size
+        position = torch.arange(x.shape[d], device=x.dense.device)
+        index = size - 1 - position if is_flip else (position - shift) % size.clamp(min=1)
+        x = gathered(x, d, index, x.dims[d])
+    return x
+
+
+@table.register(aten.repeat, aten.tile)
+def repeat(call: Call) -> Padded:
+    """The tensor again and again along its dims."""
+    x: Padded = call["self"]
+    times = list(call.get("repeats", call.get("dims")))
+    times = [1] * (x.dim() - len(times)) + times
+    added_dims = len(times) - x.dim()
+    dense, dims = x.dense[(None,) * added_dims], [*static_dims([1] * added_dims), *x.dims]
+    value = Padded(dense, tuple(dims), x.sizes, x.fill)
+    for d, count in enumerate(times):
+        if count == 1:
+            continue
+        if not value.is_padded(d):
+            again = [1] * value.dim()
+            again[d] = count
+            out = value.dense.repeat(again)
+            value = result(out, _with(value.dims, d, (static(out.shape[d]),)), value.sizes, value.fill)
+            continue
+        size = prefix_size(value, d)
+        if size.has(ROWS):
+            raise refuse(call, "it repeats the rows of a ragged batch")
+        true = value.size(d)
+        assert isinstance(true, Tensor)
+        bucket = value.shape[d] * count
+        index = torch.arange(bucket, device=dense.device) % (true.unsqueeze(-1) if true.dim() else true).clamp(min=1)
+        value = gathered(value, d, index, padded_dim(bucket, multiplied(size, count)))
+    return value
+
+
+@table.register(aten.repeat_interleave.self_int)
+def repeat_interleave(call: Call) -> Padded:
+    """Every position of a dim several times in a row."""
+    x, count = call["self"], call["repeats"]
+    if call["dim"] is None:
+        if x.dim() != 1:
+            raise refuse(call, "without a dim it flattens the tensor")
+        d = 0
+    else:
+        d = call["dim"] % x.dim()
+    out = call.dense({"output_size": None})
+    if not x.is_padded(d):
+        return result(out, _with(x.dims, d, (static(out.shape[d]),)), x.sizes, x.fill)
+    size = prefix_size(x, d)
+    if size.has(ROWS):
+        raise refuse(call, "it repeats the rows of a ragged batch")
+    return result(out, _with(x.dims, d, padded_dim(out.shape[d], multiplied(size, count))), x.sizes, x.fill)
+
+
+@table.register(aten.tril, aten.triu)
+def triangle(call: Call) -> Padded:
+    """Zero above or below a diagonal: positions count from the start, where the real ones are."""
+    x: Padded = call["self"]
+    return x.like(call.dense(), 0 if x.fill == 0 else None)
+
+
+@table.register(aten.constant_pad_nd, aten.pad)
+def constant_pad(call: Call) -> Padded:
+    """A constant around the real part: it stands in the padding too, so that it follows the true end."""
+    x: Padded = call["self"]
+    if call.get("mode", "constant") != "constant":
+        raise refuse(call, "the border that it repeats moves with the true size")
+    widths = list(call["pad"])
+    value = call["value"] or 0
+    dims = list(x.dims)
+    touched = []
+    for i in range(len(widths) // 2):
+        d = x.dim() - 1 - i
+        left, right = widths[2 * i], widths[2 * i + 1]
+        bucket = x.shape[d] + left + right
+        if not x.is_padded(d):
+            dims[d] = (static(bucket),)
+        elif left or right:
+            size = prefix_size(x, d)
+            if size.has(ROWS):
+                raise refuse(call, "it adds rows to a ragged batch")
+            touched.append(d)
+            dims[d] = padded_dim(
+                bucket, sympy.Max(0, size + left + right) if min(left, right) < 0 else size + left + right
+            )
+    dense = x.filled(value, touched) if touched else x.dense
+    out = torch.constant_pad_nd(dense, widths, value)
+    moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
+    # Cut off at the end, real positions of the whole are padding of the part, and take no gradient from there.
+    return moved.gradient_masked() if touched else moved
+
+
+def _with(dims: Any, at: int, factors: Factors) -> list[Factors]:
+    return [*dims[:at], factors, *dims[at + 1 :]]

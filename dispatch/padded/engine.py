@@ -1,0 +1,132 @@
+"""How a call on padded values finds its rule; rules call each other through `apply`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.op_classes import op_class, overload_name
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded
+from subtensors.dispatch.padded.true_sizes import TrueSizes, together
+from subtensors.dispatch.rules import RuleTable
+from subtensors.dispatch.torch_private import schema_of
+
+table = RuleTable("PaddedTensor")
+"""Rules take the op, then its arguments by their schema's names with `Padded` in place of tensors."""
+
+applied: Counter[str] = Counter()
+"""How often each overload ran by a rule."""
+
+
+class Call:
+    """One call of an overload, its arguments by name.
+
+    Args:
+        op: the overload.
+        args, kwargs: as it was called, with `Padded` in place of tensors.
+    """
+
+    def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.op = op
+        self.named: dict[str, Any] = {}
+        for i, argument in enumerate(schema_of(op).arguments):
+            if i < len(args):
+                self.named[argument.name] = args[i]
+            elif argument.name in kwargs:
+                self.named[argument.name] = kwargs[argument.name]
+            elif argument.has_default_value():
+                self.named[argument.name] = argument.default_value
+            else:
+                raise TypeError(f"{op} needs {argument.name}")
+        self._positional = {a.name for a in schema_of(op).arguments if not a.kwarg_only}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.named[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument, or a default where the overload has none of this name."""
+        return self.named.get(name, default)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.named
+
+    @property
+    def values(self) -> list[Padded]:
+        """The tensors among the arguments."""
+        return [x for x in tree_leaves(list(self.named.values())) if isinstance(x, Padded)]
+
+    def dense(self, changed: Mapping[str, Any] | None = None) -> Any:
+        """Run the op on the storage.
+
+        Args:
+            changed: arguments to give it instead of those of the call.
+
+        Returns:
+            What the op gives: tensors, not `Padded`.
+        """
+        named = tree_map_only(Padded, lambda x: x.dense, {**self.named, **(changed or {})})
+        args = [named[name] for name in self.named if name in self._positional]
+        kwargs = {name: named[name] for name in self.named if name not in self._positional}
+        return self.op(*args, **kwargs)
+
+    def sizes(self) -> TrueSizes | None:
+        """The true sizes of all operands."""
+        return together([x.sizes for x in self.values if x.sizes is not None])
+
+
+Rule = Callable[[Call], Any]
+
+
+def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op on padded values by its rule.
+
+    Args:
+        op: the overload; one that writes to no argument.
+        args, kwargs: its arguments, with `Padded` in place of every tensor.
+
+    Returns:
+        What the op returns, with `Padded` in place of every tensor.
+
+    Raises:
+        RuleError: there is no rule.
+        Inexpressible: there is a rule, which doesn't cover this call.
+    """
+    call = Call(op, args, kwargs)
+    if not any(x.padded_dims for x in call.values):
+        return _wrapped(call.dense())
+    answer = table.lookup(op)(call)
+    applied[overload_name(op)] += 1
+    return answer
+
+
+def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`run`, called as the op is."""
+    return run(op, args, kwargs)
+
+
+def _wrapped(out: Any) -> Any:
+    from subtensors.dispatch.padded.padded_value import plain
+
+    return tree_map_only(torch.Tensor, plain, out)
+
+
+def refuse(call: Call, why: str) -> Inexpressible:
+    """What a rule raises for a call that it doesn't cover."""
+    dims = sorted({str(size) for x in call.values for d in x.padded_dims for size in [*map(_size, x.dims[d])]})
+    name = f"{call.op.namespace}.{overload_name(call.op)}"
+    return Inexpressible(
+        f"PaddedTensor cannot run {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}"
+    )
+
+
+def _size(factor: Any) -> str:
+    return str(factor.size)
+
+
+__all__ = ["Call", "Inexpressible", "RuleError", "applied", "apply", "refuse", "run", "table"]

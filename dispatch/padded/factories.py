@@ -1,0 +1,32 @@
+"""Factories: a tensor like a padded one is padded alike; one made from sizes is plain, of the bucket's."""
+
+from __future__ import annotations
+
+import torch
+
+from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.padded.engine import Call, table
+from subtensors.dispatch.padded.padded_value import Padded, plain
+
+aten = torch.ops.aten
+
+_LIKE = {
+    aten.zeros_like: 0,
+    aten.ones_like: 1,
+    aten.full_like: None,
+    aten.empty_like: None,
+}
+
+
+@table.register(*_LIKE)
+def like(call: Call) -> Padded:
+    """Same shape, same padding; what fills it fills the padding too."""
+    known = _LIKE[call.op.overloadpacket]
+    x: Padded = call["self"]
+    return x.like(call.dense(), call.get("fill_value", known))
+
+
+@table.register(OpClass.FACTORY)
+def from_sizes(call: Call) -> Padded:
+    """A tensor of the sizes that the caller gave, none of them padded."""
+    return plain(call.dense())

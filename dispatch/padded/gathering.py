@@ -1,0 +1,66 @@
+"""Positions of a dim read from where the true size says: what a shift, a flip or a concatenation of prefixes is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, result
+from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.size_factors import Factors
+
+
+def taken(
+    x: Padded, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1, fill: float | None = None
+) -> Padded:
+    """`count` positions of a dim from `first` on, a step apart.
+
+    Args:
+        x: the value.
+        dim: the dim.
+        first: () or (rows,) int64, the position of the first.
+        count: how many; those beyond the end are padding.
+        factors: the dim of the result.
+    """
+    steps = torch.arange(count, device=x.dense.device) * step
+    start = torch.as_tensor(first, device=x.dense.device)
+    return gathered(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
+
+
+def gathered(x: Padded, dim: int, index: Tensor, factors: Factors) -> Padded:
+    """The positions of a dim that an index names; names beyond the ends are of padding.
+
+    Args:
+        x: the value.
+        dim: the dim.
+        index: (count,) or, for a ragged batch, (rows, count) int64.
+        factors: the dim of the result.
+    """
+    index = index.clamp(0, x.shape[dim] - 1)
+    if index.dim() == 1:
+        out = x.dense.index_select(dim, index)
+    else:
+        rows = rows_dim(x)
+        shape = [1] * x.dim()
+        shape[rows], shape[dim] = index.shape
+        if dim < rows:
+            index = index.t()
+        target = list(x.shape)
+        target[dim] = shape[dim]
+        out = x.dense.gather(dim, index.reshape(shape).expand(target))
+    dims = [*x.dims[:dim], factors, *x.dims[dim + 1 :]]
+    # Several positions of padding may name one real position, and would give it their gradients.
+    return result(out, dims, x.sizes).gradient_masked()
+
+
+def rows_dim(x: Padded) -> int:
+    """The dim of a ragged batch's rows."""
+    for d, factors in enumerate(x.dims):
+        if len(factors) == 1 and factors[0].size == ROWS:
+            return d
+    raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
+
+
+def along(x: Padded, dim: int, size: Tensor) -> Tensor:
+    """A size, () or (rows,), shaped to broadcast against (rows, positions) or (positions,)."""
+    return size.unsqueeze(-1) if size.dim() else size

@@ -1,0 +1,216 @@
+"""Reads and writes where an index says: a padded index reads position 0, and writes to a slot that is then cut off.
+
+What was read for the padding is padding of the result. What is written for it must not stay, so the tensor gets one
+more position along the dim, which takes all such writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast, met, pointwise
+from subtensors.dispatch.size_factors import Factors
+
+aten = torch.ops.aten
+
+
+@table.register(aten.embedding)
+def embedding(call: Call) -> Padded:
+    """A row of the table an index."""
+    weight, indices = call["weight"], call["indices"]
+    if weight.is_padded(0):
+        raise refuse(call, "the table itself is padded")
+    out = call.dense({"weight": weight.dense, "indices": indices.filled(0)})
+    return result(out, [*indices.dims, weight.dims[1]], call.sizes()).gradient_masked()
+
+
+@table.register(aten.index_select)
+def index_select(call: Call) -> Padded:
+    """Positions of a dim."""
+    x, index = call["self"], call["index"]
+    if x.dim() == 0:
+        raise refuse(call, "it selects from a single number")
+    d = call["dim"] % x.dim()
+    out = call.dense({"index": index.filled(0)})
+    dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
+    return result(out, dims, call.sizes()).gradient_masked()
+
+
+@table.register(aten.gather)
+def gather(call: Call) -> Padded:
+    """An element for each one of the index."""
+    x, index = call["self"], call["index"]
+    if x.dim() == 0 or index.dim() == 0:
+        raise refuse(call, "it gathers from a single number")
+    d = call["dim"] % x.dim()
+    dims = _index_dims(call, x, index, d)
+    index = Padded(index.dense, dims, call.sizes())
+    return result(call.dense({"index": index.filled(0)}), dims, call.sizes()).gradient_masked()
+
+
+@table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(call: Call) -> Padded:
+    """Advanced indexing with integers."""
+    x: Padded = call["self"]
+    indices, at = _integers(call, x)
+    out = call.dense({"indices": indices})
+    named = [i for i in call["indices"] if i is not None]
+    picked, _ = broadcast([*named])
+    rest = [x.dims[d] for d in range(x.dim()) if d not in at]
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    before = at[0] if adjacent else 0
+    dims = [*rest[:before], *picked, *rest[before:]]
+    return result(out, dims, call.sizes()).gradient_masked()
+
+
+@table.register(aten.index_put, aten._unsafe_index_put)
+def index_put(call: Call) -> Padded:
+    """Writes, or adds, at integer positions; under a bool mask, one value."""
+    x: Padded = call["self"]
+    values: Padded = call["values"]
+    only = [i for i in call["indices"] if i is not None]
+    if len(only) == 1 and len(call["indices"]) == 1 and only[0].dense.dtype == torch.bool and values.dense.numel() == 1:
+        if call["accumulate"]:
+            raise refuse(call, "it adds under a mask")
+        mask = only[0]
+        trailing = x.dim() - mask.dim()
+        widened = Padded(mask.dense[(..., *(None,) * trailing)], (*mask.dims, *static_dims([1] * trailing)), mask.sizes)
+        value = Padded(values.dense.reshape(()).to(x.dense.dtype), ())
+        named = {"condition": widened, "self": value, "other": x}
+        return pointwise(Call(aten.where.self, (), named))  # type: ignore[no-any-return]
+    if any(i.dense.dtype == torch.bool for i in only):
+        raise refuse(call, "how many positions a mask names depends on its values")
+    indices, at = _integers(call, x, slot=True)
+    widened_x = _with_slot(x, at[0])
+    out = call.dense({"self": widened_x, "indices": indices, "values": values.filled(0)})
+    return _cut(out, x, at[0], call)
+
+
+@table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce)
+def scatter(call: Call) -> Padded:
+    """Writes, adds or reduces at an index of the tensor's own dims."""
+    x, index = call["self"], call["index"]
+    if x.dim() == 0 or index.dim() == 0:
+        raise refuse(call, "it scatters into a single number")
+    d = call["dim"] % x.dim()
+    sizes = call.sizes()
+    dims = [*index.dims]
+    source = call.get("src")
+    if isinstance(source, Padded):
+        for e in range(len(dims)):
+            if is_padded(source.dims[e]) and source.shape[e] == index.shape[e]:
+                dims[e] = met([dims[e], source.dims[e]], sizes)
+    for e in range(len(dims)):
+        if e != d and is_padded(x.dims[e]) and x.shape[e] == index.shape[e]:
+            dims[e] = met([dims[e], x.dims[e]], sizes)
+    placed = Padded(index.dense, tuple(dims), sizes).filled(x.shape[d])
+    changed: dict[str, Any] = {"self": _with_slot(x, d), "index": placed}
+    if isinstance(source, Padded):
+        changed["src"] = source.filled(0)
+    return _cut(call.dense(changed), x, d, call)
+
+
+@table.register(aten.index_add, aten.index_copy, aten.index_reduce, aten.index_fill)
+def index_write(call: Call) -> Padded:
+    """Writes whole slices at positions of one dim."""
+    x, index = call["self"], call["index"]
+    if x.dim() == 0:
+        raise refuse(call, "it writes to a single number")
+    d = call["dim"] % x.dim()
+    source = call.get("source")
+    factors = index.dims[0] if index.dim() else static_dims([1])[0]
+    if isinstance(source, Padded) and source.dim():
+        factors = met([factors, source.dims[d]], call.sizes())
+        for e in range(x.dim()):
+            if e != d:
+                met([x.dims[e], source.dims[e]], call.sizes())
+    placed = Padded(index.dense, (factors,) if index.dim() else (), call.sizes())
+    filled = placed.filled(x.shape[d])
+    if not index.padded_dims and not placed.padded_dims:
+        filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d)), filled) if _scalar(x, d) else filled
+    changed: dict[str, Any] = {"self": _with_slot(x, d), "index": filled}
+    if isinstance(source, Padded):
+        changed["source"] = source.filled(0)
+    return _cut(call.dense(changed), x, d, call)
+
+
+@table.register(aten.one_hot)
+def one_hot(call: Call) -> Padded:
+    """A row of zeros with a one where an index says."""
+    x: Padded = call["self"]
+    if call["num_classes"] < 0:
+        raise refuse(call, "without num_classes the result is as wide as the greatest value")
+    out = call.dense({"self": x.filled(0)})
+    return result(out, [*x.dims, *static_dims([call["num_classes"]])], x.sizes)
+
+
+@table.register(aten.take)
+def take(call: Call) -> Padded:
+    """Elements of the flattened tensor."""
+    x, index = call["self"], call["index"]
+    if x.padded_dims:
+        raise refuse(call, "positions of the flattened tensor depend on its true size")
+    return result(call.dense({"index": index.filled(0)}), index.dims, index.sizes).gradient_masked()
+
+
+def _index_dims(call: Call, x: Padded, index: Padded, d: int) -> tuple[Factors, ...]:
+    """The dims of a result that is shaped as its index, which may be of the bucket's shape and plain."""
+    dims = []
+    for e in range(index.dim()):
+        same = e != d and index.shape[e] == x.shape[e]
+        dims.append(met([index.dims[e], x.dims[e]], call.sizes()) if same else index.dims[e])
+    return tuple(dims)
+
+
+def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
+    """Indices without padding, counted from the start; and the dims they are of."""
+    found: list[Tensor | None] = []
+    at: list[int] = []
+    for d, given in enumerate(call["indices"]):
+        if given is None:
+            found.append(None)
+            continue
+        if given.dense.dtype in (torch.bool, torch.uint8):
+            raise refuse(call, "how many positions a mask names depends on its values")
+        if not _scalar(x, d) and not is_rows(x, d):
+            raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
+        dense = given.dense
+        if x.is_padded(d) and not is_rows(x, d):
+            dense = torch.where(dense < 0, dense + torch.as_tensor(x.size(d)), dense)
+        dense = Padded(dense, given.dims, given.sizes).filled(x.shape[d] if slot and not at else 0)
+        at.append(d)
+        found.append(dense)
+    if not at:
+        raise refuse(call, "it names no positions")
+    return found, at
+
+
+def _scalar(x: Padded, d: int) -> bool:
+    """Is the true size of this dim one number, and its real part its beginning?"""
+    if not x.is_padded(d) or x.sizes is None:
+        return True
+    return len(x.dims[d]) == 1 and not x.sizes.is_ragged(x.dims[d][0].size) and not is_rows(x, d)
+
+
+def is_rows(x: Padded, d: int) -> bool:
+    """Is it the dim of a ragged batch's rows?"""
+    from subtensors.dispatch.padded.true_sizes import ROWS
+
+    return len(x.dims[d]) == 1 and x.dims[d][0].size == ROWS
+
+
+def _with_slot(x: Padded, d: int) -> Tensor:
+    widths = [0] * (2 * x.dim())
+    widths[2 * (x.dim() - 1 - d) + 1] = 1
+    return torch.constant_pad_nd(x.dense, widths)
+
+
+def _cut(out: Tensor, x: Padded, d: int, call: Call) -> Padded:
+    return result(
+        out.narrow(d, 0, x.shape[d]), x.dims, x.sizes if x.sizes is not None else call.sizes()
+    ).gradient_masked()

@@ -1,0 +1,76 @@
+"""Losses: computed element by element, then reduced over real elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.pointwise import met, pointwise
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+@table.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
+                aten.binary_cross_entropy_with_logits)  # fmt: skip
+def elementwise(call: Call) -> Any:
+    """A loss of pairs of elements."""
+    named = {**call.named, "reduction": _NONE}
+    if call.op is aten.binary_cross_entropy.default:
+        # Torch refuses values that are no probabilities, in the padding too.
+        named["self"] = call["self"].cleaned(0.5)
+        named["target"] = call["target"].cleaned(0.5)
+    each = pointwise(Call(call.op, (), named))
+    if call["reduction"] == _NONE:
+        return each
+    return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
+
+
+@table.register(aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_forward,
+                aten.nll_loss2d_forward)  # fmt: skip
+def classes(call: Call) -> Any:
+    """The log-probability of a class: a padded target is one to ignore, which takes it out of every mean."""
+    x: Padded = call["self"]
+    target: Padded = call["target"]
+    if target.dense.is_floating_point():
+        raise refuse(call, "targets that are probabilities are summed by a formula that counts positions")
+    at = 0 if x.dim() == 1 else 1
+    if x.is_padded(at):
+        raise refuse(call, "the classes themselves are padded")
+    without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
+    sizes = call.sizes()
+    dims = [met([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
+    target = Padded(target.dense, tuple(dims), sizes)
+    ignored = target.filled(call["ignore_index"])
+    scores = Padded(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes).filled(0)
+    out = call.dense({"self": scores, "target": ignored})
+    outs = out if isinstance(out, tuple) else (out,)
+    reduced = call["reduction"] != _NONE
+    wrapped = [plain(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
+    return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+
+
+@table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)
+def margins(call: Call) -> Any:
+    """A loss of each sample's scores."""
+    x: Padded = call["self"]
+    if x.dim() != 2 or x.is_padded(1):
+        raise refuse(call, "the classes themselves are padded")
+    samples = met([x.dims[0], call["target"].dims[0]], call.sizes())
+    weight = {"weight": call["weight"].dense} if call.get("weight") is not None else {}
+    target = Padded(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
+    scores = Padded(x.dense, (samples, x.dims[1]), call.sizes()).filled(0)
+    each = result(call.dense({"self": scores, "target": target, "reduction": _NONE, **weight}), [samples], call.sizes())
+    if call["reduction"] == _NONE:
+        return each.gradient_masked()
+    return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
+
+
+@table.register(aten.dist)
+def dist(call: Call) -> Any:
+    """The norm of a difference."""
+    difference = apply(aten.sub.Tensor, call["self"], call["other"])
+    return apply(aten.linalg_vector_norm.default, difference, call["p"])

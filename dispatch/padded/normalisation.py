@@ -1,0 +1,124 @@
+"""Layer, group, batch and instance norm: statistics of real elements.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias
+
+Where the dims of the statistics have no padding torch's own kernels run, padded rows among the others. Otherwise the
+formula above does, with masked sums over counts read on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, result, static_dims
+from subtensors.dispatch.padded.reductions import accumulated, real_count
+
+aten = torch.ops.aten
+
+
+@table.register(aten.layer_norm, aten.native_layer_norm)
+def layer_norm(call: Call) -> Any:
+    """Over the last dims."""
+    x: Padded = call["input"]
+    first = x.dim() - len(call["normalized_shape"])
+    over = range(first, x.dim())
+    if any(w is not None and w.padded_dims for w in (call["weight"], call["bias"])):
+        raise refuse(call, "its weight is padded")
+    if not any(x.is_padded(d) for d in over):
+        return _by_torch(call, x, first)
+    if call.op.overloadpacket is aten.native_layer_norm:
+        raise refuse(call, "its statistics are over padded dims")
+    normal, _, _ = _normalised(x, list(over), call["eps"])
+    return _scaled(x, normal, call["weight"], call["bias"], [1] * first + list(x.shape[first:]))
+
+
+@table.register(aten.group_norm)
+def group_norm(call: Call) -> Padded:
+    """Over the channels of a group and the positions of an image."""
+    x: Padded = call["input"]
+    if x.is_padded(1):
+        raise refuse(call, "the channels are padded")
+    if not any(x.is_padded(d) for d in range(1, x.dim())):
+        return _by_torch(call, x, 1)  # type: ignore[no-any-return]
+    groups = call["num_groups"]
+    split = x.dense.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    grouped = Padded(split, (x.dims[0], *static_dims(split.shape[1:3]), *x.dims[2:]), x.sizes)
+    normal, _, _ = _normalised(grouped, list(range(2, grouped.dim())), call["eps"])
+    return _scaled(x, normal.reshape(x.shape), call["weight"], call["bias"], _channels(x))
+
+
+@table.register(aten.batch_norm)
+def batch_norm(call: Call) -> Padded:
+    """Over the batch and the positions, for each channel; the running statistics learn of real elements."""
+    x: Padded = call["input"]
+    average, spread = call["running_mean"], call["running_var"]
+    if x.is_padded(1) and any(call[name] is not None for name in ("weight", "bias", "running_mean", "running_var")):
+        raise refuse(call, "the channels are padded")
+    if not call["training"]:
+        normal = (x.filled(0) - _at(average, x)) * torch.rsqrt(_at(spread, x) + call["eps"])
+        return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
+    over = [d for d in range(x.dim()) if d != 1]
+    normal, mean, squares = _normalised(x, over, call["eps"])
+    if average is not None:
+        count = _count(x, over)
+        unbiased = squares * (count / (count - 1))
+        for running, seen in ((average.dense, mean), (spread.dense, unbiased)):
+            with torch.no_grad():
+                running.lerp_(seen.detach().flatten().to(running.dtype), call["momentum"])
+    return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
+
+
+@table.register(aten.instance_norm)
+def instance_norm(call: Call) -> Padded:
+    """Over the positions, for each channel of each sample."""
+    x: Padded = call["input"]
+    if x.is_padded(1) or call["running_mean"] is not None or not call["use_input_stats"]:
+        raise refuse(call, "the channels are padded, or it keeps running statistics")
+    normal, _, _ = _normalised(x, list(range(2, x.dim())), call["eps"])
+    return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
+
+
+def _by_torch(call: Call, x: Padded, rows: int) -> Any:
+    """Torch's kernel, on real rows in the place of padded ones."""
+    out = call.dense({"input": x.repeated()})
+    if not isinstance(out, tuple):
+        return result(out, x.dims, x.sizes).gradient_masked()
+    dims = [x.dims, *[[*x.dims[:rows], *static_dims(o.shape[rows:])] for o in out[1:]]]
+    return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, dims, strict=True))
+
+
+def _normalised(x: Padded, over: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(var + eps), mean and var over the real elements of some dims, which are kept."""
+    dtype = accumulated(x.dense.dtype)
+    values = x.filled(0).to(dtype)
+    count = _count(x, over)
+    mean = values.sum(over, keepdim=True) / count
+    mask = x.mask(over)
+    distance = values - mean if mask is None else torch.where(mask, values - mean, 0)
+    squares = (distance * distance).sum(over, keepdim=True) / count
+    return distance * torch.rsqrt(squares + eps), mean, squares
+
+
+def _count(x: Padded, over: list[int]) -> Tensor | int:
+    return real_count(x, over) if x.mask(over) is not None else math.prod(x.shape[d] for d in over)
+
+
+def _scaled(x: Padded, normal: Tensor, weight: Padded | None, bias: Padded | None, shape: Sequence[int]) -> Padded:
+    """Times the weight, plus the bias, in the dtype of the input; both learn of real elements only."""
+    out = normal if weight is None else normal * weight.dense.view(shape)
+    out = out if bias is None else out + bias.dense.view(shape)
+    return result(out.to(x.dense.dtype), x.dims, x.sizes).gradient_masked()
+
+
+def _channels(x: Padded) -> list[int]:
+    return [1, x.shape[1]] + [1] * (x.dim() - 2)
+
+
+def _at(statistic: Padded, x: Padded) -> Tensor:
+    return statistic.dense.view(_channels(x))

@@ -1,0 +1,263 @@
+"""A padded value: dense storage of the bucket's shape, and which part of it is real.
+
+Two invariants hold for every rule. What stands in the padding is undefined unless `fill` says so, and so is the
+gradient that arrives there: NaN is allowed in both. So a rule that lets positions meet fills its operands with a neutral
+element first, which also stops the gradient; and one that lets the *gradients* of positions meet (those of a weight,
+which every row adds to) masks the gradient of its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
+from subtensors.dispatch.size_expressions import Size
+from subtensors.dispatch.size_factors import Factor, Factors, size_of, static
+
+Number = int | float | bool
+
+
+class Inexpressible(RuleError):
+    """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
+
+
+@dataclass(eq=False)
+class Padded:
+    """A tensor as the rules see it.
+
+    Args:
+        dense: the padded storage, of the bucket's shape.
+        dims: the factors of each dim; a dim of one static factor has no padding.
+        sizes: the true sizes that the factors speak of; None when nothing is padded.
+        fill: what stands everywhere in the padding; None when nothing is known.
+    """
+
+    dense: Tensor
+    dims: tuple[Factors, ...]
+    sizes: TrueSizes | None = None
+    fill: Number | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The bucket shape."""
+        return self.dense.shape
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return self.dense.dim()
+
+    def is_padded(self, dim: int) -> bool:
+        """Has this dim padding, or a ragged batch's rows?"""
+        return is_padded(self.dims[dim])
+
+    @property
+    def padded_dims(self) -> list[int]:
+        """The dims with padding."""
+        return [d for d in range(len(self.dims)) if self.is_padded(d)]
+
+    @property
+    def records(self) -> bool:
+        """Does autograd follow the storage?"""
+        return self.dense.requires_grad and torch.is_grad_enabled()
+
+    def size(self, dim: int) -> Tensor | int:
+        """The true size of a dim: () or (rows,) int64 on the device, or an int where it is static."""
+        if not self.is_padded(dim) or self.sizes is None:
+            return self.shape[dim]
+        return self.sizes.of(size_of(self.dims[dim]))
+
+    def mask(self, only: Iterable[int] | None = None) -> Tensor | None:
+        """True where data is real.
+
+        Args:
+            only: the dims whose padding counts; all by default.
+
+        Returns:
+            bool, broadcastable to `dense`; None when everything is real.
+        """
+        wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
+        if not wanted or self.sizes is None:
+            return None
+        key = (self.dims, wanted, self.shape)
+        found = self.sizes.masks.get(key)
+        if found is None:
+            found = _mask(self.dims, wanted, self.sizes)
+            if found is None:
+                return None
+            self.sizes.masks[key] = found
+        return found
+
+    def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
+        """The storage with `value` in the padding of some dims, all by default; their gradient stops there."""
+        if self.fill is not None and _same_number(self.fill, value) and not self.records:
+            return self.dense
+        mask = self.mask(only)
+        return self.dense if mask is None else torch.where(mask, self.dense, _as_dtype(value, self.dense.dtype))
+
+    def cleaned(self, value: Number = 0) -> Padded:
+        """The same value with `value` throughout its padding."""
+        return replace(self, dense=self.filled(value), fill=value)
+
+    def repeated(self, only: Iterable[int] | None = None) -> Tensor:
+        """The storage with the first real values in place of padding: whatever an op's domain is, they are in it."""
+        dense = self.dense
+        for d in self.padded_dims if only is None else only:
+            mask = self.mask([d])
+            if mask is not None:
+                dense = torch.where(mask, dense, dense.narrow(d, 0, 1).detach())
+        return dense
+
+    def gradient_masked(self) -> Padded:
+        """The same value; the gradient that arrives in its padding is taken for zero."""
+        mask = self.mask() if self.records else None
+        return self if mask is None else replace(self, dense=masked_gradient(self.dense, mask))
+
+    def like(self, dense: Tensor, fill: Number | None = None) -> Padded:
+        """Another storage of the same shape with the same padding."""
+        return Padded(dense, self.dims, self.sizes, fill)
+
+
+class MaskGradient(torch.autograd.Function):
+    """The identity, whose gradient is zero where a mask is False, whatever arrives there."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, mask: Tensor) -> Tensor:
+        """An alias of `dense`."""
+        ctx.save_for_backward(mask)
+        return dense.view_as(dense)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient where the mask is True, else zero."""
+        (mask,) = ctx.saved_tensors
+        return torch.where(mask, gradients[0], 0), None
+
+
+def masked_gradient(dense: Tensor, mask: Tensor) -> Tensor:
+    """`dense`, whose gradient is zero where a mask is False."""
+    return MaskGradient.apply(dense, mask)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def plain(dense: Tensor) -> Padded:
+    """A tensor without padding."""
+    return Padded(dense, static_dims(dense.shape))
+
+
+def static_dims(shape: Sequence[int]) -> tuple[Factors, ...]:
+    """Dims without padding."""
+    return tuple(_static_dim(int(size)) for size in shape)
+
+
+@functools.cache
+def _static_dim(size: int) -> Factors:
+    return (static(size),)
+
+
+def is_padded(factors: Factors) -> bool:
+    """Is any factor's true size other than its bucket's, in any run?"""
+    return any(not factor.is_static for factor in factors)
+
+
+def padded_dim(bucket: int, size: Size) -> Factors:
+    """One dim of one factor."""
+    return (Factor(bucket, sympy.sympify(size)),)
+
+
+def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Number | None = None) -> Padded:
+    """A rule's result; checked to say what its storage is.
+
+    Raises:
+        Inexpressible: a length may differ from row to row and the rows are gone.
+    """
+    dims = tuple(dims)
+    assert [math.prod(f.bucket for f in d) for d in dims] == list(dense.shape), (dims, dense.shape)
+    if sizes is not None and sizes.rows is not None:
+        factors = [factor for factors in dims for factor in factors]
+        ragged = any(sizes.is_ragged(factor.size) for factor in factors)
+        if ragged and sum(factor.size == ROWS for factor in factors) != 1:
+            raise Inexpressible("the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it")
+    return Padded(dense, dims, sizes, fill)
+
+
+def prefix_size(value: Padded, dim: int) -> Size:
+    """The true size of a dim whose real positions come first.
+
+    Raises:
+        Inexpressible: the real positions lie scattered, as after a flatten.
+    """
+    if len(value.dims[dim]) != 1:
+        raise Inexpressible(f"dim {dim} was flattened from several dims and its real positions lie scattered in it")
+    return value.dims[dim][0].size
+
+
+def _mask(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
+    flat = [factor for factors in dims for factor in factors]
+    rows_at = next((i for i, factor in enumerate(flat) if factor.size == ROWS), None)
+    found: Tensor | None = None
+    position = 0
+    for d, factors in enumerate(dims):
+        for factor in factors:
+            if d in wanted and not factor.is_static and not _covers(factor, sizes):
+                real = _real_positions(factor, sizes, position, rows_at, len(flat))
+                found = real if found is None else found & real
+            position += 1
+    return None if found is None else _unfactored(found, dims)
+
+
+def _covers(factor: Factor, sizes: TrueSizes) -> bool:
+    """Is it a ragged batch's rows, all real?"""
+    return bool(factor.size.free_symbols == {ROWS} and factor.size.subs(ROWS, sizes.rows) == factor.bucket)
+
+
+def _real_positions(factor: Factor, sizes: TrueSizes, position: int, rows_at: int | None, rank: int) -> Tensor:
+    index = torch.arange(factor.bucket, device=sizes.values.device)
+    size = sizes.of(factor.size)
+    shape = [1] * rank
+    shape[position] = factor.bucket
+    index = index.view(shape)
+    if size.dim() == 0:
+        return index < size
+    if not sizes.is_ragged(factor.size):
+        return index < size[0]
+    if rows_at is None:
+        raise Inexpressible("the rows of a ragged batch are gone, and its lengths with them")
+    shape = [1] * rank
+    shape[rows_at] = size.shape[0]
+    return index < size.view(shape)
+
+
+def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:
+    """A mask of one dim a factor as one of one dim a dim; it keeps size 1 along dims it doesn't vary on."""
+    if all(len(factors) == 1 for factors in dims):
+        return mask
+    expanded, shape = [], []
+    position = 0
+    for factors in dims:
+        sizes = list(mask.shape[position : position + len(factors)])
+        if any(size != 1 for size in sizes):
+            sizes = [factor.bucket for factor in factors]
+        expanded += sizes
+        shape.append(math.prod(sizes))
+        position += len(factors)
+    return mask.expand(expanded).reshape(shape)
+
+
+def _same_number(a: Number, b: Number) -> bool:
+    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+
+
+def _as_dtype(value: Number, dtype: torch.dtype) -> Number:
+    if dtype == torch.bool:
+        return bool(value)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return int(value)
+    return float(value) if not dtype.is_complex else value

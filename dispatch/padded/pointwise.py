@@ -1,0 +1,154 @@
+"""Pointwise ops: `out[i]` is a function of the operands at `i`, so real positions never see the padding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import (
+    Inexpressible,
+    Number,
+    Padded,
+    is_padded,
+    masked_gradient,
+    result,
+    static_dims,
+)
+from subtensors.dispatch.padded.true_sizes import TrueSizes
+from subtensors.dispatch.size_factors import Factors, bucket_of, static
+
+# f(0) == 0 in every dtype, with the other arguments at their defaults.
+_KEEPS_ZERO = frozenset(
+    """abs neg relu gelu silu sin tan asin atan sinh tanh asinh atanh sqrt square expm1 log1p erf sign sgn trunc floor
+    ceil round frac positive clone _to_copy alias detach contiguous relu6 leaky_relu hardtanh hardswish mish softsign
+    conj_physical nan_to_num to copy""".split()
+)
+
+aten = torch.ops.aten
+
+
+@table.register(OpClass.POINTWISE)
+def pointwise(call: Call) -> Any:
+    """Run the op on the storages, which broadcast as the logical tensors do."""
+    operands = call.values
+    dims, sizes = broadcast(operands)
+    out_shape = tuple(map(bucket_of, dims))
+    named = tree_map_only(Padded, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
+    out = call.dense(named)
+    fill = _fill_after(call, operands)
+    return tree_map_only(Tensor, lambda t: result(t, dims, sizes, fill), out)
+
+
+@table.register(aten.copy.default)
+def copied(call: Call) -> Padded:
+    """`copy`: the second operand broadcast to the first, which gives dtype and shape."""
+    dims, sizes = broadcast([call["self"], call["src"]])
+    if len(dims) != call["self"].dim():
+        raise refuse(call, "the source has more dims than the destination")
+    shape = tuple(map(bucket_of, dims))
+    source = gradient_safe(call["src"], dims, shape, sizes)
+    return result(call.dense({"src": source}), dims, sizes)
+
+
+def broadcast(operands: Sequence[Padded]) -> tuple[tuple[Factors, ...], TrueSizes | None]:
+    """The dims of a broadcast result, and the sizes they speak of.
+
+    Raises:
+        Inexpressible: two operands have different true sizes along one dim.
+    """
+    from subtensors.dispatch.padded.true_sizes import together
+
+    sizes = together([x.sizes for x in operands if x.sizes is not None])
+    rank = max((x.dim() for x in operands), default=0)
+    dims: list[Factors] = []
+    for back in range(rank, 0, -1):
+        dims.append(met([x.dims[-back] for x in operands if x.dim() >= back], sizes))
+    return tuple(dims), sizes
+
+
+def met(candidates: Sequence[Factors], sizes: TrueSizes | None) -> Factors:
+    """One dim of several operands: a padded one wins over a plain one of its bucket's size, and any over size 1."""
+    padded = [factors for factors in candidates if is_padded(factors)]
+    if not padded:
+        return max(candidates, key=bucket_of) if all(map(bucket_of, candidates)) else (static(0),)
+    chosen = padded[0]
+    for other in padded[1:]:
+        if other != chosen and not same_factors(chosen, other, sizes):
+            raise Inexpressible(f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same")
+    for other in candidates:
+        if bucket_of(other) not in (1, bucket_of(chosen)):
+            raise Inexpressible(
+                f"a dim of bucket {bucket_of(chosen)} (true size {_sizes(chosen)}) meets a plain dim of "
+                f"{bucket_of(other)}: pad that tensor on the same Dim"
+            )
+    return chosen
+
+
+def same_factors(a: Factors, b: Factors, sizes: TrueSizes | None) -> bool:
+    """Are two dims real at the same positions, whatever the true sizes are?"""
+    if [f.bucket for f in a] != [f.bucket for f in b] or sizes is None:
+        return False
+    return all(_same_size(f.size, g.size, sizes.symbols, sizes.buckets) for f, g in zip(a, b, strict=True))
+
+
+@functools.cache
+def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], buckets: tuple[int, ...]) -> bool:
+    if a == b:
+        return True
+    free = list((a - b).free_symbols)
+    if len(free) != 1 or free[0] not in symbols:
+        return False
+    # One symbol has few values: as many as its bucket.
+    difference = sympy.lambdify(free, a - b, modules=[{"Max": max, "Min": min}, "math"])
+    return all(difference(n) == 0 for n in range(buckets[symbols.index(free[0])] + 1))
+
+
+def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:
+    """The storage of an operand of a broadcast op.
+
+    One that lacks a padded dim of the result, or has only real positions there, would take padding's gradients for
+    its own: it is expanded first, and the gradient masked before it is added up.
+    """
+    if not x.records or sizes is None:
+        return x.dense
+    lacking = [
+        d
+        for d, factors in enumerate(dims)
+        if is_padded(factors) and ((back := len(dims) - d) > x.dim() or not is_padded(x.dims[-back]))
+    ]
+    if not lacking:
+        return x.dense
+    mask = Padded(x.dense, tuple(dims), sizes).mask(lacking)
+    if mask is None:
+        return x.dense
+    target = [1] * (len(dims) - x.dim()) + list(x.shape)
+    for d in lacking:
+        target[d] = shape[d]
+    mask_dims = [d for d in range(len(dims)) if mask.dim() == len(dims) and mask.shape[d] != 1]
+    for d in mask_dims:
+        target[d] = shape[d]
+    return masked_gradient(x.dense.expand(target), mask)
+
+
+def _fill_after(call: Call, operands: Sequence[Padded]) -> Number | None:
+    """What is known of the result's padding: kept where the op maps zero to zero."""
+    name = call.op._schema.name.split("::")[1]
+    if len(operands) == 1 and operands[0].fill == 0 and name in _KEEPS_ZERO:
+        return 0
+    return None
+
+
+def _sizes(factors: Factors) -> str:
+    return " x ".join(str(factor.size) for factor in factors)
+
+
+__all__ = ["broadcast", "gradient_safe", "met", "pointwise", "replace", "static_dims"]

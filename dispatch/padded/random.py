@@ -1,0 +1,41 @@
+"""Random ops: the draws are those of the bucket, so a real element's don't depend on the true size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.pointwise import broadcast
+from subtensors.dispatch.size_factors import bucket_of
+
+aten = torch.ops.aten
+
+
+@table.register(OpClass.RANDOM)
+def drawn(call: Call) -> Any:
+    """A draw for each element of the bucket; parameters in the padding are ones that can be drawn with."""
+    operands = call.values
+    dims, sizes = broadcast(operands)
+    out = call.dense(tree_map_only(Padded, lambda x: x.repeated(), call.named))
+    shape = [bucket_of(f) for f in dims]
+
+    def wrapped(t: Tensor) -> Padded:
+        if list(t.shape) != shape:
+            raise refuse(call, "its result has another shape than its operands")
+        return result(t, dims, sizes)
+
+    return tree_map_only(Tensor, wrapped, out)
+
+
+@table.register(aten.native_dropout)
+def dropout(call: Call) -> Any:
+    """Each real element is kept or dropped as the bucket's draw says."""
+    x: Padded = call["input"]
+    out, kept = call.dense()
+    return x.like(out, 0 if x.fill == 0 else None), x.like(kept)

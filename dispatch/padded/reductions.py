@@ -1,0 +1,229 @@
+"""Reductions: padding is filled with the element that changes nothing, and counts are of real elements.
+
+A reduction over padded dims is `f(where(mask, x, e))` with `e` neutral for f. What divides by the number of elements
+divides by the number of real ones, which the device reads from the true sizes: mean = sum / count and
+var = sum((x - mean)^2) / (count - correction).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result, static_dims
+from subtensors.dispatch.size_factors import Factors, is_prefix
+
+aten = torch.ops.aten
+
+
+def least(dtype: torch.dtype) -> Number:
+    """What no value of a dtype is below."""
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def greatest(dtype: torch.dtype) -> Number:
+    """What no value of a dtype is above."""
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _zero(dtype: torch.dtype) -> Number:
+    return 0
+
+
+def _one(dtype: torch.dtype) -> Number:
+    return 1
+
+
+NEUTRAL: dict[Any, Callable[[torch.dtype], Number]] = {
+    aten.sum: _zero,
+    aten.nansum: _zero,
+    aten.count_nonzero: _zero,
+    aten.any: _zero,
+    aten.all: _one,
+    aten.prod: _one,
+    aten.amax: least,
+    aten.amin: greatest,
+    aten.max.default: least,
+    aten.min.default: greatest,
+    aten.max.dim: least,
+    aten.min.dim: greatest,
+    aten.logsumexp: least,
+}
+"""The element that a reduction ignores. max.dim and min.dim give positions too, of which the real ones come first."""
+
+
+@table.register(*NEUTRAL)
+def reduction(call: Call) -> Any:
+    """Fill with the neutral element, then reduce."""
+    x: Padded = call["self"]
+    neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
+    gone = reduced_dims(call, x)
+    out = call.dense({"self": x.filled(neutral(x.dense.dtype), gone)})
+    if "dim" in call and isinstance(call["dim"], int) and isinstance(out, tuple):
+        _require_prefix(call, x, gone)
+    return wrap_reduced(out, x, gone, call.get("keepdim", False))
+
+
+@table.register(aten.mean)
+def mean(call: Call) -> Padded:
+    """Sum over count."""
+    x: Padded = call["self"]
+    gone = reduced_dims(call, x)
+    keepdim = call.get("keepdim", False)
+    dtype = call["dtype"] or x.dense.dtype
+    if not _padded_among(x, gone):
+        return wrap_reduced(call.dense(), x, gone, keepdim)  # type: ignore[no-any-return]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(
+            f"mean(): could not infer output dtype. Input dtype must be floating or complex. Got: {dtype}"
+        )
+    total = torch.sum(x.filled(0, gone), gone, keepdim=True, dtype=accumulated(dtype))
+    out = (total / real_count(x, gone)).to(dtype)
+    return wrap_reduced(_kept(out, gone, keepdim), x, gone, keepdim)  # type: ignore[no-any-return]
+
+
+@table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+def variance(call: Call) -> Any:
+    """Squared distances from the mean of the real elements, over their count less the correction."""
+    x: Padded = call["self"]
+    gone = reduced_dims(call, x)
+    keepdim = call["keepdim"]
+    if not _padded_among(x, gone):
+        return wrap_reduced(call.dense(), x, gone, keepdim)
+    if x.dense.is_complex():
+        raise refuse(call, "the variance of complex numbers has no masked form here")
+    dtype = x.dense.dtype
+    values = x.filled(0, gone).to(accumulated(dtype))
+    count = real_count(x, gone)
+    average = values.sum(gone, keepdim=True) / count
+    mask = x.mask(gone)
+    assert mask is not None
+    distance = torch.where(mask, values - average, 0)
+    correction = 1 if call["correction"] is None else call["correction"]
+    squares = (distance * distance).sum(gone, keepdim=True) / (count - correction).clamp(min=0)
+    name = call.op.overloadpacket
+    spread = squares if name in (aten.var, aten.var_mean) else squares.sqrt()
+    outs = [spread, average] if name in (aten.var_mean, aten.std_mean) else [spread]
+    wrapped = [wrap_reduced(_kept(o.to(dtype), gone, keepdim), x, gone, keepdim) for o in outs]
+    return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
+
+
+@table.register(aten.linalg_vector_norm, aten.norm, aten.native_norm, aten.frobenius_norm)
+def norm(call: Call) -> Padded:
+    """sum(|x|^p)^(1/p): zero adds nothing; for p = -inf, or another negative p, infinity does."""
+    x: Padded = call["self"]
+    order = call.get("ord", call.get("p", 2))
+    order = 2 if order is None else order
+    gone = reduced_dims(call, x)
+    return wrap_reduced(  # type: ignore[no-any-return]
+        call.dense({"self": x.filled(math.inf if order < 0 else 0, gone)}), x, gone, call.get("keepdim", False)
+    )
+
+
+@table.register(aten.argmax, aten.argmin)
+def argmax(call: Call) -> Padded:
+    """The position of an extreme; that of the flattened tensor counts real elements only."""
+    x: Padded = call["self"]
+    extreme = least if call.op.overloadpacket is aten.argmax else greatest
+    gone = reduced_dims(call, x)
+    _require_prefix(call, x, gone)
+    dense = x.filled(extreme(x.dense.dtype), gone)
+    out = call.dense({"self": dense})
+    if call["dim"] is None:
+        out = logical_position(call, x, out)
+    return wrap_reduced(out, x, gone, call["keepdim"])  # type: ignore[no-any-return]
+
+
+@table.register(aten.aminmax)
+def aminmax(call: Call) -> Any:
+    """Both extremes."""
+    x: Padded = call["self"]
+    gone = reduced_dims(call, x)
+    dtype, keepdim = x.dense.dtype, call["keepdim"]
+    named: dict[str, Any] = {} if call["dim"] is None else {"dim": gone}
+    low = torch.amin(x.filled(greatest(dtype), gone), **named, keepdim=keepdim)
+    high = torch.amax(x.filled(least(dtype), gone), **named, keepdim=keepdim)
+    return wrap_reduced((low, high), x, gone, keepdim)
+
+
+@table.register(OpClass.REDUCTION)
+def unaware(call: Call) -> Any:
+    """A reduction whose neutral element isn't known: right over dims without padding."""
+    x = call.values[0]
+    if len(call.values) > 1 or ("dim" not in call and "dims" not in call):
+        raise refuse(call, "its neutral element isn't known")
+    gone = reduced_dims(call, x)
+    if _padded_among(x, gone):
+        raise refuse(call, "its neutral element isn't known")
+    return wrap_reduced(call.dense(), x, gone, call.get("keepdim", False))
+
+
+def reduced_dims(call: Call, x: Padded) -> list[int]:
+    """The dims that a call reduces."""
+    given = call.get("dim", call.get("dims"))
+    if given is None or (not isinstance(given, int) and len(given) == 0):
+        return list(range(x.dim()))
+    return [d % max(x.dim(), 1) for d in ([given] if isinstance(given, int) else given)] if x.dim() else []
+
+
+def wrap_reduced(out: Any, x: Padded, gone: Sequence[int], keepdim: bool) -> Any:
+    """The results of a reduction, with the padding of the dims that stay."""
+    if keepdim:
+        dims: list[Factors] = [static_dims([1])[0] if d in gone else f for d, f in enumerate(x.dims)]
+    else:
+        dims = [f for d, f in enumerate(x.dims) if d not in gone]
+    if not any(not f.is_static for factors in dims for f in factors):
+        return tree_map_only(Tensor, plain, out)
+    return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), out)
+
+
+def real_count(x: Padded, gone: Sequence[int]) -> Tensor:
+    """How many real elements each result of a reduction is made of, broadcastable to it with its dims kept."""
+    mask = x.mask(gone)
+    assert mask is not None
+    count = mask.sum(list(gone), keepdim=True)
+    whole = math.prod(x.shape[d] for d in gone if mask.shape[d] == 1)
+    return count * whole
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch sums a dtype."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def logical_position(call: Call, x: Padded, position: Tensor) -> Tensor:
+    """A position in the flattened bucket as one in the flattened logical tensor."""
+    out = torch.zeros_like(position)
+    scale: Tensor | int = 1
+    for d in reversed(range(x.dim())):
+        index, position = position % x.shape[d], position // x.shape[d]
+        out = out + index * scale
+        size = x.size(d)
+        if isinstance(size, Tensor) and size.dim():
+            raise refuse(call, "a ragged batch has no flattened positions")
+        scale = scale * size
+    return out
+
+
+def _padded_among(x: Padded, dims: Sequence[int]) -> bool:
+    return any(x.is_padded(d) for d in dims)
+
+
+def _require_prefix(call: Call, x: Padded, dims: Sequence[int]) -> None:
+    if not all(is_prefix(x.dims[d]) for d in dims):
+        raise refuse(call, "a position in a flattened dim counts its padding")
+
+
+def _kept(out: Tensor, gone: Sequence[int], keepdim: bool) -> Tensor:
+    return out if keepdim else out.squeeze(list(gone))

@@ -1,0 +1,55 @@
+"""Softmax and scans: along a padded dim a neutral fill, and a gradient that ends at the true size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Number, Padded
+from subtensors.dispatch.padded.reductions import greatest, least
+from subtensors.dispatch.size_factors import is_prefix
+
+aten = torch.ops.aten
+
+
+@table.register(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
+                aten.special_softmax, aten.special_log_softmax)  # fmt: skip
+def softmax(call: Call) -> Padded:
+    """exp(x) over its sum: -inf adds nothing to it."""
+    x: Padded = call["self"]
+    if x.dim() == 0:
+        return x.like(call.dense())
+    d = call["dim"] % x.dim()
+    if not x.is_padded(d):
+        return x.like(call.dense())
+    # An integer input is cast to a real dtype, in which its least value is no neutral element.
+    real = x if x.dense.is_floating_point() else x.like(x.dense.to(call.get("dtype") or torch.get_default_dtype()))
+    return x.like(call.dense({"self": real.filled(float("-inf"), [d])})).gradient_masked()
+
+
+SCANS: dict[Any, Callable[[torch.dtype], Number]] = {
+    aten.cumsum: lambda dtype: 0,
+    aten.cumprod: lambda dtype: 1,
+    aten.logcumsumexp: least,
+    aten._logcumsumexp: least,
+    aten.cummax: least,
+    aten.cummin: greatest,
+}
+
+
+@table.register(*SCANS)
+def scan(call: Call) -> Any:
+    """A running value: what is real comes before the padding, which only the gradient runs back through."""
+    x: Padded = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    if x.dim() == 0 or not x.is_padded(d):
+        return tree_map_only(Tensor, x.like, call.dense())
+    if not is_prefix(x.dims[d]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
+        raise refuse(call, "a position in a flattened dim counts its padding")
+    out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
+    return tree_map_only(Tensor, lambda t: x.like(t).gradient_masked(), out)

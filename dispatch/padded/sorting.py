@@ -1,0 +1,122 @@
+"""Sorting and ranking: padding sorts behind every real element, ties included, since it stands behind them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.gathering import gathered
+from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
+from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
+from subtensors.dispatch.size_factors import is_prefix, static
+
+aten = torch.ops.aten
+
+
+def _sorted(call: Call, x: Padded, d: int, descending: bool) -> tuple[Padded, Padded]:
+    """Values and positions in order, the real ones first. A sort puts NaN above all numbers."""
+    if not is_prefix(x.dims[d]):
+        raise refuse(call, "a position in a flattened dim counts its padding")
+    dtype = x.dense.dtype
+    last = least(dtype) if descending else (math.nan if dtype.is_floating_point else greatest(dtype))
+    values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
+    return x.like(values).gradient_masked(), x.like(positions)
+
+
+@table.register(aten.sort, aten.argsort, aten.msort)
+def sort(call: Call) -> Any:
+    """Elements in order."""
+    x: Padded = call["self"]
+    if x.dim() == 0:
+        return tree_map_only(Tensor, x.like, call.dense())
+    d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
+    if not x.is_padded(d):
+        return tree_map_only(Tensor, x.like, call.dense())
+    values, positions = _sorted(call, x, d, bool(call.get("descending", False)))
+    only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
+    return only if only is not None else (values, positions)
+
+
+@table.register(aten.topk)
+def topk(call: Call) -> Any:
+    """The k greatest or least."""
+    x: Padded = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    k = static_dims([call["k"]])
+    dims = [*x.dims[:d], *k, *x.dims[d + 1 :]] if x.dim() else []
+    if x.dim() == 0 or not x.is_padded(d):
+        return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
+    _require_enough(x, d, call["k"])
+    ranked = _sorted(call, x, d, call["largest"])
+    return tuple(result(r.dense.narrow(d, 0, call["k"]), dims, x.sizes) for r in ranked)
+
+
+@table.register(aten.kthvalue, aten.median.dim)
+def ranked(call: Call) -> Any:
+    """The element of one rank, k or (size - 1) // 2."""
+    x: Padded = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    if x.dim() == 0 or not x.is_padded(d):
+        return wrap_reduced(call.dense(), x, [d], call["keepdim"])
+    if call.op.overloadpacket is aten.median and x.dense.is_floating_point():
+        raise refuse(call, "a median is NaN where any element is")
+    size = x.size(d)
+    assert isinstance(size, Tensor)
+    rank = (size - 1) // 2 if "k" not in call else torch.full_like(size, call["k"] - 1)
+    if "k" in call:
+        _require_enough(x, d, call["k"])
+    outs = [gathered(r, d, rank.unsqueeze(-1), (static(1),)) for r in _sorted(call, x, d, descending=False)]
+    return tuple(o if call["keepdim"] else result(o.dense.squeeze(d), _without(o, d), o.sizes) for o in outs)
+
+
+@table.register(OpClass.SORT_SELECT)
+def unaware(call: Call) -> Any:
+    """Any other selection along one dim: right over a dim without padding."""
+    x = call.values[0]
+    if len(call.values) > 1 or not isinstance(call.get("dim"), int) or not isinstance(call.get("keepdim"), bool):
+        raise refuse(call, "what it selects depends on where padding stands")
+    d = call["dim"] % max(x.dim(), 1)
+    if x.is_padded(d):
+        raise refuse(call, "what it selects depends on where padding stands")
+    return wrap_reduced(call.dense(), x, [d], call["keepdim"])
+
+
+@table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
+def searchsorted(call: Call) -> Padded:
+    """Where values belong in a sorted sequence, whose padding is above them all."""
+    sequence = call.get("sorted_sequence", call.get("boundaries"))
+    values: Padded = call["self"]
+    if sequence.dim() > 1 or call.get("sorter") is not None:
+        raise refuse(call, "each row of the sequence has values of its own")
+    if not sequence.padded_dims:
+        return values.like(call.dense())
+    if sequence.dense.is_floating_point():
+        raise refuse(call, "NaN sorts above the infinity that stands in the padding")
+    name = "sorted_sequence" if "sorted_sequence" in call else "boundaries"
+    found = call.dense({name: sequence.filled(greatest(sequence.dense.dtype))})
+    size = sequence.size(0)
+    if isinstance(size, Tensor) and size.dim():
+        raise refuse(call, "each row of the sequence has values of its own")
+    found = torch.minimum(found, torch.as_tensor(size, dtype=found.dtype, device=found.device))
+    return values.like(found) if values.padded_dims else plain(found)
+
+
+def _require_enough(x: Padded, d: int, k: int) -> None:
+    if x.sizes is None or not x.sizes.known_on_host:
+        return
+    from subtensors.dispatch.size_expressions import size_on_host
+
+    for row in range(x.sizes.rows or 1):
+        size = size_on_host(x.dims[d][0].size, x.sizes.assignment(row))
+        if k > size:
+            raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")
+
+
+def _without(x: Padded, d: int) -> list[Any]:
+    return [factors for i, factors in enumerate(x.dims) if i != d]

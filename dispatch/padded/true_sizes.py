@@ -1,0 +1,138 @@
+"""The true sizes behind bucket sizes: symbols that the host reasons with, and their values on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.size_expressions import Size, size_on_device, size_symbol
+
+ROWS = size_symbol("rows")
+"""The size of a ragged batch: every row is real, and a length may differ from row to row."""
+
+HostSize = int | tuple[int, ...]
+
+
+class TrueSizes:
+    """The values of some symbols: one number each, or one a row of a ragged batch.
+
+    Args:
+        symbols: the symbols, without `ROWS`.
+        buckets: the bucket size of each.
+        values: (number of symbols, *rows) int64; `rows` is empty, or the batch of a ragged dimension.
+        host: the same values as Python ints, where the host knows them.
+    """
+
+    def __init__(
+        self,
+        symbols: tuple[sympy.Symbol, ...],
+        buckets: tuple[int, ...],
+        values: Tensor,
+        host: tuple[HostSize, ...] | None = None,
+    ) -> None:
+        self.symbols, self.buckets, self.values = symbols, buckets, values
+        self._host = host
+        self.masks: dict[Any, Tensor] = {}
+        """Masks that were computed from these sizes, by the dimensions they are of."""
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows the ragged batch has; None when each size is one number."""
+        return self.values.shape[1] if self.values.dim() == 2 else None
+
+    def host(self) -> tuple[HostSize, ...]:
+        """The values as Python ints; where only the device knows them, this waits for it."""
+        if self._host is None:
+            listed = self.values.tolist()
+            self._host = tuple(tuple(v) if isinstance(v, list) else v for v in listed)
+        return self._host
+
+    @property
+    def known_on_host(self) -> bool:
+        """Can `host()` answer without waiting for the device?"""
+        return self._host is not None
+
+    def of(self, size: Size) -> Tensor:
+        """The value of an expression on the device: () or (rows,) int64."""
+        symbols = [ROWS, *self.symbols] if size.has(ROWS) else list(self.symbols)
+        values = self.values
+        if size.has(ROWS):
+            count = torch.full((1, *values.shape[1:]), self.rows or 0, dtype=torch.int64, device=values.device)
+            values = torch.cat([count, values])
+        return size_on_device(size, symbols, values)
+
+    def assignment(self, row: int | None = None) -> dict[sympy.Symbol, int]:
+        """What each symbol is worth on the host.
+
+        Args:
+            row: of a ragged batch, which row.
+        """
+        known: dict[sympy.Symbol, int] = {}
+        for symbol, size in zip(self.symbols, self.host(), strict=True):
+            if isinstance(size, int):
+                known[symbol] = size
+            elif row is not None:
+                known[symbol] = size[row]
+        if self.rows is not None:
+            known[ROWS] = self.rows
+        return known
+
+    def is_ragged(self, size: Size) -> bool:
+        """May this size differ from row to row?"""
+        return self.rows is not None and any(symbol in size.free_symbols for symbol in self.symbols)
+
+    def to(self, device: torch.device) -> TrueSizes:
+        """The same sizes on another device."""
+        if device == self.values.device:
+            return self
+        return TrueSizes(self.symbols, self.buckets, self.values.to(device), self._host)
+
+
+def together(operands: Sequence[TrueSizes]) -> TrueSizes | None:
+    """The sizes of all symbols of several tensors.
+
+    Args:
+        operands: the sizes of each tensor.
+
+    Returns:
+        None when there are none.
+
+    Raises:
+        SizeError: a symbol has two buckets, or two values that the host knows.
+    """
+    distinct = list({id(sizes.values): sizes for sizes in operands if sizes.symbols}.values())
+    if len(distinct) < 2:
+        return distinct[0] if distinct else None
+    chosen: dict[sympy.Symbol, tuple[TrueSizes, int]] = {}
+    for sizes in distinct:
+        for i, symbol in enumerate(sizes.symbols):
+            first, j = chosen.setdefault(symbol, (sizes, i))
+            _check_agreement(symbol, first, j, sizes, i)
+    if len(chosen) == len(distinct[0].symbols):
+        return distinct[0]
+    rows = next((sizes.rows for sizes in distinct if sizes.rows is not None), None)
+    parts = [sizes.values[i].expand(rows) if rows else sizes.values[i] for sizes, i in chosen.values()]
+    host = None
+    if all(sizes.known_on_host for sizes in distinct):
+        host = tuple(_per_row(sizes.host()[i], rows) for sizes, i in chosen.values())
+    buckets = tuple(sizes.buckets[i] for sizes, i in chosen.values())
+    return TrueSizes(tuple(chosen), buckets, torch.stack(parts), host)
+
+
+def _per_row(size: HostSize, rows: int | None) -> HostSize:
+    return (size,) * rows if rows and isinstance(size, int) else size
+
+
+def _check_agreement(symbol: sympy.Symbol, a: TrueSizes, i: int, b: TrueSizes, j: int) -> None:
+    if a.buckets[i] != b.buckets[j]:
+        raise SizeError(f"{symbol} has the bucket {a.buckets[i]} in one tensor and {b.buckets[j]} in another")
+    if a is b or not (a.known_on_host and b.known_on_host):
+        return
+    rows = a.rows or b.rows
+    if _per_row(a.host()[i], rows) != _per_row(b.host()[j], rows):
+        raise SizeError(f"{symbol} is {a.host()[i]} in one tensor and {b.host()[j]} in another")

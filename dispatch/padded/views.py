@@ -1,0 +1,247 @@
+"""Views: the storage is viewed, and the factors of the dims move along with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.gathering import taken
+from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.size_expressions import convolved, sliced
+from subtensors.dispatch.size_factors import Factors, bucket_of, reshaped
+
+aten = torch.ops.aten
+_END = 2**62  # torch writes an open end as the largest int64
+
+
+@table.register(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten.reshape, aten._reshape_copy)
+def reshape(call: Call) -> Padded:
+    """Dims become one, or come apart."""
+    x: Padded = call["self"]
+    dims = reshaped(x.dims, list(call.get("size", call.get("shape"))))
+    dims = [factors or static_dims([1])[0] for factors in dims]
+    return result(call.dense(), dims, x.sizes, x.fill)
+
+
+@table.register(aten.permute, aten.permute_copy)
+def permute(call: Call) -> Padded:
+    """Dims in another order."""
+    x: Padded = call["self"]
+    return result(call.dense(), [x.dims[d] for d in call["dims"]], x.sizes, x.fill)
+
+
+@table.register(aten.transpose.int, aten.t, aten.transpose_copy.int, aten.t_copy, aten.numpy_T, aten.mT, aten.adjoint)
+def transpose(call: Call) -> Padded:
+    """Two dims change places."""
+    x: Padded = call["self"]
+    dims = list(x.dims)
+    if call.op.overloadpacket is aten.numpy_T:
+        dims.reverse()
+    elif "dim0" in call:
+        a, b = call["dim0"], call["dim1"]
+        dims[a], dims[b] = dims[b], dims[a]
+    elif len(dims) > 1:
+        dims[-2], dims[-1] = dims[-1], dims[-2]
+    return result(call.dense(), dims, x.sizes, x.fill)
+
+
+@table.register(aten.unsqueeze, aten.unsqueeze_copy)
+def unsqueeze(call: Call) -> Padded:
+    """A dim of size 1 is put in."""
+    x: Padded = call["self"]
+    at = call["dim"] % (x.dim() + 1)
+    return result(call.dense(), [*x.dims[:at], *static_dims([1]), *x.dims[at:]], x.sizes, x.fill)
+
+
+@table.register(aten.squeeze, aten.squeeze_copy)
+def squeeze(call: Call) -> Padded:
+    """Dims of size 1 go; one whose bucket is larger stays, whatever its true size."""
+    x: Padded = call["self"]
+    given = call.get("dim")
+    wanted = range(x.dim()) if given is None else [d % x.dim() for d in _listed(given)]
+    gone = {d for d in wanted if x.shape[d] == 1}
+    if any(x.is_padded(d) for d in gone):
+        raise refuse(call, "the dim to squeeze is padded")
+    return result(call.dense(), [f for d, f in enumerate(x.dims) if d not in gone], x.sizes, x.fill)
+
+
+@table.register(aten.expand, aten.expand_copy)
+def expand(call: Call) -> Padded:
+    """Dims of size 1 are repeated without being copied; a padded dim stays as it is."""
+    x: Padded = call["self"]
+    target = list(call["size"])
+    added = len(target) - x.dim()
+    dims: list[Factors] = list(static_dims([max(size, 1) if size < 0 else size for size in target]))
+    for d, factors in enumerate(x.dims):
+        if target[d + added] in (-1, bucket_of(factors)):
+            dims[d + added] = factors
+    return result(call.dense(), dims, x.sizes, x.fill)
+
+
+@table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)
+def expand_as(call: Call) -> Any:
+    """Operands take the dims, padding included, that a pointwise op would give them."""
+    if call.op is aten.broadcast_to.default:
+        return expand(call)
+    operands = call.values
+    dims, sizes = broadcast(operands)
+    shape = tuple(map(bucket_of, dims))
+    outs = [result(gradient_safe(x, dims, shape, sizes).expand(shape), dims, sizes) for x in operands]
+    return outs[0] if call.op is aten.expand_as.default else outs
+
+
+@table.register(aten.alias, aten.detach, aten.alias_copy, aten.detach_copy, aten.lift_fresh, aten.lift, aten.contiguous,
+                aten.resolve_conj, aten.resolve_neg, aten._conj, aten.conj, aten._neg_view, aten.positive,
+                aten.requires_grad_, aten.pin_memory, aten.view_as, aten.reshape_as)  # fmt: skip
+def same_shape(call: Call) -> Padded:
+    """Every element stays where it is."""
+    x: Padded = call["self"]
+    if "other" in call and call["other"].shape != x.shape:
+        dims = reshaped(x.dims, list(call["other"].shape))
+        return result(call.dense(), [f or static_dims([1])[0] for f in dims], x.sizes, x.fill)
+    return x.like(call.dense(), x.fill)
+
+
+@table.register(aten.view_as_real, aten.view_as_complex, aten.view_as_real_copy, aten.view_as_complex_copy)
+def as_pairs(call: Call) -> Padded:
+    """A last dim of two real numbers, or none."""
+    x: Padded = call["self"]
+    out = call.dense()
+    if out.dim() > x.dim():
+        return result(out, [*x.dims, *static_dims([2])], x.sizes)
+    if x.is_padded(x.dim() - 1):
+        raise refuse(call, "its last dim holds real and imaginary parts, and cannot be padded")
+    return result(out, x.dims[:-1], x.sizes)
+
+
+@table.register(aten.view.dtype)
+def reinterpreted(call: Call) -> Padded:
+    """The same bytes as another dtype of as many of them."""
+    x: Padded = call["self"]
+    out = call.dense()
+    if out.shape != x.shape:
+        raise refuse(call, "elements of another number of bytes change the size of the last dim")
+    return x.like(out)
+
+
+@table.register(aten.select.int, aten.select_copy)
+def select(call: Call) -> Padded:
+    """One index of a dim; a negative one counts from the true end."""
+    x: Padded = call["self"]
+    d, index = call["dim"] % x.dim(), call["index"]
+    dims = [factors for i, factors in enumerate(x.dims) if i != d]
+    if not x.is_padded(d):
+        return result(call.dense(), dims, x.sizes, x.fill)
+    size = prefix_size(x, d)
+    if size == ROWS:
+        raise refuse(call, "it takes one row of a ragged batch, whose length is its own; unpad() gives the rows")
+    _check_index(x, d, index)
+    if index >= 0:
+        return result(call.dense(), dims, x.sizes, x.fill)
+    one = taken(x, d, x.size(d) + index, 1, static_dims([1])[0])
+    return result(one.dense.squeeze(d), dims, x.sizes)
+
+
+@table.register(aten.slice, aten.slice_copy)
+def slice_(call: Call) -> Padded:
+    """A range of a dim; negative ends count from the true end."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    start, stop, step = call["start"] or 0, call["end"], call["step"]
+    stop = None if stop is None or stop >= _END else stop
+    if not x.is_padded(d):
+        out = call.dense()
+        return result(out, _with(x.dims, d, static_dims([out.shape[d]])[0]), x.sizes, x.fill)
+    if start == 0 and (stop is None or stop >= x.shape[d]) and step == 1:
+        return x.like(call.dense(), x.fill)
+    size = prefix_size(x, d)
+    if size == ROWS:
+        raise refuse(call, "it cuts the rows of a ragged batch")
+    true_size = sliced(size, start, stop, step)[1]
+    if start >= 0:
+        bucket_stop = x.shape[d] if stop is None else stop
+        out = x.dense[(slice(None),) * d + (slice(start, bucket_stop, step),)]
+        dims = _with(x.dims, d, padded_dim(out.shape[d], true_size))
+        if bucket_stop >= 0:
+            return result(out, dims, x.sizes, x.fill)
+        # Real positions of the whole are padding of the part, and take no gradient from there.
+        return result(out, dims, x.sizes).gradient_masked()
+    last = x.shape[d] if stop is None else stop
+    longest = len(range(x.shape[d])[start:last:step]) if last < 0 or stop is None else len(range(0, -start, step))
+    first = x.size(d)
+    assert not isinstance(first, int)
+    return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
+
+
+@table.register(aten.split, aten.split_with_sizes, aten.split_copy, aten.split_with_sizes_copy, aten.unsafe_split,
+                aten.unsafe_split_with_sizes, aten.chunk, aten.unsafe_chunk, aten.tensor_split.sections,
+                aten.tensor_split.indices)  # fmt: skip
+def split(call: Call) -> list[Padded]:
+    """Parts of a static dim; how many parts a padded one has depends on its size, so that one is refused."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    if x.is_padded(d):
+        raise refuse(call, "the number of parts would depend on the true size")
+    return [result(part, _with(x.dims, d, static_dims([part.shape[d]])[0]), x.sizes, x.fill) for part in call.dense()]
+
+
+@table.register(aten.unbind, aten.unbind_copy)
+def unbind(call: Call) -> list[Padded]:
+    """Every index of a static dim."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    if x.is_padded(d):
+        raise refuse(call, "the number of parts would depend on the true size")
+    dims = [factors for i, factors in enumerate(x.dims) if i != d]
+    return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
+
+
+@table.register(aten.unfold, aten.unfold_copy)
+def unfold(call: Call) -> Padded:
+    """Windows of a dim; they start a step apart, and the last one ends within the true size."""
+    x: Padded = call["self"]
+    d = call["dimension"] % x.dim()
+    out = call.dense()
+    window = static_dims([call["size"]])
+    if not x.is_padded(d):
+        return result(out, [*_with(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
+    windows = convolved(prefix_size(x, d), call["size"], call["step"])
+    moved = result(out, [*_with(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill)
+    # A window of the padding may overlap real positions, and would give them its gradient.
+    return moved.gradient_masked()
+
+
+@table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal)
+def diagonal(call: Call) -> Padded:
+    """The diagonal of two static dims."""
+    x: Padded = call["self" if "self" in call else "A"]
+    a, b = call["dim1"] % x.dim(), call["dim2"] % x.dim()
+    if x.is_padded(a) or x.is_padded(b):
+        raise refuse(call, "the dims of the diagonal are padded")
+    out = call.dense()
+    dims = [factors for i, factors in enumerate(x.dims) if i not in (a, b)]
+    return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
+
+
+def _check_index(x: Padded, d: int, index: int) -> None:
+    """Refuse an index beyond the true size, where the host knows it."""
+    if x.sizes is None or not x.sizes.known_on_host or any(x.sizes.is_ragged(f.size) for f in x.dims[d]):
+        return
+    from subtensors.dispatch.size_expressions import size_on_host
+
+    size = size_on_host(prefix_size(x, d), x.sizes.assignment(row=0))
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dim {d} of true size {size}")
+
+
+def _with(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:
+    return [*dims[:at], factors, *dims[at + 1 :]]
+
+
+def _listed(given: int | Sequence[int]) -> Sequence[int]:
+    return [given] if isinstance(given, int) else given

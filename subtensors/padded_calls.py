@@ -1,0 +1,307 @@
+"""A torch function meets a PaddedTensor: how the call reaches the rules, and what comes back.
+
+A rule computes on dense storages that autograd follows, so its backward is torch's own. To get there a call runs below
+autograd, on *shells*: PaddedTensors whose storage records though they themselves don't. Each op that torch makes of the
+call meets the shells in `dispatch`, which puts autograd back and runs the rule; plain tensors among the arguments go in
+shells as well, so that nothing they meet goes unrecorded. What comes out of the call is wrapped, and the wrapping is an
+autograd function whose backward unwraps.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
+from subtensors.dispatch.padded import composites, engine, rules
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain, static_dims
+from subtensors.padded_tensor import PaddedTensor, value_of, wrap
+
+# Questions about a tensor itself, which its wrapper answers, and what drives autograd.
+_OF_THE_WRAPPER = frozenset(
+    """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_complex
+    is_floating_point is_signed is_conj is_neg is_inference is_coalesced is_same_size is_shared is_pinned
+    is_distributed data_ptr untyped_storage storage storage_type get_device backward register_hook
+    register_post_accumulate_grad_hook retain_grad requires_grad_ type __len__ __hash__ __dlpack_device__
+    _is_view _is_zerotensor has_names dim_order is_set_to grad sym_size _backward_hooks _typed_storage
+    is_tensor is_nonzero_ result_type can_cast""".split()
+)
+_TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Running] = []
+
+
+class _Running:
+    """One call under way: the keys of torch's dispatcher as they were outside, and the arguments' shells."""
+
+    def __init__(self) -> None:
+        self.keys = torch_private.dispatch_keys()
+        self.shells: dict[int, PaddedTensor] = {}
+        self.outer: dict[int, Tensor] = {}
+        self.written: dict[int, PaddedTensor] = {}
+
+    def shell(self, x: Tensor) -> Tensor:
+        """What stands for an argument below autograd."""
+        if id(x) not in self.shells:
+            new = wrap(followed(x) if isinstance(x, PaddedTensor) else plain(x))
+            self.shells[id(x)] = new
+            self.outer[id(new)] = x
+        return self.shells[id(x)]
+
+
+_state = _State()
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that has a PaddedTensor among its arguments."""
+    name = getattr(func, "__name__", "")
+    if name in _OF_THE_WRAPPER or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
+        with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
+            if torch_private.is_tracing():
+                # The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any.
+                warnings.simplefilter("ignore", UserWarning)
+            return func(*args, **kwargs)
+    try:
+        return _by_rules(func, args, kwargs)
+    except RuleError as missing:
+        from subtensors.padded_fallback import on_logical_data
+
+        return on_logical_data(func, args, kwargs, missing)
+
+
+def _gives_tensor(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") in _TENSOR_ATTRIBUTES
+
+
+def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    composites.check_function(func)
+    running = _Running()
+    shells = tree_map_only(Tensor, running.shell, (args, kwargs))
+    _state.calls.append(running)
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), torch_private.below_autograd():
+            out = func(*shells[0], **shells[1])
+    finally:
+        _state.calls.pop()
+    for shell in running.written.values():
+        write_back(running.outer[id(shell)], value_of(shell))
+    return tree_map_only(Tensor, lambda t: _outside(t, running), out)
+
+
+def _outside(t: Tensor, running: _Running) -> Tensor:
+    if not isinstance(t, PaddedTensor):
+        return t
+    if id(t) in running.outer:
+        return running.outer[id(t)]
+    return wrapped(value_of(t))
+
+
+def wrapped(value: Padded) -> Tensor:
+    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd leads through."""
+    if not value.padded_dims:
+        return value.dense
+    return Wrap.apply(value.dense, value) if value.records else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An overload meets PaddedTensors: shells of a running call, or tensors that autograd's engine handles."""
+    if not isinstance(op, OpOverload):
+        raise RuleError(f"PaddedTensor has no rule for the higher-order op {op}: call it on the unpadded values")
+    if not _state.calls:
+        if op is torch.ops.aten.copy_.default and isinstance(args[0], PaddedTensor):
+            args[0]._dense.copy_(args[1]._dense if isinstance(args[1], PaddedTensor) else args[1])
+            return args[0]
+        out = _run(op, args, kwargs)
+        return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
+    running = _state.calls.pop()
+    try:
+        with torch_private.restored_dispatch_keys(running.keys):
+            if is_in_place(op) or functional_form(op) is not op:
+                return _mutate(op, args, kwargs, running)
+            return _run(op, args, kwargs)
+    except composites.MustDecompose:
+        pass
+    finally:
+        _state.calls.append(running)
+    return composites.decompose(op, args, kwargs)
+
+
+def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inner_args, inner_kwargs = tree_map_only(Tensor, _inner, (args, kwargs))
+    composites.check_overload(op, engine.table)
+    out = engine.run(op, inner_args, inner_kwargs)
+    return tree_map_only(Padded, wrap, out)
+
+
+def _inner(t: Tensor) -> Padded:
+    return value_of(t) if isinstance(t, PaddedTensor) else plain(t)
+
+
+def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], running: _Running) -> Any:
+    """Run an op that writes as its functional form; the shell of what it writes takes the new value."""
+    twin = functional_form(op)
+    targets = _targets(op, args, kwargs)
+    if twin is None or not targets:
+        raise Inexpressible(f"{op} writes to its arguments, and there is no form of it that doesn't")
+    for target in targets:
+        if id(target) not in running.outer and _shares_memory(target, running):
+            raise Inexpressible(f"{op} writes through a view of an argument")
+    if torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values()):
+        for target in targets:
+            # The op keeps its operands for the backward, and the new value is to stand in their memory.
+            target._dense = target._dense.clone()
+    outs = {a.name for a in op._schema.arguments if a.is_out}
+    out = _run_any(twin, args, {k: v for k, v in kwargs.items() if k not in outs}, op)
+    values = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    for target, new in zip(targets, values, strict=False):
+        value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
+        if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
+            # Outside of autograd's sight the values change and the graph behind them stays.
+            target._dense.copy_(value.dense)
+            continue
+        if value.shape != target.shape and not outs:
+            raise Inexpressible(f"{op} would change the shape of what it writes to")
+        target._dense = value.dense.to(target.dtype)
+        target._dims, target._sizes, target._fill = value.dims, value.sizes, None
+        if id(target) in running.outer:
+            running.written[id(target)] = target
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _run_any(twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op: OpOverload) -> Any:
+    names = [a.name for a in op._schema.arguments]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    accepted = [a.name for a in twin._schema.arguments]
+    try:
+        return _run(twin, (), {name: named[name] for name in accepted if name in named})
+    except composites.MustDecompose as must:
+        raise Inexpressible(f"{op} is composite and writes to its argument") from must
+
+
+def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PaddedTensor]:
+    targets = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            targets += [x for x in tree_leaves(given) if isinstance(x, PaddedTensor)]
+    return targets
+
+
+def _shares_memory(target: PaddedTensor, running: _Running) -> bool:
+    storage = target._dense.untyped_storage()._cdata
+    return any(shell._dense.untyped_storage()._cdata == storage for shell in running.shells.values())
+
+
+def write_back(outer: Tensor, new: Padded) -> None:
+    """Give an argument that the call wrote to its new value; its padding keeps what it held."""
+    if not isinstance(outer, PaddedTensor):
+        if new.padded_dims:
+            raise RuleError(
+                "a plain tensor cannot take a PaddedTensor's values in place, since it could not say which of them "
+                "are real; pad it on the same Dims first"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            outer.copy_(new.dense) if outer.shape == new.shape else outer.resize_(new.shape).copy_(new.dense)
+        return
+    if new.dims != outer._dims and new.padded_dims:
+        raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {outer._dims}, the result {new.dims}")
+    mask = value_of(outer).mask()
+    dense = new.dense if mask is None else torch.where(mask, new.dense, outer._dense.detach())
+    value = replace(value_of(outer), dense=dense)
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad):
+            if _is_derived_view(outer):
+                raise RuleError("writing through a view of a PaddedTensor that autograd follows has no rule; clone it")
+            outer.copy_(wrapped(value))
+        else:
+            outer._dense.copy_(dense)
+
+
+def _is_derived_view(outer: PaddedTensor) -> bool:
+    return outer._dense._is_view() and getattr(outer, "_aliases", False)
+
+
+def followed(x: PaddedTensor) -> Padded:
+    """The value of a PaddedTensor whose storage autograd follows."""
+    value = value_of(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return replace(value, dense=Unwrap.apply(x))  # type: ignore[no-untyped-call]
+    return value
+
+
+class Unwrap(torch.autograd.Function):
+    """The storage of a PaddedTensor; the gradient is padded alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: PaddedTensor) -> Tensor:
+        """An alias of the storage."""
+        value = value_of(x)
+        ctx.dims, ctx.sizes = value.dims, value.sizes
+        return value.dense.view_as(value.dense)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient as a PaddedTensor."""
+        return wrap(Padded(gradients[0], ctx.dims, ctx.sizes))
+
+
+class Wrap(torch.autograd.Function):
+    """A PaddedTensor of a storage; the gradient is its gradient's storage."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, value: Padded) -> PaddedTensor:
+        """The wrapped value."""
+        return wrap(replace(value, dense=dense.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The storage of the gradient; a plain one has the bucket's shape already."""
+        gradient = gradients[0]
+        return (gradient._dense if isinstance(gradient, PaddedTensor) else gradient), None
+
+
+@torch_private.run_by_the_compiler
+def dense_of(x: PaddedTensor) -> Tensor:
+    """`PaddedTensor.dense`."""
+    return followed(x).dense
+
+
+@torch_private.run_by_the_compiler
+def mask_of(x: PaddedTensor) -> Tensor:
+    """`PaddedTensor.mask`."""
+    mask = value_of(x).mask()
+    if mask is None:
+        return torch.ones(x._dense.shape, dtype=torch.bool, device=x._dense.device)
+    return mask.expand(x._dense.shape).clone()
+
+
+@torch_private.run_by_the_compiler
+def count_of(x: PaddedTensor, dim: int) -> Tensor:
+    """`PaddedTensor.count`."""
+    if not -x._dense.dim() <= dim < x._dense.dim():
+        raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
+    size = value_of(x).size(dim % x._dense.dim())
+    return torch.tensor(size, device=x._dense.device) if isinstance(size, int) else size.clone()
+
+
+fallbacks: Counter[str] = Counter()
+"""How often each function ran on logical data."""
+
+RULES = rules
+
+__all__ = ["RULES", "Unwrap", "Wrap", "call", "count_of", "dense_of", "dispatch", "mask_of", "static_dims", "wrapped"]

@@ -1,0 +1,252 @@
+"""`PaddedTensor`: a tensor whose true size varies, stored at a bucket size that doesn't."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.padded_value import Number, Padded, is_padded
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.size_expressions import size_on_host
+from subtensors.dispatch.size_factors import Factors, size_of
+from subtensors.sizes import Dim
+
+
+class PaddedTensor(Tensor):
+    """A tensor padded to bucket sizes: ops act on its real part, for any program made of supported ops.
+
+    `shape` is the bucket shape, which kernels, graphs and compilers see; the true sizes are data, in a small tensor on
+    the device. What stands in the padding never reaches a real element, nor does its gradient reach a parameter.
+
+    Args:
+        t: a tensor of true sizes; see `st.pad`, which also takes a list.
+        dims: for each padded dim its `st.Dim`.
+
+    Raises:
+        SizeError: a size is out of its Dim's range, or one Dim has two sizes.
+
+    Example:
+        >>> import subtensors as st
+        >>> x = st.PaddedTensor(torch.ones(2, 3), {1: st.Dim("seq", max=16, buckets=4)})
+        >>> x.shape, x.logical_shape
+        (torch.Size([2, 4]), (2, 3))
+        >>> x.sum().item(), x.mean(1).tolist()
+        (6.0, [1.0, 1.0])
+    """
+
+    _dense: Tensor
+    _dims: tuple[Factors, ...]
+    _sizes: TrueSizes | None
+    _fill: Number | None
+
+    @staticmethod
+    def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
+        """`st.pad(t, dims)`."""
+        from subtensors.padding import pad
+
+        return pad(t, dims)
+
+    def __init__(self, t: Tensor, dims: Mapping[int, Dim | int]) -> None:
+        pass
+
+    @property
+    def dense(self) -> Tensor:
+        """The padded storage, of the bucket shape; autograd follows. What stands in the padding is undefined."""
+        from subtensors.padded_calls import dense_of
+
+        return dense_of(self)
+
+    def mask(self) -> Tensor:
+        """Where data is real.
+
+        Returns:
+            bool of the bucket shape.
+
+        Example:
+            >>> import subtensors as st
+            >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
+            tensor([ True,  True,  True, False])
+        """
+        from subtensors.padded_calls import mask_of
+
+        return mask_of(self)
+
+    def count(self, dim: int) -> Tensor:
+        """The true size of a dim, on the device: what to divide by, never `shape[dim]`.
+
+        Args:
+            dim: a dim, from the end if negative.
+
+        Returns:
+            () int64; for a ragged dim (rows,).
+
+        Example:
+            >>> import subtensors as st
+            >>> x = st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)})
+            >>> x.sum() / x.count(0)
+            tensor(1.)
+        """
+        from subtensors.padded_calls import count_of
+
+        return count_of(self, dim)
+
+    @property
+    def logical_shape(self) -> tuple[HostSize, ...]:
+        """The true shape; a ragged dim gives its lengths. Waits for the device where the host doesn't know the sizes.
+
+        Example:
+            >>> import subtensors as st
+            >>> st.pad([torch.ones(2), torch.ones(3)], {0: st.Dim("n", max=8, buckets=4)}).logical_shape
+            (2, (2, 3))
+        """
+        return tuple(self._host_size(factors) for factors in self._dims)
+
+    def unpad(self) -> Any:
+        """The logical data.
+
+        Returns:
+            A tensor of the true shape; for a ragged batch a list of tensors, one a row. Autograd follows.
+
+        Raises:
+            RuleError: under `torch.compile`, where the true size is unknown.
+
+        Example:
+            >>> import subtensors as st
+            >>> st.pad(torch.arange(3), {0: st.Dim("n", max=8, buckets=4)}).exp().unpad().shape
+            torch.Size([3])
+        """
+        from subtensors.padding import unpad
+
+        return unpad(self)
+
+    def _host_size(self, factors: Factors) -> HostSize:
+        size = size_of(factors)
+        if self._sizes is None or not is_padded(factors):
+            return size_on_host(size, {})
+        if not self._sizes.is_ragged(size):
+            return size_on_host(size, self._sizes.assignment(row=0))
+        return tuple(size_on_host(size, self._sizes.assignment(row)) for row in range(self._sizes.rows or 0))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        padded = [
+            f"{d}: {' x '.join(str(f.size) for f in factors)}"
+            for d, factors in enumerate(self._dims)
+            if is_padded(factors)
+        ]
+        known = self._sizes is not None and self._sizes.known_on_host
+        shape = f"{list(self.shape)}, true shape {self.logical_shape}" if known else f"{list(self.shape)}"
+        grad = ", requires_grad" if self.requires_grad else ""
+        return (
+            f"PaddedTensor({shape}, padded on {{{', '.join(padded)}}}, {str(self.dtype).removeprefix('torch.')} "
+            f"{self.device}{grad})"
+        )
+
+    __str__ = __repr__
+    __format__ = object.__format__
+
+    def tolist(self) -> Any:
+        """The logical data as nested lists."""
+        data = self.unpad()
+        return [row.tolist() for row in data] if isinstance(data, list) else data.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PaddedTensor:
+        if id(self) not in memo:
+            new = wrap(Padded(copy.deepcopy(self._dense, memo), self._dims, self._sizes, self._fill))
+            memo[id(self)] = new.requires_grad_(self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (
+            self._dense.detach(),
+            *self._context(),
+            self._sizes and self._sizes.values,
+            self.requires_grad,
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        from subtensors import padded_calls
+
+        return padded_calls.call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from subtensors import padded_calls
+
+        return padded_calls.dispatch(func, args, kwargs or {})
+
+    def _context(self) -> tuple[Any, ...]:
+        symbols, buckets = (self._sizes.symbols, self._sizes.buckets) if self._sizes else ((), ())
+        return self._dims, symbols, buckets, self._fill
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code that is kept on disk depends on."""
+        return hashlib.sha256(repr(self._context()).encode()).hexdigest()
+
+    @property
+    def _true_sizes(self) -> Tensor:
+        assert self._sizes is not None
+        return self._sizes.values
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_dense", "_true_sizes"] if self._sizes else ["_dense"], self._context()
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> PaddedTensor:
+        dims, symbols, buckets, fill = context
+        values = inner_tensors.get("_true_sizes")
+        sizes = None if values is None else TrueSizes(symbols, buckets, values)
+        return wrap(Padded(inner_tensors["_dense"], dims, sizes, fill))
+
+    def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: type | None = None) -> Any:
+        """This gradient with the padding that a compiled backward was traced for."""
+        if expected_type is Tensor:
+            return self._dense
+        dims, symbols, _, fill = expected
+        if dims != self._dims or self._sizes is None or symbols != self._sizes.symbols:
+            return None
+        value = value_of(self)
+        return wrap(value.like(value.filled(0.0 if fill is None else fill), fill))
+
+
+def wrap(value: Padded) -> PaddedTensor:
+    """A PaddedTensor of a value; autograd doesn't lead from one to the other."""
+    dense = value.dense
+    out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        PaddedTensor,
+        dense.shape,
+        strides=dense.stride(),
+        storage_offset=dense.storage_offset(),
+        dtype=dense.dtype,
+        device=dense.device,
+    )
+    out._dense, out._dims, out._sizes, out._fill = dense, value.dims, value.sizes, value.fill
+    return out  # type: ignore[no-any-return]
+
+
+def value_of(x: PaddedTensor) -> Padded:
+    """What the rules see of a PaddedTensor."""
+    return Padded(x._dense, x._dims, x._sizes, x._fill)
+
+
+def _rebuild(
+    dense: Tensor, dims: Any, symbols: Any, buckets: Any, fill: Any, values: Tensor | None, requires_grad: bool
+) -> PaddedTensor:
+    sizes = None if values is None else TrueSizes(symbols, buckets, values)
+    out = wrap(Padded(dense, dims, sizes, fill))
+    out.requires_grad_(requires_grad)
+    return out

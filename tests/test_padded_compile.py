@@ -1,0 +1,80 @@
+"""PaddedTensors under torch.compile: one compilation serves every length of a bucket, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+
+SEQ = st.Dim("seq", max=32, buckets=[16, 32])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        out: Tensor = self.head(h * torch.softmax(h, dim=1))
+        return out
+
+
+def loss_of(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    scores = net(x)
+    return nn.functional.cross_entropy(scores.transpose(1, 2), y) + scores.mean(1).var()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_compilation_serves_every_length_of_a_bucket(backend: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    params = list(net.parameters())
+    compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+    for i, n in enumerate((5, 16, 1, 11)):
+        t, y = torch.randn(2, n, 8), torch.randint(0, 4, (2, n))
+        expected = loss_of(net, t, y)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            actual = compiled(net, st.pad(t, {1: SEQ}, value=float("nan")), st.pad(y, {1: SEQ}, value=10**9))
+            grads = torch.autograd.grad(actual, params)
+        torch.testing.assert_close(actual, expected)
+        for a, e in zip(grads, torch.autograd.grad(expected, params), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_tensors_come_out_and_gradients_go_back_in() -> None:
+    net = Net()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for i, n in enumerate((5, 9)):
+        t = torch.randn(2, n, 8, requires_grad=True)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(st.pad(t, {1: SEQ}))
+            (grad,) = torch.autograd.grad(out.unpad().square().sum(), t)
+        expected = net(t)
+        torch.testing.assert_close(out.unpad(), expected)
+        torch.testing.assert_close(grad, torch.autograd.grad(expected.square().sum(), t)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_count_mask_and_dense_are_computed_in_the_graph() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def average(x: Any) -> Tensor:
+        total: Tensor = torch.where(x.mask(), x.dense, 0).sum() / x.count(0)
+        return total
+
+    for n in (3, 7):
+        torch.testing.assert_close(average(st.pad(torch.ones(n), {0: SEQ}, value=float("inf"))), torch.tensor(1.0))
+
+
+def test_an_op_without_a_rule_is_refused_by_name() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def program(x: Any) -> Any:
+        return torch.renorm(x, 2, 0, 0.5)
+
+    with pytest.raises(Exception, match=r"renorm.*cannot run at the true sizes either") as refused:
+        program(st.pad(torch.ones(3, 2), {0: SEQ}))
+    assert "class other" in str(refused.value)
