@@ -1,9 +1,9 @@
 """A padded value: dense storage of the bucket's shape, and which part of it is real.
 
 Two invariants hold for every rule. What stands in the padding is undefined unless `fill` says so, and so is the
-gradient that arrives there: NaN is allowed in both. So a rule that lets positions meet fills its operands with a neutral
-element first, which also stops the gradient; and one that lets the *gradients* of positions meet (those of a weight,
-which every row adds to) masks the gradient of its result.
+gradient that arrives there: NaN is allowed in both. So a rule that lets positions meet fills its operands with a
+neutral element first, which also stops the gradient; and one that lets the *gradients* of positions meet (those of a
+weight, which every row adds to) masks the gradient of its result.
 """
 
 from __future__ import annotations
