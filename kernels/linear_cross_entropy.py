@@ -11,10 +11,11 @@ By rows: a chunk of rows of Y is complete, so its loss and G follow at once and 
 all. dX is written once, and dW is a sum over chunks: `accumulate="fast"` adds in the gradient's dtype, `"exact"` in
 float32 (`exact_accumulation`), two bytes more for each element of W.
 
-By columns: a block of columns of Y for all rows. A first pass over blocks gives L; a second computes each block again,
-writes G over it, and with it the block's rows of dW, once and over all of N inside one GEMM: as exact as can be, and no
-memory of the size of W. dX is the sum over blocks, in float32, which costs N x H. A fourth GEMM is the price. The
-second pass goes backwards, so that the last block of the first pass need not be computed again.
+By columns: a block of columns of Y for all rows. A first pass over blocks gives L; a second gives G, and with it the
+block's rows of dW, once and over all of N inside one GEMM: as exact as can be, and without memory of the size of W. dX
+is the sum over blocks, in float32, which costs N x H. Between the passes blocks wait in the memory of dW, which is not
+yet written: with N <= H all of them do, and with N > H a share of H / N. The others are computed again, so there are 3
+to 4 GEMMs.
 
 G has the dtype of Y, as it has under autograd; everything between is float32.
 """
@@ -62,6 +63,7 @@ def linear_cross_entropy(
     needs: tuple[bool, bool, bool] = (True, True, True),
     rows: int | None = None,
     columns: int | None = None,
+    kept: int = 0,
     accumulate: Accumulate = "exact",
     upstream: Tensor | None = None,
     weight_grad_dtype: torch.dtype | None = None,
@@ -78,6 +80,7 @@ def linear_cross_entropy(
         needs: whether the gradients of hidden, weight and bias are wanted.
         rows: rows of the logits that are in memory at once; None: all of them.
         columns: instead of `rows`, columns of the logits that are in memory at once.
+        kept: with `columns`, so many columns more have memory to wait in for the second pass.
         accumulate: how the gradient of the weight adds up over chunks of rows: "exact" or, in its own dtype, "fast".
         upstream: the gradient of the loss, of its shape; None: ones.
         weight_grad_dtype: of the weight's gradient, the weight's own or float32; None: the weight's own.
@@ -113,7 +116,7 @@ def linear_cross_entropy(
         weight_grad_dtype or weight.dtype,
     )
     if columns is not None and hidden.shape[0]:
-        return _by_columns(task, min(columns, weight.shape[0]), upstream)
+        return _by_columns(task, min(columns, weight.shape[0]), kept, upstream)
     return _by_rows(task, rows or max(1, hidden.shape[0]), upstream, accumulate == "exact")
 
 
@@ -135,15 +138,20 @@ class _Task:
         """The dtype in which sums are kept."""
         return self.terms.mass.dtype
 
-    def logits(self, buffer: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Compute a block of logits into the beginning of a buffer of at least its size."""
-        block = buffer[: (rows[1] - rows[0]) * (columns[1] - columns[0])].view(rows[1] - rows[0], -1)
+    def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
+        """The block of these rows and columns at the beginning of some memory."""
+        height, width = rows[1] - rows[0], columns[1] - columns[0]
+        return Block(memory[: height * width].view(height, width), rows[0], columns[0])
+
+    def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
+        """Compute a block of logits at the beginning of some memory."""
+        block = self.block(memory, rows, columns)
         hidden, weight = self.hidden[slice(*rows)], self.weight[slice(*columns)].t()
         if self.bias is None:
-            torch.mm(hidden, weight, out=block)
+            torch.mm(hidden, weight, out=block.logits)
         else:
-            torch.addmm(self.bias[slice(*columns)], hidden, weight, out=block)
-        return Block(block, rows[0], columns[0])
+            torch.addmm(self.bias[slice(*columns)], hidden, weight, out=block.logits)
+        return block
 
     def weight_grad(self) -> Tensor | None:
         """Memory for the gradient of the weight, where it is wanted."""
@@ -191,34 +199,70 @@ def _by_rows(task: _Task, rows: int, upstream: Tensor | None, exact: bool) -> Lo
     return task.result(hidden_grad, weight_grad, bias_grad)
 
 
-def _by_columns(task: _Task, columns: int, upstream: Tensor | None) -> LossAndGradients:
+def _by_columns(task: _Task, columns: int, kept: int, upstream: Tensor | None) -> LossAndGradients:
     count, width = task.hidden.shape
     blocks = _parts(task.weight.shape[0], columns)
-    buffer = task.hidden.new_empty(count * columns)
-    for part in blocks:
-        block = task.logits(buffer, (0, count), part)
-        task.ops.fold(block, task.statistics)
+    scratch = task.hidden.new_empty(count * columns)
     if not any(task.needs):
+        for part in blocks:
+            task.ops.fold(task.logits(scratch, (0, count), part), task.statistics)
         return task.result(None, None, None)
-    factors = task.terms.gradient_factors(upstream)
-    normaliser = task.statistics.log_normaliser()
+    weight_grad, bias_grad = task.weight_grad(), task.bias_grad()
+    places = _places(task, blocks, weight_grad, kept)
+    whole = (0, count)
+    for number, part in enumerate(blocks):
+        task.ops.fold(task.logits(places.get(number, scratch), whole, part), task.statistics)
+    factors, normaliser = task.terms.gradient_factors(upstream), task.statistics.log_normaliser()
     hidden_sum = None
     if task.needs.hidden:
         hidden_sum = torch.empty(count, width, dtype=task.compute, device=task.hidden.device)
-    weight_grad, bias_grad = task.weight_grad(), task.bias_grad()
-    for part in reversed(blocks):
-        begin, end = part
-        if part != blocks[-1]:
-            block = task.logits(buffer, (0, count), part)
-        task.ops.write_gradient(block, normaliser, factors)
+    # The block that was computed last may still be in the scratch memory; then those that were kept, from the front of
+    # the memory that they are kept in, because the gradient of the weight is written behind whoever reads there.
+    last = len(blocks) - 1
+    order = [last, *(n for n in places if n != last), *(n for n in range(last) if n not in places)]
+    for number in order:
+        begin, end = part = blocks[number]
+        place = places.get(number, scratch)
+        if number in places or number == last:
+            block = task.block(place, whole, part)
+        else:
+            block = task.logits(place, whole, part)
+        gradient = task.block(scratch, whole, part).logits
+        task.ops.write_gradient(block, normaliser, factors, gradient)
         if hidden_sum is not None:
-            product_into(hidden_sum, block.logits, task.weight[begin:end], accumulate=part != blocks[-1])
+            product_into(hidden_sum, gradient, task.weight[begin:end], accumulate=number != last)
         if weight_grad is not None:
-            product_into(weight_grad[begin:end], block.logits.t(), task.hidden, accumulate=False)
+            product_into(weight_grad[begin:end], gradient.t(), task.hidden, accumulate=False)
         if bias_grad is not None:
-            torch.sum(block.logits, 0, dtype=task.compute, out=bias_grad[begin:end])
-    del buffer, block  # the dX of the result takes its place
+            torch.sum(gradient, 0, dtype=task.compute, out=bias_grad[begin:end])
+    del scratch, places, place, block, gradient  # the dX of the result takes their place
     return task.result(hidden_sum, weight_grad, bias_grad)
+
+
+def _places(task: _Task, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
+    """Where blocks of logits wait for the second pass; those without a place are computed again.
+
+    The gradient of the weight lends its memory. For each column its rows take up H elements, and the logits N. So with
+    a column's logits at N (H where that is more) times its number, what is written is behind what is yet to be read.
+    `kept` columns more have memory of their own.
+    """
+    count, width = task.hidden.shape
+    columns, last = blocks[0][1], len(blocks) - 1
+    places: dict[int, Tensor] = {}
+    if weight_grad is not None:
+        memory = weight_grad.view(-1).view(task.hidden.dtype)
+        share = weight_grad.itemsize * width // task.hidden.itemsize
+        if count <= share:
+            places = {n: memory[n * columns * share :] for n in range(len(blocks))}
+        else:  # the last block's rows of dW are written first, so nothing may wait there
+            free = last * columns * share // (columns * count)
+            places = {n: memory[n * columns * count :] for n in range(free)}
+    own = min(kept // columns, last - len(places))
+    if own > 0:
+        memory = task.hidden.new_empty(own * columns * count)
+        first = len(places)
+        places |= {first + n: memory[n * columns * count :] for n in range(own)}
+    return places
 
 
 def _parts(count: int, size: int) -> list[tuple[int, int]]:

@@ -47,8 +47,11 @@ class BlockOps(Protocol):
     def fold(self, block: Block, statistics: Statistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
 
-    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors) -> None:
-        """Write the gradient over a block; `normaliser` is L of all rows, `factors` are of all rows."""
+    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors, into: Tensor) -> None:
+        """Write the gradient of a block; `normaliser` is L of all rows, `factors` are of all rows.
+
+        `into` has the shape of the block's logits, and may be them.
+        """
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
@@ -99,8 +102,8 @@ class ReferenceOps:
         if self.terms.is_smoothed:
             mine.summed.add_((weight * z).sum(1))
 
-    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors) -> None:
-        """Write the gradient over a block."""
+    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors, into: Tensor) -> None:
+        """Write the gradient of a block."""
         z, slope = self._squash(block.logits)
         targets, weight = self._targets(block)
         mine, normaliser = factors.rows(*block.rows), normaliser[slice(*block.rows), None]
@@ -110,23 +113,27 @@ class ReferenceOps:
         gradient -= mine.on_target[:, None] * targets
         if self.terms.is_smoothed:
             gradient -= mine.on_all[:, None] * weight
-        block.logits.copy_(gradient * slope)
+        into.copy_(gradient * slope)
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
         self.fold(block, statistics)
-        self.write_gradient(block, statistics.log_normaliser(), factors)
+        self.write_gradient(block, statistics.log_normaliser(), factors, block.logits)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns that a program reads at once, and the warps that share them."""
+    """Columns that a program reads at once, the rows of which it does, and the warps that share them."""
 
     columns: int
     warps: int
+    rows: int = 1
 
 
-WHOLE_ROWS, STATISTICS, GRADIENT = Tile(8192, 8), Tile(4096, 8), Tile(2048, 4)
+WHOLE_ROWS, STATISTICS, GRADIENT = Tile(8192, 8), Tile(1024, 4, rows=4), Tile(2048, 4)
+
+LAG_BYTES = 16 * 2**20
+"""Logits between the two visits of a row: a third of the L2 cache of the GPU that this was measured on, an H200."""
 
 
 class KernelOps:
@@ -159,22 +166,23 @@ class KernelOps:
         """Fold a block into the statistics of all rows, in place."""
         rows, columns = block.logits.shape
         mine = statistics.rows(*block.rows)
-        statistics_kernel[(rows,)](
+        statistics_kernel[(triton.cdiv(rows, STATISTICS.rows),)](
             *self._operands(block),
             *(mine.top, mine.total, mine.picked, mine.summed),
-            *(block.first_column, columns, *self.numbers),
+            *(rows, block.first_column, columns, *self.numbers),
+            ROWS=STATISTICS.rows,
             **self._shape(STATISTICS, columns),
         )
 
-    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors) -> None:
-        """Write the gradient over a block."""
+    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors, into: Tensor) -> None:
+        """Write the gradient of a block."""
         rows, columns = block.logits.shape
         mine, normaliser = factors.rows(*block.rows), normaliser[slice(*block.rows)]
         on_softmax = mine.on_softmax + mine.on_square * normaliser if self.terms.is_penalised else mine.on_softmax
         shape = self._shape(GRADIENT, columns)
         gradient_kernel[(rows, triton.cdiv(columns, shape["BLOCK"]))](
             *self._operands(block),
-            *(normaliser, on_softmax, mine.on_target, mine.on_all),
+            *(into, into.stride(0), normaliser, on_softmax, mine.on_target, mine.on_all),
             *(block.first_column, columns, *self.numbers),
             **shape,
         )
@@ -183,13 +191,20 @@ class KernelOps:
         """Both, for a block with every column of its rows."""
         rows, columns = block.logits.shape
         mine, scale = statistics.rows(*block.rows), factors.rows(*block.rows)
-        softmax_gradient_kernel[(rows,)](
-            *self._operands(block),
+        shape = self._shape(WHOLE_ROWS, columns)
+        segments = triton.cdiv(columns, shape["BLOCK"])
+        lag = min(rows, max(1, LAG_BYTES // (columns * block.logits.element_size())))
+        parts = mine.top.new_empty(rows, segments, 4)
+        counters = torch.zeros(1 + rows, dtype=torch.int32, device=parts.device)
+        softmax_gradient_kernel[((rows + lag) * 2 * segments,)](
+            *(*self._operands(block), parts, counters, counters[1:]),
             *(mine.top, mine.total, mine.picked, mine.summed),
             *(scale.on_softmax, scale.on_square, scale.on_target, scale.on_all),
-            *(columns, *self.numbers),
+            *(rows, columns, *self.numbers, lag),
             PENALISED=self.terms.is_penalised,
-            **self._shape(WHOLE_ROWS, columns),
+            SEGMENTS=segments,
+            SEGMENTS_PADDED=triton.next_power_of_2(segments),
+            **shape,
         )
 
     def _shape(self, tile: Tile, columns: int) -> dict[str, Any]:

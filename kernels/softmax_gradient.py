@@ -10,13 +10,12 @@ of these options, a combination of four numbers of the row. The gradient of that
 
     d loss / d y_k = ((a + b L) p_k - t w_k q_k - s w_k) (1 - tanh(y_k / c)^2) / T
 
-where a, b, t, s are numbers of the row (`RowFactors`), and a hard target means w_k q_k = [k = target].
+where a, b, t, s are numbers of the row (`GradientFactors`), and a hard target means w_k q_k = [k = target].
 
-Two kernels. `statistics_kernel` reads a block of columns and folds it into the running statistics of each row, the
-online softmax of Milakov and Gimelshein (https://arxiv.org/abs/1805.02867); `gradient_kernel` writes the gradient over
-a block of columns whose rows are known. `softmax_gradient_kernel` does both for rows that are there in full, so that
-its second look at a row finds much of it in the cache. Each element is overwritten by whoever has read it last, so no
-second buffer exists. Everything is computed in float32.
+`statistics_kernel` reads a block of columns and folds it into the running statistics of each row, the online softmax of
+Milakov and Gimelshein (https://arxiv.org/abs/1805.02867); `gradient_kernel` writes the gradient of a block of columns
+whose rows are known. `softmax_gradient_kernel` does both for rows that are there in full, and reads them from memory
+once: see its note. Everything is computed in float32, and each element is overwritten by whoever has read it last.
 """
 
 from __future__ import annotations
@@ -38,42 +37,9 @@ def _squash(y, softcap, per_temperature, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _fold(
-    top, total, picked, summed, row_logits, row_soft, class_weight, target, begin, columns, softcap, per_temperature,
-    SOFT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The statistics of one row with these columns folded in.
-
-    top: the largest z so far; total: sum of exp(z - top); picked: sum of w q z; summed: sum of w z.
-    """
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        inside = k < columns
-        y = tl.load(row_logits + k, mask=inside, other=float("-inf")).to(tl.float32)
-        z, _ = _squash(y, softcap, per_temperature, CAPPED)
-        z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
-        above = tl.maximum(top, tl.max(z, 0))
-        # A row of -inf so far has no finite maximum to subtract.
-        shift = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
-        top = above
-        if SOFT or SMOOTHED:
-            if WEIGHTED:
-                w = tl.load(class_weight + begin + k, mask=inside, other=0.0).to(tl.float32)
-            else:
-                w = 1.0
-            if SMOOTHED:
-                summed += tl.sum(tl.where(inside, w * z, 0.0), 0)
-            if SOFT:
-                q = tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
-                picked += tl.sum(tl.where(inside, w * q * z, 0.0), 0)
-    if not SOFT:
-        # A target among these columns; an ignored one (-1) is among none.
-        here = (target >= begin) & (target < begin + columns)
-        y = tl.load(row_logits + (target - begin), mask=here, other=0.0).to(tl.float32)
-        z, _ = _squash(y, softcap, per_temperature, CAPPED)
-        picked += tl.where(here, z, 0.0)
-    return top, total, picked, summed
+def _shift(top):
+    """What to subtract before exp: a row of -inf has no finite maximum."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
@@ -81,7 +47,7 @@ def _gradient(
     y, k, inside, normaliser, on_softmax, on_target, on_all, row_soft, class_weight, target, begin, softcap,
     per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """d loss / d y of some columns of a row."""
+    """d loss / d y of columns begin + k of a row."""
     z, slope = _squash(y, softcap, per_temperature, CAPPED)
     g = on_softmax * tl.exp(z - normaliser)
     if SOFT or SMOOTHED:
@@ -100,92 +66,152 @@ def _gradient(
 
 @triton.jit
 def statistics_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, tops, totals, picks, sums, begin, columns, softcap,
-    per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, row_stride, soft, soft_stride, class_weight, targets, tops, totals, picks, sums, rows, begin, columns,
+    softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold columns [begin, begin + columns) into the statistics of each row, a program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    target = 0
+    """Fold columns [begin, begin + columns) into the statistics of each row, a program for ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    top = tl.load(tops + row, mask=real, other=0.0)
+    total = tl.load(totals + row, mask=real, other=0.0)
+    picked = tl.load(picks + row, mask=real, other=0.0)
+    if SMOOTHED:
+        summed = tl.load(sums + row, mask=real, other=0.0)
+    for start in range(0, columns, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        inside = real[:, None] & (k < columns)[None, :]
+        place = row[:, None] * row_stride + k[None, :]
+        y = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+        z, _ = _squash(y, softcap, per_temperature, CAPPED)
+        z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
+        above = tl.maximum(top, tl.max(z, 1))
+        shift = _shift(above)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+        top = above
+        if SOFT or SMOOTHED:
+            w = tl.full((1, BLOCK), 1.0, tl.float32)
+            if WEIGHTED:
+                w = tl.load(class_weight + begin + k, mask=k < columns, other=0.0).to(tl.float32)[None, :]
+            if SMOOTHED:
+                summed += tl.sum(tl.where(inside, w * z, 0.0), 1)
+            if SOFT:
+                q = tl.load(soft + row[:, None] * soft_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+                picked += tl.sum(tl.where(inside, w * q * z, 0.0), 1)
     if not SOFT:
-        target = tl.load(targets + row)
-    summed = tl.zeros((), tl.float32)
+        # A target among these columns; an ignored one (-1) is among none.
+        target = tl.load(targets + row, mask=real, other=-1)
+        here = (target >= begin) & (target < begin + columns)
+        y = tl.load(logits + row * row_stride + (target - begin), mask=here, other=0.0).to(tl.float32)
+        z, _ = _squash(y, softcap, per_temperature, CAPPED)
+        picked += tl.where(here, z, 0.0)
+    tl.store(tops + row, top, mask=real)
+    tl.store(totals + row, total, mask=real)
+    tl.store(picks + row, picked, mask=real)
     if SMOOTHED:
-        summed = tl.load(sums + row)
-    top, total, picked, summed = _fold(
-        tl.load(tops + row), tl.load(totals + row), tl.load(picks + row), summed, logits + row * row_stride,
-        soft + row * soft_stride, class_weight, target, begin, columns, softcap, per_temperature, SOFT, WEIGHTED,
-        SMOOTHED, CAPPED, BLOCK,
-    )  # fmt: skip
-    tl.store(tops + row, top)
-    tl.store(totals + row, total)
-    tl.store(picks + row, picked)
-    if SMOOTHED:
-        tl.store(sums + row, summed)
+        tl.store(sums + row, summed, mask=real)
 
 
 @triton.jit
 def gradient_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, normalisers, on_softmax, on_target, on_all, begin,
-    columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, soft, soft_stride, class_weight, targets, gradients, gradient_stride, normalisers, on_softmax,
+    on_target, on_all, begin, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient over columns [begin, begin + columns), a program a row and BLOCK columns."""
+    """Write the gradient of columns [begin, begin + columns), a program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < columns
+    y = tl.load(logits + row * row_stride + k, mask=inside, other=0.0).to(tl.float32)
     target = 0
     if not SOFT:
         target = tl.load(targets + row)
     every = 0.0
     if SMOOTHED:
         every = tl.load(on_all + row)
-    place = logits + row * row_stride + k
-    y = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     g = _gradient(
         y, k, inside, tl.load(normalisers + row), tl.load(on_softmax + row), tl.load(on_target + row), every,
         soft + row * soft_stride, class_weight, target, begin, softcap, per_temperature, SOFT, WEIGHTED, SMOOTHED,
         CAPPED,
     )  # fmt: skip
-    tl.store(place, g.to(logits.dtype.element_ty), mask=inside)
+    tl.store(gradients + row * gradient_stride + k, g.to(gradients.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def softmax_gradient_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, tops, totals, picks, sums, on_softmax, on_square,
-    on_target, on_all, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, PENALISED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, soft, soft_stride, class_weight, targets, parts, turn, arrived, tops, totals, picks, sums,
+    on_softmax, on_square, on_target, on_all, rows, columns, softcap, per_temperature, lag, SOFT: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, PENALISED: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of rows that are there in full, then their gradient over them, a program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
-    target = 0
-    if not SOFT:
-        target = tl.load(targets + row)
-    nothing = tl.zeros((), tl.float32)
-    top, total, picked, summed = _fold(
-        nothing - float("inf"), nothing, nothing, nothing, row_logits, row_soft, class_weight, target, 0, columns,
-        softcap, per_temperature, SOFT, WEIGHTED, SMOOTHED, CAPPED, BLOCK,
-    )  # fmt: skip
-    tl.store(tops + row, top)
-    tl.store(totals + row, total)
-    tl.store(picks + row, picked)
-    every = 0.0
-    if SMOOTHED:
-        tl.store(sums + row, summed)
-        every = tl.load(on_all + row)
-    normaliser = top + tl.log(total)
-    weight = tl.load(on_softmax + row)
-    if PENALISED:
-        weight += tl.load(on_square + row) * normaliser
-    hit = tl.load(on_target + row)
-    tl.debug_barrier()  # the target's logit was read by all before anyone writes over it
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
+    """The statistics of rows that are there in full, then their gradient over them.
+
+    A row is cut into SEGMENTS of BLOCK columns, and a segment is visited twice: once for its part of the statistics,
+    and again, when all parts of the row have arrived, for its gradient. Programs take their visits in order from a
+    counter. The gradient of a row comes `lag` rows after its statistics: late enough that nobody has to wait for long,
+    and early enough that the row is still in the cache. Whoever waits does so for programs that took an earlier turn,
+    and those never wait for a later one.
+
+    turn: one counter, zero before; arrived: one a row, zero before; parts: (rows, SEGMENTS, 4).
+    """
+    visit = tl.atomic_add(turn, 1, sem="relaxed")
+    moment, number = visit // (2 * SEGMENTS), visit % (2 * SEGMENTS)
+    is_first_visit = number < SEGMENTS
+    segment = number % SEGMENTS
+    row = tl.where(is_first_visit, moment, moment - lag).to(tl.int64)
+    if (row >= 0) & (row < rows):
+        row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
+        k = segment * BLOCK + tl.arange(0, BLOCK)
         inside = k < columns
-        y = tl.load(row_logits + k, mask=inside, other=0.0).to(tl.float32)
-        g = _gradient(
-            y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap, per_temperature,
-            SOFT, WEIGHTED, SMOOTHED, CAPPED,
-        )  # fmt: skip
-        tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside)
+        y = tl.load(row_logits + k, mask=inside, other=float("-inf")).to(tl.float32)
+        target = tl.zeros((), tl.int64)
+        if not SOFT:
+            target = tl.load(targets + row)
+        if is_first_visit:
+            z, _ = _squash(y, softcap, per_temperature, CAPPED)
+            z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
+            highest = tl.max(z, 0)
+            mine = parts + (row * SEGMENTS + segment) * 4
+            tl.store(mine, highest)
+            tl.store(mine + 1, tl.sum(tl.exp(z - _shift(highest)), 0))
+            if SOFT or SMOOTHED:
+                w = tl.full((BLOCK,), 1.0, tl.float32)
+                if WEIGHTED:
+                    w = tl.load(class_weight + k, mask=inside, other=0.0).to(tl.float32)
+                if SMOOTHED:
+                    tl.store(mine + 3, tl.sum(tl.where(inside, w * z, 0.0), 0))
+                if SOFT:
+                    q = tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
+                    tl.store(mine + 2, tl.sum(tl.where(inside, w * q * z, 0.0), 0))
+            if not SOFT:
+                tl.store(mine + 2, tl.sum(tl.where(k == target, z, 0.0), 0))
+            tl.debug_barrier()
+            tl.atomic_add(arrived + row, 1, sem="release")
+        else:
+            weight, hit, every = tl.load(on_softmax + row), tl.load(on_target + row), 0.0
+            if SMOOTHED:
+                every = tl.load(on_all + row)
+            count = tl.atomic_add(arrived + row, 0, sem="acquire")
+            while count < SEGMENTS:
+                count = tl.atomic_add(arrived + row, 0, sem="acquire")
+            tl.debug_barrier()
+            each = tl.arange(0, SEGMENTS_PADDED)
+            part, known = parts + (row * SEGMENTS + each) * 4, each < SEGMENTS
+            part_tops = tl.load(part, mask=known, other=float("-inf"), cache_modifier=".cg")
+            part_totals = tl.load(part + 1, mask=known, other=0.0, cache_modifier=".cg")
+            top = tl.max(part_tops, 0)
+            total = tl.sum(part_totals * tl.exp(part_tops - _shift(top)), 0)
+            normaliser = top + tl.log(total)
+            if segment == 0:
+                tl.store(tops + row, top)
+                tl.store(totals + row, total)
+                tl.store(picks + row, tl.sum(tl.load(part + 2, mask=known, other=0.0, cache_modifier=".cg"), 0))
+                if SMOOTHED:
+                    tl.store(sums + row, tl.sum(tl.load(part + 3, mask=known, other=0.0, cache_modifier=".cg"), 0))
+            if PENALISED:
+                weight += tl.load(on_square + row) * normaliser
+            g = _gradient(
+                y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap,
+                per_temperature, SOFT, WEIGHTED, SMOOTHED, CAPPED,
+            )  # fmt: skip
+            tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside)

@@ -121,7 +121,7 @@ def terms_without_signs(case: Case, upstream: Tensor | None, logits: Tensor) -> 
 @some.composite
 def cases(draw: Any) -> Case:
     """Small problems with every mix of options."""
-    count, width, classes = draw(some.integers(1, 12)), draw(some.integers(1, 6)), draw(some.integers(2, 40))
+    count, width, classes = draw(some.integers(1, 12)), draw(some.integers(1, 14)), draw(some.integers(2, 40))
     generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
 
     def normal(*shape: int) -> Tensor:
@@ -153,7 +153,7 @@ schedules = some.one_of(
     some.builds(
         lambda n, how: {"rows": n, "accumulate": how}, some.integers(1, 13), some.sampled_from(["exact", "fast"])
     ),
-    some.builds(lambda n: {"columns": n}, some.integers(1, 41)),
+    some.builds(lambda n, kept: {"columns": n, "kept": kept}, some.integers(1, 41), some.integers(0, 41)),
 )
 
 
@@ -188,7 +188,7 @@ def test_value_and_gradients_are_the_plain_program_s(
     check(actual, case)
 
 
-@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}, {"columns": 7, "kept": 8}], ids=str)
 def test_nothing_is_read_before_it_is_written(schedule: dict[str, int], poisoned: None) -> None:
     case = example()
     assert torch.empty(3).isnan().all()

@@ -1,0 +1,140 @@
+"""`linear_cross_entropy` as a differentiable function: gradients are computed with the forward, for an upstream of one.
+
+The upstream gradient of a loss is a number that is known only at backward, and the saved gradients are multiplied by it
+there, in place: they are handed out once, and a second backward through a retained graph computes them again. On a GPU
+the multiplication reads the number on the device and does nothing where it is one.
+
+Two cases compute their gradients at backward instead, with the upstream gradient in them from the start, for one GEMM
+more: a loss a row, whose upstream is a vector; and float16, in which the gradient of a mean over N rows would be lost
+before a loss scale could save it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.cross_entropy import CrossEntropy
+from subtensors.kernels.in_place_scale import scale_
+from subtensors.kernels.linear_cross_entropy import Accumulate, linear_cross_entropy
+
+
+class Schedule(NamedTuple):
+    """Which part of the logits is in memory at once, and how the weight's gradient adds up.
+
+    Args:
+        rows: so many rows.
+        columns: instead, so many columns.
+        accumulate: "exact", or "fast": in the gradient's own dtype.
+    """
+
+    rows: int | None = None
+    columns: int | None = None
+    accumulate: Accumulate = "exact"
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        options: CrossEntropy,
+        schedule: Schedule,
+        needs: tuple[bool, bool, bool],
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, target, bias)
+        ctx.options, ctx.schedule, ctx.needs = options, schedule, needs
+        is_deferred = options.reduction == "none" or hidden.dtype == torch.float16
+        result = linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            options=options,
+            needs=(False, False, False) if is_deferred else needs,
+            **schedule._asdict(),
+        )
+        ctx.gradients = None if is_deferred else result[1:]
+        return result.loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "the gradient of a chunked linear cross entropy cannot be differentiated again (create_graph=True); "
+                "compute this loss from whole logits instead"
+            )
+        # Handed out once: whoever gets a gradient may keep it, add to it, or free it.
+        gradients, ctx.gradients = ctx.gradients, None
+        if upstream is None:
+            gradients = (None, None, None)
+        elif gradients is None:
+            hidden, weight, target, bias = ctx.saved_tensors
+            gradients = linear_cross_entropy(
+                hidden,
+                weight,
+                target,
+                bias,
+                options=ctx.options,
+                needs=ctx.needs,
+                upstream=upstream,
+                **ctx.schedule._asdict(),
+            )[1:]
+        else:
+            for gradient in gradients:
+                if gradient is not None:
+                    scale_(gradient, upstream)
+        for_hidden, for_weight, for_bias = gradients
+        return for_hidden, for_weight, None, for_bias, None, None, None
+
+
+def differentiable_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    options: CrossEntropy | None = None,
+    schedule: Schedule | None = None,
+) -> Tensor:
+    """The cross entropy of `hidden @ weight.T + bias`, differentiable once.
+
+    Args:
+        hidden: (N, H), floating point.
+        weight: (V, H), of the same dtype and device.
+        target: (N,) int64 class indices, or (N, V) floating point distributions; no gradient flows to it.
+        bias: (V,), of the same dtype.
+        options: which cross entropy; None: the mean over all rows but those of target -100.
+        schedule: which part of the logits is in memory at once; None: all of them.
+
+    Returns:
+        The loss, float32 (float64 for float64 inputs), (N,) for reduction "none" and 0-d otherwise.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or a target that requires a gradient.
+        IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
+        NotImplementedError: at a backward with `create_graph=True`.
+
+    Example:
+        >>> weight = torch.eye(4, 3).requires_grad_()
+        >>> target = torch.tensor([0, 1, 3])
+        >>> loss = differentiable_cross_entropy(torch.eye(3), weight, target, schedule=Schedule(rows=2))
+        >>> (2 * loss).backward()
+        >>> weight.grad.shape
+        torch.Size([4, 3])
+    """
+    options, schedule = options or CrossEntropy(), schedule or Schedule()
+    constants = [t for t in (target, options.class_weight) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in constants):
+        raise ValueError("no gradient flows to targets and class weights; give them detached")
+    needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, bias, options, schedule, needs
+    )
+    return loss

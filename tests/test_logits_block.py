@@ -1,0 +1,146 @@
+"""The kernels over blocks of logits do what their torch reference does, also where nothing is finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from programs import Lowering, each_kernel_lowering
+from torch import Tensor
+
+from subtensors.kernels import logits_block
+from subtensors.kernels.cross_entropy import CrossEntropy, RowTerms, Statistics
+from subtensors.kernels.logits_block import Block, KernelOps, ReferenceOps, Tile
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Any:
+    """Tiles so small that a row has several, and the second visit of a row soon follows the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logits_block, "WHOLE_ROWS", Tile(128, 4))
+        patch.setattr(logits_block, "STATISTICS", Tile(128, 4, rows=4))
+        patch.setattr(logits_block, "GRADIENT", Tile(128, 4))
+        patch.setattr(logits_block, "LAG_BYTES", 4 * 2**10)
+        yield
+
+
+@some.composite
+def logits(draw: Any) -> Tensor:
+    """Rows of a few hundred logits, some of them not finite."""
+    rows, columns = draw(some.integers(1, 9)), draw(some.integers(2, 700))
+    generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
+    values = torch.randn(rows, columns, generator=generator) * draw(some.sampled_from([1.0, 30.0]))
+    for value in draw(some.lists(some.sampled_from([torch.inf, -torch.inf, torch.nan]), max_size=2)):
+        values[draw(some.integers(0, rows - 1)), draw(some.integers(0, columns - 1))] = value
+    if draw(some.booleans()):
+        values[draw(some.integers(0, rows - 1))] = -torch.inf
+    return values
+
+
+@some.composite
+def terms_of(draw: Any, rows: int, columns: int, device: str) -> RowTerms:
+    generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
+    if draw(some.booleans()):
+        target = torch.rand(rows, columns, generator=generator)
+    else:
+        target = torch.randint(columns, (rows,), generator=generator)
+        target[torch.rand(rows, generator=generator) < 0.2] = -100
+    options = CrossEntropy(
+        class_weight=torch.rand(columns, generator=generator).to(device) if draw(some.booleans()) else None,
+        label_smoothing=draw(some.sampled_from([0.0, 0.1])),
+        z_loss=draw(some.sampled_from([0.0, 0.1])),
+        softcap=draw(some.sampled_from([None, 5.0])),
+        temperature=draw(some.sampled_from([1.0, 0.5])),
+        reduction="sum",
+    )
+    return RowTerms(options, target.to(device), columns, torch.float32)
+
+
+def assert_near(mine: Tensor, reference: Tensor) -> None:
+    torch.testing.assert_close(mine, reference, rtol=2e-5, atol=2e-6, equal_nan=True)
+
+
+def within_poison(values: Tensor) -> Tensor:
+    """The same values as a view into memory that is NaN on both sides of each row."""
+    around = torch.full((values.shape[0], values.shape[1] + 7), torch.nan, device=values.device)
+    around[:, 3:-4] = values
+    return around[:, 3:-4]
+
+
+def assert_same_statistics(mine: Statistics, reference: Statistics, is_smoothed: bool) -> None:
+    assert_near(mine.log_normaliser(), reference.log_normaliser())
+    assert_near(mine.picked, reference.picked)
+    if is_smoothed:
+        assert_near(mine.summed, reference.summed)
+
+
+@each_kernel_lowering
+@given(data=some.data(), values=logits())
+def test_whole_rows_are_done_in_one_go(lowering: Lowering, data: Any, values: Tensor) -> None:
+    values = values.to(lowering.device)
+    rows, columns = values.shape
+    terms = data.draw(terms_of(rows, columns, lowering.device))
+    factors, results = terms.gradient_factors(None), []
+    for ops in (KernelOps(terms), ReferenceOps(terms)):
+        block, statistics = Block(within_poison(values)), Statistics.none(rows, torch.float32, values.device)
+        with np.errstate(all="ignore"):
+            ops.fold_and_write_gradient(block, statistics, factors)
+        results.append((statistics, block.logits))
+    (mine, gradient), (reference, expected) = results
+    assert_same_statistics(mine, reference, terms.is_smoothed)
+    assert_near(gradient, expected)
+    around = gradient.as_strided((rows, columns + 7), (columns + 7, 1), 0)
+    assert around[:, :3].isnan().all()
+    assert around[:, -4:].isnan().all()
+
+
+@each_kernel_lowering
+@given(data=some.data(), values=logits(), cut=some.floats(0, 1))
+def test_blocks_of_columns_are_folded_and_then_written(
+    lowering: Lowering, data: Any, values: Tensor, cut: float
+) -> None:
+    values = values.to(lowering.device)
+    rows, columns = values.shape
+    terms = data.draw(terms_of(rows, columns, lowering.device))
+    factors, results = terms.gradient_factors(None), []
+    first = max(1, int(cut * columns))
+    for ops in (KernelOps(terms), ReferenceOps(terms)):
+        whole, statistics = within_poison(values), Statistics.none(rows, torch.float32, values.device)
+        blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
+        apart = torch.full_like(whole, torch.nan)
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                ops.fold(block, statistics)
+            for block in blocks:
+                into = apart[:, slice(*block.columns)]
+                ops.write_gradient(block, statistics.log_normaliser(), factors, into)
+        results.append((statistics, apart))
+    (mine, gradient), (reference, expected) = results
+    assert_same_statistics(mine, reference, terms.is_smoothed)
+    assert_near(gradient, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_many_rows_take_their_turns_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = torch.randn(3000, 20011, generator=generator, device="cuda").to(dtype)
+    target = torch.randint(20011, (3000,), generator=generator, device="cuda")
+    terms = RowTerms(CrossEntropy(label_smoothing=0.1, z_loss=0.01), target, 20011, torch.float32)
+    for lag in (2**14, 2**20, 2**26):
+        monkeypatch.setattr(logits_block, "LAG_BYTES", lag)
+        for _ in range(5):
+            results = []
+            for ops in (KernelOps(terms), ReferenceOps(terms)):
+                block, statistics = Block(values.clone()), Statistics.none(3000, torch.float32, values.device)
+                ops.fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
+                results.append((statistics, block.logits))
+            (mine, gradient), (reference, expected) = results
+            assert_same_statistics(mine, reference, is_smoothed=True)
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(gradient, expected, rtol=max(2 * eps, 2e-5), atol=1e-9)
