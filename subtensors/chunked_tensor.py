@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import optree
@@ -19,8 +20,11 @@ from subtensors.dispatch.region.axis import Axis, Layout, Policy, meta_of
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import NeedsValues, Value, constant, gathered, recording
+from subtensors.dispatch.region.lowering import LoweredPlan, lowered_cross_entropy
+from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.plan import Plan
 from subtensors.dispatch.region.rules import record
+from subtensors.dispatch.torch_private import schema_of
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class ChunkedTensor(torch.Tensor):
             raise SizeError("a tensor of no dims has no rows to chunk")
         if not -x.ndim <= dim < x.ndim:
             raise IndexError(f"dim must be in [{-x.ndim}, {x.ndim - 1}], got {dim}")
-        return _outer(Cell(_leaf(x, dim % x.ndim, Axis(x.shape[dim], policy))))
+        return _outer(Cell(_leaf(x, dim % x.ndim, Axis(x.shape[dim], policy, x.numel()))))
 
     def __init__(self, x: Tensor, dim: int = 0, **kwargs: Any) -> None:
         pass
@@ -116,11 +120,20 @@ class ChunkedTensor(torch.Tensor):
             _refuse(func)
         if func in _OF_VALUES:
             return _on_values(func, args, kwargs)
+        if func in _LOWERED and (loss := _LOWERED[func](*args, **kwargs)) is not None:
+            return loss
+        drawn = _generators(args)
         try:
             return _recorded(func, args, kwargs)
         except NeedsValues as missing:
             _note(missing)
-            return _on_values(func, args, kwargs)
+        except RuntimeError as error:
+            if "not allocated" not in str(error) and "data pointer" not in str(error):
+                raise
+            _note(NeedsValues(getattr(func, "__name__", func), "it reads its operand's memory"))
+        for put_back, state in drawn:  # what was recorded before may have drawn random numbers
+            put_back(state)
+        return _on_values(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -190,14 +203,14 @@ def explain_loss(loss: Tensor) -> str:
           exp.default -> float32[6, 2]
           sum.dim_IntList -> float32[] (sum over chunks)
     """
-    plans: list[Plan] = []
+    plans: list[Plan | LoweredPlan] = []
     seen, stack = set[Any](), [loss.grad_fn]
     while stack:
         function: Any = stack.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
-        if isinstance(plan := getattr(function, "plan", None), Plan):
+        if isinstance(plan := getattr(function, "plan", None), Plan | LoweredPlan):
             plans.append(plan)
         stack.extend(following for following, _ in function.next_functions)
     return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"
@@ -368,13 +381,26 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = record(torch.ops.aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
         new = record(torch.ops.aten.expand.default, source, list(old.shape))
     else:
-        new = record(functional, *_values(args), **_values(kwargs))
+        # By name: the functional form may order them otherwise, or lack a default.
+        call = Call(op, _values(args), _values(kwargs))
+        given = {a.name: call[a.name] for a in call.arguments}
+        new = record(functional, **{a.name: given[a.name] for a in schema_of(functional).arguments if a.name in given})
     if not isinstance(new, Value) or new.shape != old.shape:
         raise NeedsValues(op, "it has several results, or changes sizes")
     if new.dtype != old.dtype:
         new = record(torch.ops.aten._to_copy.default, new, dtype=old.dtype)
     target._cell.write(new)
     return target
+
+
+def _generators(args: tuple[Any, ...]) -> list[tuple[Callable[[Tensor], None], Tensor]]:
+    """The states of the generators that a call may draw from, and how each is put back."""
+    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    for x in args:
+        if isinstance(x, Tensor) and x.is_cuda and not torch.cuda.is_current_stream_capturing():
+            states.append((partial(torch.cuda.set_rng_state, device=x.device), torch.cuda.get_rng_state(x.device)))
+            break
+    return states
 
 
 def _note(missing: NeedsValues) -> None:
@@ -407,7 +433,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     for x, tensor, version in realised.values():
         layout = x._cell.value.layout
         if layout is not None and (tensor.is_inference() or tensor._version != version):
-            axis = Axis(tensor.shape[layout.dim], layout.axis.policy)
+            axis = Axis(tensor.shape[layout.dim], layout.axis.policy, tensor.numel())
             x._cell.write(_leaf(tensor, layout.dim, axis))
             _show_gradient(x)
             users[id(tensor)] = x
@@ -420,6 +446,33 @@ def _refuse(func: Callable[..., Any]) -> NoReturn:
         f"realize()"
     )
 
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`F.cross_entropy` by its kernels, where the logits are a linear layer of what was chunked."""
+    plain = isinstance(target, Tensor) and not isinstance(target, ChunkedTensor) and size_average is reduce is None
+    if not plain or not isinstance(input, ChunkedTensor) or isinstance(weight, ChunkedTensor):
+        return None
+    return lowered_cross_entropy(
+        input._cell.value,
+        target,
+        class_weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        grad=torch.is_grad_enabled(),
+    )
+
+
+_LOWERED: dict[Any, Callable[..., Tensor | None]] = {torch.nn.functional.cross_entropy: _cross_entropy}
 
 # Answered by the tensor's own metadata, without its values.
 _OF_THE_TENSOR_ITSELF = {

@@ -1,30 +1,32 @@
 """Gradients of whole operands, added up over chunks.
 
-In its own 16-bit dtype a sum over C chunks is rounded C times. Here an exact sum is a pair of tensors: `high`, which is
-the gradient itself, and `low`, what rounding took from it. For 16-bit gradients `low` has their dtype: together they
-keep 16 bits of fraction of a bfloat16 sum, so that only the last rounding is felt. For float32 it is a bfloat16. So
-there is never a float32 copy beside a 16-bit gradient. Additions are done in float32 a piece at a time.
+In its own 16-bit dtype a sum over C chunks is rounded C times. Exact sums of 16-bit gradients are float32 sums that
+live half in the gradient's own memory and half beside it, and are rounded into place at the end; those of float32 keep
+what rounding takes in bfloat16 (`kernels/exact_accumulation.py`). Either costs two bytes an element beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PIECE = 1 << 24
-"""Bytes of a float32 piece."""
-
-_LOW = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
+from subtensors.kernels.exact_accumulation import (
+    FIRST_STRETCH,
+    PIECE_BYTES,
+    compensated_add,
+    compensated_add_by_kernel,
+    product_into,
+)
 
 
 class GradientSum:
     """A sum of gradients of one tensor.
 
     Args:
-        like: the tensor; the sum has its sizes, strides and dtype.
+        like: the tensor; the sum has its sizes and dtype, and where it is dense its strides.
         exact: keep what rounding takes.
 
     Example:
@@ -41,18 +43,37 @@ class GradientSum:
     def __init__(self, like: Tensor, exact: bool) -> None:
         self.used = False
         """Was anything added?"""
-        self.high = torch.zeros_like(like)
-        low = _LOW.get(like.dtype) if exact else None
-        self.low = None if low is None else torch.zeros_like(like, dtype=low)
+        # Sums go row after row of memory, so a transposed tensor is summed as what it is the transpose of.
+        self._transposed = like.ndim == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0] > 1
+        sizes = (like.shape[1], like.shape[0]) if self._transposed else like.shape
+        memory = torch.zeros(sizes, dtype=like.dtype, device=like.device)
+        self.result = memory.t() if self._transposed else memory
+        rows = memory.shape[0] if memory.ndim else 1
+        self._matrix = memory.view(rows, math.prod(memory.shape[1:]))
+        self._lost: Tensor | None = None
+        self._halves: tuple[Tensor, Tensor] | None = None
+        if exact and like.dtype == torch.float32:
+            self._lost = torch.zeros_like(self._matrix, dtype=torch.bfloat16)
+        elif exact and like.dtype in (torch.bfloat16, torch.float16):
+            rows, columns = self._matrix.shape
+            half = rows // 2
+            upper = memory.view(-1)[: 2 * half * columns].view(torch.float32).view(half, columns)
+            lower = torch.zeros(rows - half, columns, dtype=torch.float32, device=like.device)
+            self._halves = upper, lower
 
     def add(self, part: Tensor) -> None:
-        """Add a tensor of the same sizes."""
+        """Add a tensor of the same sizes, of this dtype or a wider one."""
         self.used = True
-        if self.low is None:
-            self.high.add_(part)
-            return
-        for place in self._pieces():
-            self._add(place, part[place].to(torch.float32))
+        part = part.t() if self._transposed else part.reshape(self._matrix.shape)
+        if self._halves is not None:
+            upper, lower = self._halves
+            upper.add_(part[: len(upper)])
+            lower.add_(part[len(upper) :])
+        elif self._lost is not None:
+            for place in self._pieces():
+                self._compensate(place, part[place].to(torch.float32).contiguous())
+        else:
+            self._matrix.add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right.
@@ -62,19 +83,18 @@ class GradientSum:
             right: (k, n), where the sum is (m, n).
         """
         self.used = True
-        if self.low is None:
-            self.high.addmm_(left, right)
-            return
-        columns = self._by_columns()
-        for place in self._pieces():
-            a, b = (left, right[:, place[1]]) if columns else (left[place[0]], right)
-            if self.high.dtype == torch.float32:
-                part = a @ b
-            elif a.is_cuda:
-                part = torch.mm(a, b, out_dtype=torch.float32)
-            else:
-                part = a.to(torch.float32) @ b.to(torch.float32)
-            self._add(place, part)
+        if self._transposed:
+            left, right = right.t(), left.t()
+        if self._halves is not None:
+            upper, lower = self._halves
+            if len(upper):
+                product_into(upper, left[: len(upper)], right, accumulate=True)
+            product_into(lower, left[len(upper) :], right, accumulate=True)
+        elif self._lost is not None:
+            for place in self._pieces():
+                self._compensate(place, left[place] @ right)
+        else:
+            self._matrix.addmm_(left, right)
 
     def take(self, scale: Tensor | None = None) -> Tensor:
         """The sum, times a number, in the memory of the sum: it can't be added to or taken again.
@@ -82,46 +102,42 @@ class GradientSum:
         Args:
             scale: 0-d, or None for one.
         """
-        if self.low is None:
-            return self.high if scale is None else self.high.mul_(scale)
-        for place in self._pieces():
-            high = self.high[place]
-            total = high.to(torch.float32) + self.low[place]
-            # inf - inf is NaN, where there is nothing left to add.
-            total = torch.where(torch.isfinite(high), total, high.to(torch.float32))
-            high.copy_(total if scale is None else total * scale)
-        return self.high
+        if self._halves is not None:
+            self._round(scale)
+            self._halves = None
+            return self.result
+        if self._lost is not None:
+            for place in self._pieces():
+                self._matrix[place].add_(self._lost[place])
+            self._lost = None
+        return self.result if scale is None else self.result.mul_(scale)
 
-    def _add(self, place: tuple[slice, ...], part: Tensor) -> None:
-        assert self.low is not None
-        high, low = self.high[place], self.low[place]
-        if high.dtype == torch.float32:
-            total = high + part
-            moved = total - high
-            lost = (high - (total - moved)) + (part - moved)
-            low.add_(torch.where(torch.isfinite(lost), lost, 0))
-            high.copy_(total)
-            return
-        total = part.add_(high).add_(low)
-        high.copy_(total)
-        lost = total.sub_(high)
-        low.copy_(torch.where(torch.isfinite(lost), lost, 0))
+    def _compensate(self, place: slice, part: Tensor) -> None:
+        assert self._lost is not None
+        add = compensated_add_by_kernel if part.is_cuda else compensated_add
+        add(part, self._matrix[place], self._lost[place], False)
 
-    def _by_columns(self) -> bool:
-        """Is the second dim the one that pieces are cut from, because its columns are what lies together?"""
-        return self.high.ndim == 2 and self.high.stride(1) > self.high.stride(0)
+    def _pieces(self) -> list[slice]:
+        """Rows of the sum that are added to at one time."""
+        rows, columns = self._matrix.shape
+        step = max(1, PIECE_BYTES // (4 * max(columns, 1)))
+        return [slice(start, start + step) for start in range(0, rows, step)]
 
-    def _pieces(self) -> Iterator[tuple[slice, ...]]:
-        """Places of the sum that take at most `PIECE` bytes in float32, each together in memory."""
-        sizes = self.high.shape
-        if not sizes:
-            yield ()
-            return
-        dim = 1 if self._by_columns() else 0
-        step = max(1, PIECE // max(4 * self.high.numel() // max(sizes[dim], 1), 1))
-        for start in range(0, sizes[dim], step):
-            place = slice(start, min(start + step, sizes[dim]))
-            yield (slice(None), place) if dim else (place,)
+    def _round(self, scale: Tensor | None) -> None:
+        """Round the sums into the result: those that lie in its memory from the front, then those beside it."""
+        assert self._halves is not None
+        upper, lower = self._halves
+        sums, result = upper.view(-1), self._matrix.view(-1)
+        if scale is not None:
+            sums.mul_(scale)
+            lower.mul_(scale)
+        begin, end = 0, min(FIRST_STRETCH, sums.numel())
+        result[:end].copy_(sums[:end].clone())
+        # Elements [begin, end) are bytes [2 begin, 2 end), and their sums bytes [4 begin, 4 end).
+        while end < sums.numel():
+            begin, end = end, min(2 * end, sums.numel())
+            result[begin:end].copy_(sums[begin:end])
+        self._matrix[len(upper) :].copy_(lower)
 
 
 class ProductInto(torch.autograd.Function):

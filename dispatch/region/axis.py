@@ -36,14 +36,16 @@ class Axis:
     Args:
         size: how many rows.
         policy: how they are divided.
+        elements: how many the tensor has that was chunked.
 
     Example:
         >>> Axis(10, Policy(rows=4)).spans(lambda rows: 0)
         [(0, 4), (4, 8), (8, 10)]
     """
 
-    def __init__(self, size: int, policy: Policy) -> None:
+    def __init__(self, size: int, policy: Policy, elements: int = 0) -> None:
         self.size = size
+        self._elements = elements
         self._policy = policy
         self._granule = 1
         self._parent: Axis | None = None
@@ -55,6 +57,11 @@ class Axis:
         while axis._parent is not None:
             axis = axis._parent
         return axis
+
+    @property
+    def elements(self) -> int:
+        """Elements that are there in full anyway: those of the largest tensor that was chunked."""
+        return self.root._elements
 
     @property
     def policy(self) -> Policy:
@@ -73,6 +80,7 @@ class Axis:
             return
         two._parent = one
         one._granule = math.lcm(one._granule, two._granule)
+        one._elements = max(one._elements, two._elements)
         a, b = one._policy, two._policy
         one._policy = Policy(
             max((p.chunks for p in (a, b) if p.chunks), default=None),
@@ -175,7 +183,8 @@ class Layout:
         before = math.prod(old[: self.dim]) * self.outer
         prefix = 1
         for dim, size in enumerate(new):
-            if prefix and before % prefix == 0 and size % (outer := before // prefix) == 0:
+            outer = before // prefix if prefix else 0
+            if outer and before % prefix == 0 and size % outer == 0:
                 run = size // outer
                 # Elements that one position of the run stands for, before and after.
                 old_tail, new_tail = math.prod(old[self.dim + 1 :]), math.prod(new[dim + 1 :])

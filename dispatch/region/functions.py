@@ -75,7 +75,7 @@ class Recomputed(torch.autograd.Function):
         tensors = ctx.saved_tensors
         gradients = differentiate(ctx.plan, tensors, ctx.needs_input_grad[1:], upstream)
         taken = gradients.take()
-        return None, *_once(taken.get(n) for n in range(len(tensors)))
+        return None, *once_differentiable(taken.get(n) for n in range(len(tensors)))
 
 
 class Together(torch.autograd.Function):
@@ -117,7 +117,7 @@ class Together(torch.autograd.Function):
             gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, ctx.tangents)
         taken = gradients.take(grad * ctx.scale)
         others = [None if g is None else g * grad.to(g.dtype) for g in ctx.other_gradients]
-        return None, None, None, *_once([*(taken.get(n) for n in range(ctx.count)), *others])
+        return None, None, None, *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others])
 
 
 def _factors(plan: Plan, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
@@ -149,7 +149,7 @@ def _finished(ctx: Any, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequ
     return out.detach()
 
 
-def _once(grads: Any) -> list[Tensor | None]:
+def once_differentiable(grads: Any) -> list[Tensor | None]:
     """Gradients that can't be differentiated: a second derivative is refused where it is asked for."""
     if not torch.is_grad_enabled():
         return list(grads)

@@ -148,7 +148,13 @@ def tensors_of(results: Any) -> list[Tensor]:
 
 
 def constant(tensor: Tensor) -> Value:
-    """A whole value that is known."""
+    """A whole value that is known.
+
+    Raises:
+        NeedsValues: it has no strides to be read by.
+    """
+    if tensor.layout != torch.strided:
+        raise NeedsValues("a tensor without strides", "it can't be recorded")
     value = Value(meta_of(tensor), tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
     value.version = None if tensor.is_inference() else tensor._version
@@ -243,6 +249,13 @@ def emit(
     return replace_leaves(metas, value)
 
 
+VIEWS_OF_WHOLES = frozenset(
+    """reshape t.default transpose.int permute.default unsqueeze.default squeeze.dims alias.default
+    detach.default""".split()
+)
+"""Views that don't depend on which chunk they are taken in, but for the sizes of a reshape."""
+
+
 def gathered(value: Value) -> Value:
     """The whole of a chunked value, as a value that is whole."""
     layout = value.layout
@@ -252,6 +265,14 @@ def gathered(value: Value) -> Value:
         whole = Value(value.meta, value.device, None, None, value.needs_grad)
         whole.tensor, whole.version = value.tensor, value.version
         return whole
+    node = value.node
+    if node is not None and node.name in VIEWS_OF_WHOLES:
+        # The view of the whole costs nothing; where its operand is an input, all of it is there.
+        (operand, *rest) = node.args
+        rest = [list(value.shape)] if node.name == "reshape" else rest
+        viewed = emit(node.op, (gathered(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
+        assert isinstance(viewed, Value)
+        return viewed
     whole = emit(_kept, (value,), {}, value.meta, [Join.CAT], layout.axis, grad=True)
     assert isinstance(whole, Value)
     whole.source = layout

@@ -122,13 +122,13 @@ class Plan:
     @property
     def row_bytes(self) -> int:
         """Bytes that the results of all its ops take for one row."""
-        bytes_ = 0
+        total = 0
         for step in self.steps:
             views = isinstance(step.node.op, torch._ops.OpOverload) and step.node.op.is_view
             for value in step.node.outputs:
                 if value.layout is not None and not views and step.node.name != "reshape":
-                    bytes_ += value.meta.numel() * value.meta.element_size()
-        return bytes_ // max(self.axis.size, 1)
+                    total += value.meta.numel() * value.meta.element_size()
+        return total // max(self.axis.size, 1)
 
     def _rows(self, limit: int | None) -> int:
         """How many rows of values, and where they are differentiated of their gradients, fit in some bytes."""
@@ -145,7 +145,7 @@ class Plan:
         """The pass in lines: chunks, bytes, reads and ops."""
         rows = self.spans[0][1] - self.spans[0][0]
         chunk = rows * self.row_bytes * (2 if self.grad else 1)
-        parts = [f"{len(self.spans)} chunks of {rows} of {self.axis.size} rows, {_bytes(chunk)} a chunk"]
+        parts = [f"{len(self.spans)} chunks of {rows} of {self.axis.size} rows, {in_bytes(chunk)} a chunk"]
         for read in self.inputs:
             how = "whole" if read.layout is None else "by rows"
             sums = ", its gradient summed" if read.layout is None and read.value.needs_grad else ""
@@ -166,7 +166,8 @@ def _described(value: Value) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{joined}"
 
 
-def _bytes(count: int) -> str:
+def in_bytes(count: int) -> str:
+    """A number of bytes, for people."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

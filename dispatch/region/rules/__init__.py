@@ -1,11 +1,13 @@
 """The rules of chunked values, one file a kind of op; importing this fills the table."""
 
 from subtensors.dispatch.region.rules import (
+    batches,
     contractions,
     copies,
     indexing,
     losses,
     pointwise,
+    random,
     reductions,
     slices,
     views,
@@ -14,11 +16,13 @@ from subtensors.dispatch.region.rules.table import RULES, record
 
 __all__ = [
     "RULES",
+    "batches",
     "contractions",
     "copies",
     "indexing",
     "losses",
     "pointwise",
+    "random",
     "record",
     "reductions",
     "slices",

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.region.graph import Join, Value
 from subtensors.dispatch.region.placing import Call, along, broadcast, whole
 from subtensors.dispatch.region.rules.table import RULES, record
@@ -94,15 +93,3 @@ def _scaled(call: Call, names: tuple[str, ...], added: str) -> Any:
     if call["beta"] == 0:
         return scaled
     return record(aten.add.Tensor, scaled, record(aten.mul.Scalar, call[added], call["beta"]))
-
-
-@RULES.register(OpClass.CONTRACTION)
-def batched(call: Call) -> Any:
-    """Convolutions over a batch: samples are independent, and everything else is read whole."""
-    if not any(call.op is op for op in (aten.convolution.default, aten._convolution.default)):
-        raise call.unchunkable("it is a contraction without a formula here")
-    value = call["input"]
-    if value.layout is None or value.layout.dim != 0 or value.layout.group > 1:
-        raise call.unchunkable("it mixes the chunked rows")
-    layout = value.layout
-    return call.emit([layout], layout.axis, lambda v: v if v is value else whole(v))

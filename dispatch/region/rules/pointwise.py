@@ -9,7 +9,7 @@ import torch
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.region.graph import tensors_of
 from subtensors.dispatch.region.placing import Call, broadcast, extent, largest, wrapped
-from subtensors.dispatch.region.rules.table import RULES
+from subtensors.dispatch.region.rules.table import RULES, record
 
 aten = torch.ops.aten
 
@@ -48,8 +48,10 @@ def new(call: Call) -> Any:
     metas = call.infer()
     sizes = list(call["size"])
     dim = wrapped(layout.dim - source.ndim, len(sizes))
-    if dim < 0 or sizes[dim] != layout.extent:
-        raise call.unchunkable("its sizes are not those of its operand")
+    if len(sizes) != source.ndim or sizes[dim] != layout.extent:
+        # Its operand gives it dtype and device, and no values.
+        nothing = torch.empty(0, dtype=source.dtype, device=source.device)
+        return record(call.op, nothing, *call.positional[1:], **call.kwargs)
     layout = layout.at(dim)
     call["size"] = [extent(layout) if d == dim else size for d, size in enumerate(sizes)]
     return call.emit([layout], layout.axis, lambda v: v, metas=metas)

@@ -1,0 +1,264 @@
+"""Cross entropy of a linear layer, recognised in what was recorded, and given to its kernels.
+
+The logits of a cross entropy are looked at backwards: casts to a wider dtype, a temperature, a softcap, reshapes, then
+a product of hidden states with a weight that is whole. Where that is all there is, and the hidden states are an input
+of the region, `kernels/linear_cross_entropy.py` computes loss and gradients in three products a chunk, the gradient of
+the logits written over the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.region.axis import Layout
+from subtensors.dispatch.region.chunk_pass import as_recorded
+from subtensors.dispatch.region.evaluation import evaluate
+from subtensors.dispatch.region.functions import once_differentiable
+from subtensors.dispatch.region.graph import Value, gathered, recording
+from subtensors.dispatch.region.plan import BUDGET, FEWEST_ROWS, in_bytes
+from subtensors.dispatch.region.rules.table import record
+from subtensors.kernels.cross_entropy import CrossEntropy
+from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LinearLogits:
+    """Logits that are hidden states times a weight, perhaps capped and divided.
+
+    Args:
+        hidden: (N, H), an input of the region or a view of one.
+        weight: (H, V), whole.
+        bias: (V,), whole, or None.
+        softcap, temperature: see `CrossEntropy`.
+    """
+
+    hidden: Value
+    weight: Value
+    bias: Value | None
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+def linear_logits(logits: Value) -> LinearLogits | None:
+    """How logits of two dims were computed, if as a linear layer of an input."""
+    temperature, softcap = 1.0, None
+    value: Value = logits
+    for _ in range(16):
+        node = value.node
+        if node is None or value.layout is None or not node.args:
+            return None
+        op, args = node.op, node.args
+        if node.name in ("mm.default", "addmm.default"):
+            bias, hidden, weight = (None, *args) if node.name == "mm.default" else args[:3]
+            plain = all(isinstance(x, Value) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
+            if not plain or weight.layout is not None or not _is_input(hidden) or hidden.layout.dim != 0:
+                return None
+            if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
+                return None
+            return LinearLogits(hidden, weight, bias, softcap, temperature)
+        if _scaled(op) is not None and isinstance(args[1], (int, float)):
+            factor = float(args[1]) if _scaled(op) == "div" else 1 / float(args[1]) if args[1] else 0.0
+            capped = _capped(args[0], factor)
+            if capped is not None and softcap is None:
+                softcap, value = 1 / factor, capped
+                continue
+            if not factor > 0 or softcap is not None:
+                return None
+            temperature *= factor
+        elif not (op is aten._to_copy.default and _widens(args[0], value)) and node.name not in (
+            "reshape",
+            "alias.default",
+        ):
+            return None
+        value = args[0]
+    return None
+
+
+def _scaled(op: Any) -> str | None:
+    return {aten.div.Tensor: "div", aten.div.Scalar: "div", aten.mul.Tensor: "mul", aten.mul.Scalar: "mul"}.get(op)
+
+
+def _capped(value: Value, factor: float) -> Value | None:
+    """x, where the value is tanh(x * factor): with what it is divided by, a softcap of 1 / factor."""
+    node = value.node
+    if node is None or node.op is not aten.tanh.default:
+        return None
+    inner = node.args[0].node
+    if inner is None or _scaled(inner.op) is None or not isinstance(inner.args[1], (int, float)):
+        return None
+    divided = float(inner.args[1]) if _scaled(inner.op) == "div" else 1 / float(inner.args[1])
+    found: Value = inner.args[0]
+    return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
+
+
+def _widens(old: Any, new: Value) -> bool:
+    return isinstance(old, Value) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device
+
+
+def _is_input(value: Value) -> bool:
+    """Is it an input of the region, or a reshape of one?"""
+    while value.node is not None and value.tensor is None and value.node.name == "reshape":
+        value = value.node.args[0]
+    return value.tensor is not None and value.layout is not None
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """What the kernels were asked to do."""
+
+    shape: tuple[int, int, int]
+    rows: int
+    itemsize: int
+    options: CrossEntropy
+    accumulate: Literal["exact", "fast"]
+
+    def describe(self) -> str:
+        """The plan in lines."""
+        count, width, classes = self.shape
+        changed = [
+            (field.name, value if not isinstance(value, Tensor) else "given")
+            for field in fields(self.options)
+            if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
+        ]
+        chunks = -(-count // self.rows) if count else 0
+        return (
+            f"linear + cross entropy, {chunks} chunks of {self.rows} of {count} rows, "
+            f"{in_bytes(self.rows * classes * self.itemsize)} of logits a chunk\n"
+            f"  hidden [{count}, {width}], weight [{classes}, {width}], gradients add up {self.accumulate}\n"
+            f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
+        )
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return not isinstance(value, Tensor) and bool(value == default)
+
+
+def lowered_cross_entropy(
+    logits: Value,
+    target: Tensor,
+    *,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    grad: bool,
+) -> Tensor | None:
+    """The cross entropy of chunked logits by the kernels.
+
+    Args:
+        logits: (N, V), chunked along N.
+        target: (N,) class indices, plain.
+        class_weight, ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+        grad: whether gradients are recorded.
+
+    Returns:
+        a number; None where the logits are something else than a linear layer of an input, or the options are.
+    """
+    layout = logits.layout
+    if layout is None or logits.ndim != 2 or layout.dim != 0 or reduction not in ("mean", "sum"):
+        return None
+    if target.shape != logits.shape[:1] or target.dtype != torch.int64 or not logits.shape[0] or not logits.shape[1]:
+        return None
+    if class_weight is not None and class_weight.requires_grad:
+        return None
+    found = linear_logits(logits)
+    if found is None:
+        return None
+    flows = grad and logits.needs_grad
+    with recording(flows), torch.set_grad_enabled(flows):
+        hidden = evaluate(gathered(found.hidden))
+        weight = evaluate(_transposed(found.weight))
+        bias = None if found.bias is None else evaluate(found.bias)
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != hidden.dtype):
+        return None
+    options = CrossEntropy(
+        ignore_index, class_weight, label_smoothing, 0.0, found.softcap, found.temperature, reduction
+    )
+    plan = LoweredPlan(
+        (*hidden.shape, weight.shape[0]),  # type: ignore[arg-type]
+        _rows(layout, weight.shape[0] * hidden.element_size(), hidden.device),
+        hidden.element_size(),
+        options,
+        "exact" if layout.axis.policy.exact else "fast",
+    )
+    with torch.set_grad_enabled(flows), as_recorded():
+        loss: Tensor = _LinearCrossEntropy.apply(plan, hidden, weight, bias, target)  # type: ignore[no-untyped-call]
+        return loss.to(logits.dtype)
+
+
+def _transposed(weight: Value) -> Value:
+    """(V, H), from the weight itself where (H, V) was made of it."""
+    node = weight.node
+    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], Value):
+        return node.args[0]
+    out: Value = record(aten.t.default, weight)
+    return out
+
+
+def _rows(layout: Layout, row_bytes: int, device: torch.device) -> int:
+    """Rows of a chunk."""
+
+    def by_memory(limit: int | None) -> int:
+        budget = limit or BUDGET.get(device.type, BUDGET["cpu"])
+        rows = max(budget // max(row_bytes, 1), 1 if limit else FEWEST_ROWS)
+        return max(1, int(rows / layout.unit) // layout.outer)
+
+    return max(1, layout.local(layout.axis.spans(by_memory)[0]))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss, and its gradients with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: LoweredPlan, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
+    ) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weight, bias, target)
+        needs = ctx.needs_input_grad[1:4]
+        # Of a mean the gradient of one row is near nothing in float16; a power of two is taken out again exactly.
+        vanishes = hidden.dtype == torch.float16 and plan.options.reduction == "mean"
+        ctx.scale = 2.0 ** int(hidden.shape[0]).bit_length() if vanishes else 1.0
+        loss, *ctx.gradients = _run(plan, hidden, weight, bias, target, needs, ctx.scale)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        (grad,) = upstream
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            hidden, weight, bias, target = ctx.saved_tensors
+            needs = ctx.needs_input_grad[1:4]
+            _, *gradients = _run(ctx.plan, hidden, weight, bias, target, needs, ctx.scale)
+        factor = (grad / ctx.scale).to(torch.float32 if grad.dtype != torch.float64 else torch.float64)
+        scaled = [None if g is None else g.mul_(factor) for g in gradients]
+        return None, *once_differentiable(scaled), None
+
+
+def _run(
+    plan: LoweredPlan,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    needs: Any,
+    scale: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    with as_recorded():
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            options=plan.options,
+            needs=tuple(needs),
+            rows=plan.rows,
+            accumulate=plan.accumulate,
+            upstream=None if scale == 1 else torch.full((), scale, dtype=torch.float32, device=hidden.device),
+        )

@@ -1,0 +1,211 @@
+"""Cross entropy of chunked hidden states: its kernels, torch's own samples, and random numbers before it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunked_programs import allocations, check_chunked
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+
+import subtensors as st
+
+
+def tensors(rows: int = 12, hidden: int = 6, vocab: int = 20) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "h": torch.randn(rows, hidden, generator=g),
+        "w": torch.randn(vocab, hidden, generator=g),
+        "b": torch.randn(vocab, generator=g),
+        "target": torch.randint(0, vocab, (rows,), generator=g),
+    }
+
+
+def plain(logits: Tensor) -> Tensor:
+    return logits
+
+
+def capped(logits: Tensor) -> Tensor:
+    return 5 * torch.tanh(logits / 5)
+
+
+def capped_and_heated(logits: Tensor) -> Tensor:
+    return torch.tanh(logits * 0.125) * 8.0 / 0.7
+
+
+def heated(logits: Tensor) -> Tensor:
+    return logits * 2.5
+
+
+def widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
+def shifted(logits: Tensor) -> Tensor:
+    return logits + 1
+
+
+def negated(logits: Tensor) -> Tensor:
+    return logits * -1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "lowered"),
+    [
+        (plain, True),
+        (capped, True),
+        (capped_and_heated, True),
+        (heated, True),
+        (widened, True),
+        (shifted, False),
+        (negated, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_linear_layer_with_softcap_and_temperature_goes_to_the_kernels_and_is_right(
+    change: Any, lowered: bool, dtype: torch.dtype, biased: bool
+) -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(change(F.linear(h, w, b) if biased else h @ w.t()), target, label_smoothing=0.1)
+        assert isinstance(h, st.ChunkedTensor) <= (st.explain(loss).startswith("linear + cross entropy") == lowered)
+        return loss
+
+    check_chunked(program, tensors(), {"h": {"rows": 5}}, dtype=dtype)
+
+
+@given(
+    some.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    some.sampled_from([1.0, 0.3, 1 / 3, 4096.0]),
+    some.sets(some.sampled_from(["h", "w", "b"]), min_size=1),
+)
+def test_what_comes_in_from_behind_the_loss_is_multiplied_into_its_gradients(
+    dtype: torch.dtype, scale: float, needs: set[str]
+) -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(F.linear(h, w, b), target)
+        # Float16 gradients of a mean are small: a scaler multiplies them here, before they are rounded.
+        return loss * scale * (1024 if dtype == torch.float16 else 1)
+
+    # The gradients are scaled after they were made: a rounding more, where the scale is no power of two.
+    check_chunked(program, tensors(), {"h": {"rows": 5}}, dtype=dtype, needs=needs, passes=2)
+
+
+def test_logits_that_were_recorded_without_gradients_have_none() -> None:
+    t = tensors()
+    h, w = st.chunk(t["h"].requires_grad_(), rows=5), t["w"].requires_grad_()
+    with torch.no_grad():
+        logits = F.linear(h, w)
+    assert not F.cross_entropy(logits, t["target"]).requires_grad
+    assert not F.cross_entropy(F.linear(h, w).detach(), t["target"]).requires_grad
+    assert F.cross_entropy(F.linear(h, w.detach()), t["target"]).requires_grad
+
+
+def test_hidden_states_that_are_themselves_computed_by_chunks_are_not_gathered_for_the_kernels() -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(F.gelu(h @ w[:6]), w, b), target)
+
+    check_chunked(program, tensors(), {"h": {"rows": 5}})
+
+
+def test_a_gradient_scaler_finds_float16_gradients_as_large_as_without_chunks() -> None:
+    grads = []
+    for chunked in (False, True):
+        t = tensors(64, 6, 500)
+        h, w = t["h"].half(), (t["w"] / 8).half().requires_grad_()
+        logits = F.linear(st.chunk(h, rows=16) if chunked else h, w)
+        (F.cross_entropy(logits, t["target"]) * 1024.0).backward()
+        assert w.grad is not None
+        grads.append(w.grad.float())
+    torch.testing.assert_close(grads[1], grads[0], rtol=2**-8, atol=float(grads[0].abs().max()) * 2**-9)
+
+
+def test_torchs_own_cross_entropy_samples_pass_through_a_chunked_linear() -> None:
+    (info,) = [op for op in op_db if op.name == "nn.functional.cross_entropy"]
+    covered = 0
+    for sample in islice(info.sample_inputs("cpu", torch.float64, requires_grad=False), 200):
+        logits, (target, *_) = sample.input, sample.args
+        options = dict(sample.kwargs)
+        if logits.ndim == 1:
+            continue  # one sample: no rows to chunk
+        classes = logits.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        head = torch.randn(classes, classes, dtype=torch.float64, generator=generator)
+        runs = []
+        for chunked in (False, True):
+            x, w = logits.clone().requires_grad_(), head.clone().requires_grad_()
+            h = st.chunk(x, rows=2) if chunked else x
+            mixed = F.linear(h.movedim(1, -1), w).movedim(-1, 1)
+            loss = F.cross_entropy(mixed, target, **options)
+            loss = loss.realize() if isinstance(loss, st.ChunkedTensor) else loss
+            loss.sum().backward()
+            runs.append((loss.detach(), x.grad, w.grad))
+        for a, e in zip(runs[1], runs[0], strict=True):
+            torch.testing.assert_close(a, e, equal_nan=True)
+        covered += 1
+    assert covered > 20
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
+def test_dropout_of_what_was_chunked_drops_what_it_drops_without_chunks(p: float) -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(F.dropout(h, p), w, b), target) + torch.rand(())
+
+    check_chunked(program, tensors(), {"h": {"rows": 5}})
+
+
+def test_dropout_of_logits_draws_the_same_in_forward_and_backward_and_never_holds_all_of_them() -> None:
+    t = tensors(64, 4, 96)
+    h, w = t["h"].requires_grad_(), t["w"]
+    with allocations() as seen:
+        dropped = F.dropout(F.linear(st.chunk(h, rows=8), w), 0.5)
+        assert isinstance(dropped, st.ChunkedTensor)
+        rows = dropped.sum(1).realize()
+        rows.sum().backward()
+    assert seen.largest == 8 * 96
+    # The gradient is through the mask that forward used: it takes the rows to their sum.
+    torch.testing.assert_close((h.grad * h).sum(), rows.sum(), rtol=1e-4, atol=1e-4)
+    torch.manual_seed(3)
+    first = F.dropout(F.linear(st.chunk(h, rows=8), w), 0.5).realize()
+    torch.manual_seed(3)
+    again = F.dropout(F.linear(st.chunk(h, rows=8), w), 0.5).realize()
+    assert torch.equal(first, again)
+    assert 0.4 < float((first == 0).float().mean()) < 0.6
+
+
+def test_an_op_that_falls_back_has_drawn_no_random_numbers() -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        pooled = F.fractional_max_pool2d(F.linear(h, w)[None, :, :].expand(2, -1, -1), 2, output_size=(3, 4))
+        return pooled.sum(), torch.rand(())
+
+    check_chunked(program, tensors(), {"h": {"rows": 5}})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["exact", "fast"])
+def test_on_a_gpu_peak_memory_is_gradients_and_a_chunk_of_logits(accumulate: str) -> None:
+    count, width, classes, rows = 4096, 256, 32000, 512
+    h = torch.randn(count, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(classes, width, device="cuda", dtype=torch.bfloat16).mul_(0.05).requires_grad_()
+    target = torch.randint(0, classes, (count,), device="cuda")
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(h, w).float(), target), [h, w])
+    for programs in (lambda x: F.cross_entropy(x.float(), target), lambda x: F.cross_entropy(x.float() + 0, target)):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = programs(F.linear(st.chunk(h, rows=rows, accumulate=accumulate), w))  # type: ignore[arg-type]
+        grads = torch.autograd.grad(loss, [h, w])
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        gradients = 2 * (count + 2 * classes) * width
+        assert peak < gradients + 20 * rows * classes  # all the logits in float32 would take 4 * 4096 * 32000
+        assert peak < 4 * count * classes
+        for a, e in zip(grads, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=2**-6, atol=float(e.abs().max()) * 2**-6)
+        del grads, loss
