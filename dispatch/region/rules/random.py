@@ -14,8 +14,8 @@ from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.region.axis import Layout
-from subtensors.dispatch.region.graph import PerChunk, Value, constant, emit, gathered
-from subtensors.dispatch.region.placing import Call, broadcast, largest
+from subtensors.dispatch.region.graph import PerChunk, Value, constant, emit
+from subtensors.dispatch.region.placing import Call, along, largest
 from subtensors.dispatch.region.rules.table import RULES, record
 
 aten = torch.ops.aten
@@ -30,22 +30,18 @@ _OF_SIZES = frozenset(
 
 @RULES.register(OpClass.RANDOM)
 def random(call: Call) -> Any:
-    """Numbers of the sizes of a chunked operand."""
-    value = largest(call.chunked)
-    name = str(call.op).removeprefix("aten.")
-    layout = value.layout
-    assert layout is not None
-    meta = call.infer()
-    if not isinstance(meta, Tensor) or meta.shape != value.shape or any(v.ndim == 0 for v in call.values):
+    """Numbers of the sizes of the first operand."""
+    value: Value = largest(call.chunked) if call.chunked else call.values[0]
+    layout, meta = value.layout, call.infer()
+    if not isinstance(meta, Tensor) or meta.shape != value.shape or any(v.shape != value.shape for v in call.values):
         raise call.unchunkable("its numbers have other sizes than its operand")
-    if value.meta.numel() <= layout.axis.elements:
-        if name not in _OF_SIZES:
-            return record(call.op, *(gathered(x) if isinstance(x, Value) else x for x in call.positional))
-        stand_in = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        args, kwargs = call.with_values(lambda v: stand_in)
-        return constant(call.op(*args, **kwargs))
-    ndim = value.ndim
-    return _by_seed(call, layout, lambda v: broadcast(v, ndim, layout), meta, [layout])
+    if layout is not None and value.meta.numel() > layout.axis.elements:
+        return _by_seed(call, layout, lambda v: along(v, layout), meta, [layout])
+    if str(call.op).removeprefix("aten.") not in _OF_SIZES:
+        raise call.unchunkable("its numbers depend on values")
+    stand_in = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    args, kwargs = call.with_values(lambda v: stand_in)
+    return constant(call.op(*args, **kwargs))
 
 
 @RULES.register(aten.native_dropout)
@@ -53,8 +49,7 @@ def dropout(call: Call) -> Any:
     """The mask of few elements is drawn for all rows; what it is multiplied with stays chunked."""
     value: Value = call["input"]
     layout, metas = value.layout, call.infer()
-    assert layout is not None
-    if value.meta.numel() > layout.axis.elements:
+    if layout is not None and value.meta.numel() > layout.axis.elements:
         return _by_seed(call, layout, lambda v: v, metas, [layout, layout])
     ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
     scaled, mask = call.op(ones, call["p"], call["train"])

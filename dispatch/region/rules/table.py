@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.op_classes import OpClass, op_class
 from subtensors.dispatch.region.graph import NeedsValues, constant, emit, infer, replace_leaves, tensors_of
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.rules import RuleTable
@@ -31,7 +31,7 @@ def record(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """
     args, kwargs = replace_leaves((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
     call = Call(op, args, kwargs)
-    if not call.chunked:
+    if not call.chunked and op_class(op) is not OpClass.RANDOM:
         metas = infer(op, args, kwargs)
         return emit(op, args, kwargs, metas, [None] * len(tensors_of(metas)), None)
     try:
