@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.mapping import ListCall
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 
 _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
@@ -153,7 +154,7 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
     distinct = set(signatures)
     for signature in distinct:
         for _, device, layout, kind in signature:
-            if layout is not torch.strided or kind not in (torch.Tensor, torch.nn.Parameter):
+            if layout is not torch.strided or kind not in PLAIN_TYPES:
                 return None
             if "0" in kinds and (values[-1].device != device or values[-1].dtype != signature[0][0]):
                 return None

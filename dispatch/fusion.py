@@ -31,6 +31,7 @@ from subtensors.dispatch.columns import (
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
 from subtensors.dispatch.kernel_group import KernelGroup
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.lowering import DTYPES
@@ -304,7 +305,7 @@ def _part(columns: Columns, indices: list[int]) -> Columns:
 
 def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
     """How the element with these tensors can run."""
-    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided for t in row):
+    if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
         return _Route(reason="an element is not a plain strided tensor")
     on_host = [
         t.dim() == 0 and t.device.type == "cpu" and isinstance(c, Repeated) for t, c in zip(row, columns, strict=True)

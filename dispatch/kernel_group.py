@@ -15,6 +15,7 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.columns import Addresses, Columns, FixedLists, addresses_of, is_fixed, written_overlap
 from subtensors.dispatch.graph_capture import NotRecordable, Recording, recording_now
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
+from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
 from subtensors.kernels.launch import Grid, Kernels, bits, to_device
 from subtensors.kernels.program import Extent
@@ -101,6 +102,7 @@ class KernelGroup(Group):
             return self._run(columns, numbers, addresses)
 
     def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
+        refuse_sleepers(columns)
         if (recording := recording_now()) is not None:
             return self._record(recording, columns, numbers)
         if self.copies:

@@ -187,6 +187,26 @@ def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def is_in_compiler() -> bool:
+    """Does torch.compile look at this process's objects just now? Checked on 2.11, 2.13."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_compile_id() is not None
+
+
+def custom_allocator(allocate: Any, free: Any) -> Any:
+    """An allocator for `torch.cuda.MemPool` of two C functions, made by ctypes. Checked on 2.11, 2.13.
+
+    Args:
+        allocate: `void *(ssize_t size, int device, cudaStream_t stream)`.
+        free: `void (void *address, ssize_t size, int device, cudaStream_t stream)`.
+    """
+    import ctypes
+
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, free)]
+    return torch._C._cuda_customAllocator(*addresses)  # type: ignore[attr-defined, arg-type]
+
+
 def use_count(tensor: torch.Tensor) -> int:
     """How many hold this tensor in C++, its Python object being one. Checked on 2.11, 2.13."""
     return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
@@ -211,8 +231,10 @@ def treat_as_plain(kind: type[torch.Tensor]) -> None:
     """
     from torch._functorch._aot_autograd import runtime_wrappers
     from torch.optim import optimizer
+    from torch.utils import _foreach_utils
 
     optimizer._foreach_supported_types.append(kind)
+    _foreach_utils._foreach_supported_types.append(kind)  # type: ignore[arg-type]
     known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
     if known is not None:
         runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]

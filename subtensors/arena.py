@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -12,19 +11,20 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from subtensors.carving import AddressRange, Carver
+from subtensors.arena_pool import pool_over, segments_of
+from subtensors.byte_sizes import in_units, parse_bytes
+from subtensors.carving import AddressRange, Carver, Carving
 from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.sleeping import Census, Sleep
 from subtensors.kept_bytes import HostPages
 from subtensors.kernels.address import bytes_at
 from subtensors.kernels.cuda_range import CudaRange
 from subtensors.kernels.host_range import HostRange
-from subtensors.sleeping import Census, Sleep
 from subtensors.static_tensor import StaticAddressTensor, of_memory, refuse_capture, refuse_other, shaped, with_role
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _GRANULE = 2 << 20  # what CUDA devices map at least
 
 
@@ -71,9 +71,10 @@ class Arena:
         self.device = _device(device)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULE:
             raise ValueError(f"alignment must be a power of two up to {_GRANULE}; got {alignment!r}")
-        step = -(-_bytes("chunk", chunk) // _GRANULE) * _GRANULE
-        size = -(-_bytes("reserve", reserve) // step) * step
+        step = -(-parse_bytes("chunk", chunk) // _GRANULE) * _GRANULE
+        size = -(-parse_bytes("reserve", reserve) // step) * step
         memory: AddressRange = CudaRange(size, self.device) if self.device.type == "cuda" else HostRange(size)
+        self.alignment = alignment
         self._lock = RLock()
         self._carver = Carver(memory, step, alignment)
         self._pages = HostPages(self.device)
@@ -184,12 +185,7 @@ class Arena:
                 raise AddressError("this Arena is released already; restore() comes before the next release()")
             refuse_capture(self.device)
             census = Census(self.address, self.address + self.reserved)
-            held = census.held_by_others()
-            if held is not None:
-                raise AddressError(
-                    f"a tensor of shape {tuple(held.shape)} in this Arena is held by C++ code, such as an autograd "
-                    f"graph that saved it, which would read memory that is gone: run backward() or delete its result"
-                )
+            self._refuse_if_held(census)
             sleep = Sleep(census.tensors)
             try:
                 self._kept = self._save() if keep else []
@@ -221,6 +217,23 @@ class Arena:
             self._kept = []
             self._sleep.wake()
             self._sleep = None
+
+    def pool(self) -> torch.cuda.MemPool:
+        """A memory pool of torch's allocator whose memory lies in this arena, on a CUDA device.
+
+        `torch.cuda.use_mem_pool(pool)` puts ordinary tensors there, `torch.cuda.graph(g, pool=pool.id)` what a captured
+        graph works in. The pool must live as long as it is allocated from. While the arena is released, an allocation
+        is out of memory.
+
+        Returns:
+            A new pool; torch asks the arena for 2 MiB, or 20 MiB, at a time.
+
+        Raises:
+            ValueError: the arena is on a CPU.
+        """
+        if self.device.type != "cuda":
+            raise ValueError("a CPU has no memory pools; allocate with the arena's own constructors")
+        return pool_over(self, Arena._take)
 
     def guard(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
         """A callable that refuses while the arena is released: for what holds bare addresses, as captured graphs do.
@@ -287,12 +300,14 @@ class Arena:
             return self.address <= t.untyped_storage().data_ptr() < self.address + self.reserved
 
     def __repr__(self) -> str:
-        state = "released" if self.released else f"{_size(self.mapped)} mapped"
-        return f"Arena({self.device}, {_size(self.used)} used, {state}, {_size(self.reserved)} reserved)"
+        state = "released" if self.released else f"{in_units(self.mapped)} mapped"
+        return f"Arena({self.device}, {in_units(self.used)} used, {state}, {in_units(self.reserved)} reserved)"
 
     def __del__(self) -> None:
         # Every tensor refers to its arena, so that there is none left. A process that ends gives all back by itself.
         if not sys.is_finalizing() and hasattr(self, "_kept"):
+            if self._sleep is not None:
+                self._sleep.wake()
             self._wait()
             self._carver.close()
 
@@ -300,17 +315,33 @@ class Arena:
         """A tensor of this layout, filled with a value where one is given."""
         refuse_capture(self.device)
         size = layout.numel() * layout.element_size()
-        with self._lock:
-            if self._sleep is not None:
-                raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
-            part = self._carver.take(size) if size else None
-            start = part.start if part else 0
-            raw = bytes_at(self.address + start, size, self.device, (part, self))
+        part = self._take(size) if size else None
+        start = part.start if part else 0
+        raw = bytes_at(self.address + start, size, self.device, (part, self))
         with torch.no_grad():
             out = of_memory(shaped(raw, layout))
             if value is not None:
                 out.fill_(value)
         return with_role(out, requires_grad, is_parameter=False)
+
+    def _take(self, size: int) -> Carving:
+        with self._lock:
+            if self._sleep is not None:
+                raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
+            return self._carver.take(size)
+
+    def _refuse_if_held(self, census: Census) -> None:
+        """AddressError where C++ holds memory without a Python tensor that could be put to sleep."""
+        held = census.held_by_others()
+        shape = f"a tensor of shape {tuple(held.shape)}" if held is not None else ""
+        known = census.storage_addresses | segments_of(self)
+        if not shape and any(self.address + start not in known for start in self._carver.starts()):
+            shape = "memory without a tensor of Python"
+        if shape:
+            raise AddressError(
+                f"{shape} in this Arena is held by C++ code, such as an autograd graph that saved it, which would read "
+                f"memory that is gone: run backward() or delete its result"
+            )
 
     def _save(self) -> list[tuple[int, int, int]]:
         """Copy what is in use to the host; returns where each part of it is: (start, size, place on the host)."""
@@ -365,16 +396,3 @@ def _layout(size: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
     return torch.empty(
         size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size, dtype=dtype, device="meta"
     )
-
-
-def _bytes(name: str, size: int | str) -> int:
-    """The bytes that a size means, "2GiB" being 2 << 30."""
-    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", str(size))
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f'{name} must be a number of bytes above 0, or as in "2GiB"; got {size!r}')
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def _size(size: int) -> str:
-    unit = max((u for u in _UNITS if _UNITS[u] <= max(size, 1)), key=lambda u: _UNITS[u])
-    return f"{size / _UNITS[unit]:.4g} {unit or 'B'}"

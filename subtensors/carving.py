@@ -122,6 +122,11 @@ class Carver:
                 low, high = max(start, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
                 yield chunk, low, high - low
 
+    def starts(self) -> list[int]:
+        """Where the parts in use begin."""
+        self.collect()
+        return list(self._used)
+
     def map_chunk(self, chunk: int) -> None:
         """Put memory under a chunk that has none."""
         self.memory.map(chunk * self.chunk, self.chunk)

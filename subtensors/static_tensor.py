@@ -16,8 +16,9 @@ from torch import Tensor
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.sleeping import Asleep, refuse_sleeper
 from subtensors.kernels.address import bytes_at
-from subtensors.sleeping import Asleep, refuse_sleeper
 
 _COPY = "write into it with copy_(), or make another one with st.static(t)"
 _VIEW = "take a view of it instead"
@@ -94,7 +95,7 @@ class StaticAddressTensor(_ReadAsPlain):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and not all(issubclass(kind, StaticAddressTensor) for kind in types):
+        if len(types) > 1 and not all(kind in PLAIN_TYPES or issubclass(kind, StaticAddressTensor) for kind in types):
             return NotImplemented  # another type with rules of its own decides
         if func in _MOVERS and isinstance(args[0], StaticAddressTensor) and not _stays(func, args, kwargs or {}):
             _refuse(args[0], *_MOVERS[func])
@@ -313,5 +314,6 @@ class _Placed(torch.autograd.Function):
 
 torch.serialization.add_safe_globals([_rebuild])
 torch_private.treat_as_plain(StaticAddressTensor)
+PLAIN_TYPES.add(StaticAddressTensor)
 # Sharing memory between processes moves it, so that a copy is what is shared.
 ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))

@@ -14,6 +14,7 @@ from hypothesis import strategies as hs
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors import kept_bytes
 from subtensors.free_list import FreeList
 
 MIB = 1 << 20
@@ -102,7 +103,11 @@ def test_parts_dropped_together_join_into_one(device: str) -> None:
     assert arena.empty(1 << 20, dtype=torch.uint8).data_ptr() == arena.address + (512 << 10)
 
 
-def test_contents_and_addresses_survive_release_and_restore(device: str) -> None:
+@pytest.mark.parametrize("piece", [1 * MIB, 32 * MIB])
+def test_contents_and_addresses_survive_release_and_restore(
+    device: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_bytes, "_PIECE", piece)
     arena = st.Arena(device, chunk="2MiB")
     torch.manual_seed(0)
     tensors = [arena.static(torch.randn(n, device=device)) for n in (3, 700_000, 1_300_000, 5)]
@@ -229,6 +234,18 @@ def test_a_release_is_refused_while_an_autograd_graph_may_read_the_memory(device
         arena.release()
         arena.restore()
         assert torch.equal(w, torch.ones(3, device=device))
+
+
+def test_a_release_is_refused_while_autograd_alone_holds_a_tensor(device: str) -> None:
+    arena = st.Arena(device)
+    loss = arena.ones(3, requires_grad=True).square().sum()
+    gc.collect()
+    with pytest.raises(st.AddressError, match="autograd graph"):
+        arena.release()
+    loss.backward()
+    del loss
+    arena.release()
+    arena.restore()
 
 
 def test_an_autograd_graph_that_saved_nothing_of_the_arena_does_not_matter(device: str) -> None:
@@ -389,7 +406,7 @@ def test_threads_carve_and_drop_without_sharing_memory(device: str) -> None:
     [
         ({"device": "meta"}, "CPU or a CUDA device; got 'meta'"),
         ({"device": "cpu", "reserve": 0}, "reserve must be .* got 0"),
-        ({"device": "cpu", "reserve": "2GB"}, "reserve must be .* got '2GB'"),
+        ({"device": "cpu", "reserve": "2 gigs"}, r"reserve must be .* got '2 gigs'"),
         ({"device": "cpu", "chunk": -1}, "chunk must be"),
         ({"device": "cpu", "alignment": 3}, "power of two.* got 3"),
     ],

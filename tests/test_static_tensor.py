@@ -236,6 +236,12 @@ def test_gradients_and_optimizers_of_torch_work_on_a_static_parameter(device: st
     assert layers[1].weight.data_ptr() == at
 
 
+def test_autograd_grad_takes_a_static_tensor(device: str) -> None:
+    s = st.static(torch.ones(3, device=device, requires_grad=True))
+    (gradient,) = torch.autograd.grad((s * 2).sum(), [s])
+    assert gradient.tolist() == [2, 2, 2]
+
+
 def test_state_dict_holds_the_same_memory_and_loads_in_place(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     layer.weight = st.static(layer.weight)

@@ -21,6 +21,7 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
+from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.group_lists import GroupLists, kept_form, missing
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class RecordedStep:
     def replay(self, optimizer: Optimizer) -> None:
         """Take the step, but for telling autograd what it wrote: that is `recording.written`."""
         assert self.recording is not None
+        refuse_sleepers((self.params, self.state))
         for name, buffer in self.buffers.items():
             buffer.copy_(getattr(optimizer, name), non_blocking=True)
         if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():

@@ -14,7 +14,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import torch
@@ -62,9 +62,23 @@ class Asleep:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, its Arena is released)"  # type: ignore[attr-defined]
 
 
+class _PassesCompiler(AddressError, AssertionError):
+    """An AddressError that torch.compile lets through: it wraps most others up as errors of its own."""
+
+
 def refuse_sleeper(op: str) -> NoReturn:
     """AddressError for an op on a tensor whose memory is away."""
-    raise AddressError(f"{op} on a tensor of a released Arena: call restore() on the Arena first")
+    error = _PassesCompiler if torch_private.is_in_compiler() else AddressError
+    raise error(f"{op} on a tensor of a released Arena: call restore() on the Arena first")
+
+
+def refuse_sleepers(lists: Iterable[Iterable[Tensor]]) -> None:
+    """AddressError where one of the tensors is asleep: for kernels that know where tensors are without asking them.
+
+    While nothing sleeps it looks at none of them.
+    """
+    if Sleep.count and any(isinstance(t, Asleep) for tensors in lists for t in tensors):
+        refuse_sleeper("a kernel")
 
 
 @cache
@@ -87,6 +101,7 @@ class Census:
             found: dict[int, Tensor] = {
                 id(t): t for t in [*everything, *gradients] if start <= _storage_address(t) < end
             }
+            self.storage_addresses = {_storage_address(t) for t in found.values()}
         self.tensors = list(found.values())
         self._gradients = Counter(id(t) for t in gradients)
 
@@ -118,7 +133,11 @@ class Sleep:
         tensors: to be put to sleep.
     """
 
+    count: ClassVar[int] = 0
+    """How many sleep at this time."""
+
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        Sleep.count += 1
         self._sleepers: list[ref[Tensor]] = []
         for t in tensors:
             self._sleepers.append(ref(t))
@@ -126,6 +145,7 @@ class Sleep:
 
     def wake(self) -> None:
         """Give the tensors that are still there their own class again."""
+        Sleep.count -= 1
         for sleeper in self._sleepers:
             t = sleeper()
             if t is not None:
@@ -142,6 +162,8 @@ def _is_leaf(t: Tensor) -> bool:
 def _storage_address(t: Tensor) -> int:
     """Where the tensor's storage begins; 0 for one that has no memory."""
     try:
-        return t.untyped_storage().data_ptr()
+        storage = t.untyped_storage()
+        # The compiler's stand-ins have a storage, on the meta device, and warn of whoever asks for its address.
+        return 0 if storage.device.type == "meta" else storage.data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0

@@ -1,0 +1,226 @@
+"""StaticAddressTensor under torch.compile: it traces as a plain tensor, and CUDA graphs copy nothing of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+
+SIZE = 256
+
+
+def count_static(function: Callable[..., Any], *args: Any) -> tuple[int, int]:
+    """How many tensors a compiled function's graph takes, and how many of them at addresses known to be static."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+
+    counts: list[tuple[int, int]] = []
+
+    def look(graph: Any, inputs: list[Any]) -> Any:
+        context = TracingContext.get()
+        counts.append((len(inputs), len(context.fw_metadata.static_input_indices)))
+        return graph.forward
+
+    compiler = aot_autograd(fw_compiler=look)
+    with torch.no_grad():
+        torch.compile(function, backend=compiler, fullgraph=True)(*args)
+    return counts[0]
+
+
+def test_the_compiler_knows_inputs_parameters_and_buffers_that_are_static(device: str) -> None:
+    layer = nn.Linear(4, 4, device=device)
+    layer.weight = st.static(layer.weight)
+    layer.register_buffer("shift", st.static(torch.ones(4, device=device)))
+    x = torch.ones(2, 4, device=device)
+    s = st.static(torch.ones(4, device=device))
+    assert count_static(lambda x, y: x * y, x, torch.ones(4, device=device)) == (2, 0)
+    assert count_static(lambda x, s: x * s, x, s) == (2, 1)
+    assert count_static(lambda x: layer(x) + layer.shift, x) == (4, 3)
+
+
+def test_a_compiled_function_reads_and_writes_it_in_one_graph(device: str) -> None:
+    s = st.static(torch.arange(4.0, device=device))
+    at = s.data_ptr()
+
+    @torch.compile(fullgraph=True)
+    def step(s: Tensor, x: Tensor) -> Tensor:
+        s.add_(x)
+        s[0] = 7.0
+        return s.detach() * 2 + s.data.sum() + s.to(torch.float64)
+
+    for _ in range(2):
+        result = step(s, torch.ones(4, device=device))
+    assert s.tolist() == [7, 3, 4, 5]
+    assert result.tolist() == [40, 28, 31, 34]
+    assert type(result) is Tensor
+    assert s.data_ptr() == at
+
+
+def test_compiled_training_is_plain_training(device: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))
+    x = torch.randn(16, 4, device=device)
+    losses = []
+    for static in (False, True):
+        model = nn.Sequential(nn.Linear(4, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))
+        model.load_state_dict(plain.state_dict())
+        if static:
+            for layer in (model[0], model[2]):
+                layer.weight, layer.bias = st.static(layer.weight), st.static(layer.bias)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        loss_of = torch.compile(lambda m=model: m(x).square().mean(), fullgraph=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_a_compiled_mover_is_refused() -> None:
+    s = st.static(torch.ones(4))
+    for move in (lambda t: t.resize_(100), lambda t: torch.add(torch.ones(100), 1, out=t)):
+        with pytest.raises((st.AddressError, torch._dynamo.exc.Unsupported, RuntimeError)):
+            torch.compile(move, backend="eager")(s)
+        assert s.shape == (4,)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_code_refuses_a_released_arena_and_runs_again_when_restored(device: str, fullgraph: bool) -> None:
+    arena = st.Arena(device)
+    layer = nn.Linear(4, 4, device=device)
+    layer.weight = arena.static(layer.weight)
+    s = arena.ones(4)
+    x = torch.ones(2, 4, device=device)
+    compiled = torch.compile(lambda x, s: layer(x) * s, fullgraph=fullgraph)
+    with torch.no_grad():
+        before = compiled(x, s)
+        for _ in range(2):
+            arena.release()
+            with pytest.raises(st.AddressError, match=r"restore\(\)"):
+                compiled(x, s)
+            arena.restore()
+            assert torch.equal(compiled(x, s), before)
+
+
+def test_compiling_keeps_no_static_tensor_alive(device: str) -> None:
+    f = torch.compile(lambda t: t * 2, backend="eager" if device == "cpu" else "inductor")
+
+    def live() -> int:
+        gc.collect()
+        return sum(type(o) is st.StaticAddressTensor for o in gc.get_objects())
+
+    f(st.static(torch.ones(8, device=device)))
+    before = live()
+    memory = torch.cuda.memory_allocated() if device == "cuda" else 0
+    for _ in range(1000):
+        f(st.static(torch.ones(8, device=device)))
+    assert live() == before
+    assert (torch.cuda.memory_allocated() if device == "cuda" else 0) == memory
+
+
+@contextmanager
+def copied_bytes() -> Iterator[list[int]]:
+    """The bytes of inputs that replays of compiled graphs copy into their own memory."""
+    from torch._inductor.cudagraph_trees import CUDAGraphNode
+
+    counts: list[int] = []
+    original = CUDAGraphNode._copy_inputs_and_remove_from_src
+
+    def counting(self: Any, targets: Any, sources: Any) -> None:
+        copied = [sources[i] for i in self.non_static_input_idx]
+        counts.append(sum(t.numel() * t.element_size() for t in copied if isinstance(t, Tensor)))
+        original(self, targets, sources)
+
+    CUDAGraphNode._copy_inputs_and_remove_from_src = counting
+    try:
+        yield counts
+    finally:
+        CUDAGraphNode._copy_inputs_and_remove_from_src = original
+
+
+def copies_of(call: Callable[[], object]) -> int:
+    """The bytes of inputs that one call copies, once its graphs are recorded."""
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        call()
+    with copied_bytes() as counts:
+        torch.compiler.cudagraph_mark_step_begin()
+        call()
+    assert counts, "no graph was replayed"
+    return sum(counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_graph_copies_a_plain_input_and_nothing_of_a_static_one(is_static: bool) -> None:
+    t = torch.randn(SIZE, SIZE, device="cuda")
+    s = st.static(t) if is_static else t
+    double = torch.compile(lambda s: (s @ s).relu(), mode="reduce-overhead")
+    with torch.no_grad():
+        assert copies_of(lambda: double(s)) == (0 if is_static else 4 * SIZE * SIZE)
+        s.fill_(1)
+        assert torch.equal(double(s), torch.full_like(t, SIZE))
+
+
+@pytest.mark.gpu
+def test_a_graph_copies_nothing_of_static_parameters_and_buffers_forwards_and_backwards() -> None:
+    layer = nn.Linear(SIZE, SIZE, device="cuda")
+    layer.weight, layer.bias = st.static(layer.weight), st.static(layer.bias)
+    layer.register_buffer("shift", st.static(torch.ones(SIZE, device="cuda")))
+    x = st.static(torch.randn(SIZE, SIZE, device="cuda"))
+    model = torch.compile(lambda x: (layer(x) + layer.shift).square().mean(), mode="reduce-overhead")
+
+    def step() -> None:
+        layer.zero_grad()
+        model(x).backward()
+
+    # The gradient of the loss is a new number in each step.
+    assert copies_of(step) <= 4
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_graph_copies_nothing_of_a_static_optimizer_state(is_static: bool) -> None:
+    place = st.static if is_static else torch.clone
+    p, m, v = (place(torch.zeros(SIZE, SIZE, device="cuda")) for _ in range(3))
+    g = st.static(torch.ones(SIZE, SIZE, device="cuda"))
+
+    def adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
+        m.lerp_(g, 0.1)
+        v.lerp_(g * g, 0.01)
+        p.sub_(0.1 * m / (v.sqrt() + 1e-8))
+
+    step = torch.compile(adam, mode="reduce-overhead")
+    with torch.no_grad():
+        copied = copies_of(lambda: step(p, m, v, g))
+    if is_static:
+        assert copied == 0
+    assert torch.allclose(m, 1 - torch.full_like(m, 0.9) ** 6)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_compiler_survives_release_and_restore() -> None:
+    arena = st.Arena("cuda")
+    torch.manual_seed(0)
+    w, x = arena.static(torch.randn(SIZE, SIZE)), arena.static(torch.randn(SIZE, SIZE))
+    model = torch.compile(lambda x, w: (x @ w).tanh(), mode="reduce-overhead")
+    with torch.no_grad():
+        assert copies_of(lambda: model(x, w)) == 0
+        before = model(x, w).clone()
+        arena.release()
+        with pytest.raises(st.AddressError, match=r"restore\(\)"):
+            model(x, w)
+        arena.restore()
+        with copied_bytes() as counts:
+            assert torch.equal(model(x, w), before)
+        assert sum(counts) == 0
