@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from threading import RLock
 from typing import Any, Literal, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from subtensors.arena_pool import pool_over, segments_of
 from subtensors.byte_sizes import in_units, parse_bytes
 from subtensors.carving import AddressRange, Carver, Carving
+from subtensors.contents import Contents
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.sleeping import Census, Sleep
-from subtensors.kept_bytes import HostPages
 from subtensors.kernels.address import bytes_at
 from subtensors.kernels.cuda_range import CudaRange
 from subtensors.kernels.host_range import HostRange
@@ -26,6 +27,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _GRANULE = 2 << 20  # what CUDA devices map at least
+
+
+_arenas: WeakSet[Arena] = WeakSet()
 
 
 class Arena:
@@ -77,9 +81,9 @@ class Arena:
         self.alignment = alignment
         self._lock = RLock()
         self._carver = Carver(memory, step, alignment)
-        self._pages = HostPages(self.device)
+        self._contents = Contents(self._carver, self.device)
         self._sleep: Sleep | None = None
-        self._kept: list[tuple[int, int, int]] = []
+        _arenas.add(self)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """A tensor carved from the arena, not initialized.
@@ -188,7 +192,10 @@ class Arena:
             self._refuse_if_held(census)
             sleep = Sleep(census.tensors)
             try:
-                self._kept = self._save() if keep else []
+                if keep:
+                    self._contents.save()
+                else:
+                    self._contents.wait()
                 self._carver.unmap_all()
             except BaseException:
                 sleep.wake()
@@ -208,13 +215,8 @@ class Arena:
         with self._lock:
             if self._sleep is None:
                 raise AddressError("this Arena is not released; release() comes before restore()")
-            try:
-                self._load()
-            except BaseException:
-                self._wait()
-                self._carver.unmap_all()
-                raise
-            self._kept = []
+            self._contents.load()
+            self._contents.forget()
             self._sleep.wake()
             self._sleep = None
 
@@ -263,8 +265,19 @@ class Arena:
     def trim(self) -> None:
         """Give back the host memory that is kept for the next release; what a released arena keeps stays."""
         with self._lock:
-            if self._sleep is None:
-                self._pages = HostPages(self.device)
+            self._contents.trim()
+
+    def explain(self) -> str:
+        """How much is reserved, mapped, carved and kept on the host; what `st.explain(arena)` says."""
+        with self._lock:
+            return "\n".join(
+                [
+                    f"Arena on {self.device}, {'released' if self.released else 'awake'}, at {self.address:#x}",
+                    f"  reserved {in_units(self.reserved)} of addresses, in chunks of {in_units(self._carver.chunk)}",
+                    f"  mapped {in_units(self.mapped)}, used {in_units(self.used)}, parts {len(self._carver.starts())}",
+                    f"  on the host {in_units(self._contents.host_bytes)}",
+                ]
+            )
 
     @property
     def released(self) -> bool:
@@ -297,7 +310,7 @@ class Arena:
         if not isinstance(t, Tensor):
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return self.address <= t.untyped_storage().data_ptr() < self.address + self.reserved
+            return self.address <= Tensor.untyped_storage(t).data_ptr() < self.address + self.reserved
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"{in_units(self.mapped)} mapped"
@@ -305,10 +318,10 @@ class Arena:
 
     def __del__(self) -> None:
         # Every tensor refers to its arena, so that there is none left. A process that ends gives all back by itself.
-        if not sys.is_finalizing() and hasattr(self, "_kept"):
+        if not sys.is_finalizing() and hasattr(self, "_sleep"):
             if self._sleep is not None:
                 self._sleep.wake()
-            self._wait()
+            self._contents.wait()
             self._carver.close()
 
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
@@ -343,44 +356,6 @@ class Arena:
                 f"memory that is gone: run backward() or delete its result"
             )
 
-    def _save(self) -> list[tuple[int, int, int]]:
-        """Copy what is in use to the host; returns where each part of it is: (start, size, place on the host)."""
-        kept = []
-        place = 0
-        for _, start, size in self._carver.runs():
-            kept.append((start, size, place))
-            place += size
-        self._pages.grow(place)
-        for start, size, place in kept:
-            self._copy(start, size, place, to_host=True)
-        self._wait()
-        return kept
-
-    def _load(self) -> None:
-        """Map the chunks in use, and copy back what was kept: a chunk's bytes travel while the next one is mapped."""
-        kept = self._kept_by_chunk()
-        for chunk in self._carver.needed_chunks():
-            self._carver.map_chunk(chunk)
-            for start, size, place in kept.get(chunk, ()):
-                self._copy(start, size, place, to_host=False)
-        self._wait()
-
-    def _kept_by_chunk(self) -> dict[int, list[tuple[int, int, int]]]:
-        by_chunk: dict[int, list[tuple[int, int, int]]] = {}
-        for start, size, place in self._kept:
-            by_chunk.setdefault(start // self._carver.chunk, []).append((start, size, place))
-        return by_chunk
-
-    def _copy(self, start: int, size: int, place: int, to_host: bool) -> None:
-        for part in self._pages.parts(place, size):
-            ours = bytes_at(self.address + start, part.numel(), self.device, self)
-            (part if to_host else ours).copy_(ours if to_host else part, non_blocking=True)
-            start += part.numel()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def _device(device: torch.device | str) -> torch.device:
     found = torch.device(device)
@@ -396,3 +371,16 @@ def _layout(size: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
     return torch.empty(
         size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size, dtype=dtype, device="meta"
     )
+
+
+def explain_place(t: StaticAddressTensor) -> str:
+    """Where a static tensor is, and whose memory that is; what `st.explain(t)` says.
+
+    >>> arena = Arena("cpu")
+    >>> explain_place(arena.zeros(2, 3))
+    'StaticAddressTensor of (2, 3) torch.float32 at 0x..., in Arena(cpu, 512 B used, 32 MiB mapped, 1 TiB reserved)'
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        address = Tensor.data_ptr(t)
+    home = next((f"in {arena}" for arena in list(_arenas) if t in arena), "in memory of its own")
+    return f"StaticAddressTensor of {tuple(t.shape)} {t.dtype} at {address:#x}, {home}"

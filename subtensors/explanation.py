@@ -7,19 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
+from subtensors.arena import Arena, explain_place
 from subtensors.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.fuse import Fused
 from subtensors.list_calls import explain_call
 from subtensors.optim import Optimizer
+from subtensors.static_tensor import StaticAddressTensor
 from subtensors.tensor_list import TensorList
 
 
-def explain(subject: Tensor | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Say what was done and why: rules applied, groups, chunks, kernels.
 
     Args:
-        subject: a TensorList, a ChunkedTensor or a loss computed from one, an optimizer, a fused function, or any torch
-            function; the last two with the arguments of a call.
+        subject: a TensorList, a ChunkedTensor or a loss computed from one, a StaticAddressTensor, an Arena, an
+            optimizer, a fused function, or any torch function; the last two with the arguments of a call.
         args: arguments of the call, which is planned but not run.
         kwargs: likewise.
 
@@ -40,6 +42,10 @@ def explain(subject: Tensor | Optimizer | Callable[..., Any], *args: Any, **kwar
         return subject.explain()
     if isinstance(subject, TensorList):
         return repr(subject)
+    if isinstance(subject, Arena):
+        return subject.explain()
+    if isinstance(subject, StaticAddressTensor):
+        return explain_place(subject)
     if isinstance(subject, ChunkedTensor):
         return subject.explain()
     if isinstance(subject, Tensor):

@@ -343,7 +343,7 @@ def test_no_memory_on_the_host_frees_nothing_and_wakes_the_tensors(
         raise MemoryError("the host is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena._pages, "grow", full)
+        patch.setattr(arena._contents._pages, "grow", full)
         with pytest.raises(MemoryError):
             arena.release()
     assert not arena.released
@@ -351,6 +351,29 @@ def test_no_memory_on_the_host_frees_nothing_and_wakes_the_tensors(
     arena.release()
     arena.restore()
     assert t.sum() == 10
+
+
+def test_host_memory_is_kept_for_the_next_release_until_it_is_trimmed(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(10)
+    arena.release()
+    arena.trim()
+    assert "on the host 32 MiB" in st.explain(arena)
+    arena.restore()
+    assert "on the host 32 MiB" in st.explain(arena)
+    arena.trim()
+    assert "on the host 0 B" in st.explain(arena)
+    assert t.sum() == 10
+
+
+def test_explain_says_where_a_tensor_is(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(10)
+    assert st.explain(t).endswith(f"at {t.data_ptr():#x}, in {arena!r}")
+    assert st.explain(st.static(t.data)).endswith("in memory of its own")
+    arena.release()
+    assert "released" in st.explain(t)
+    assert st.explain(arena).splitlines()[0] == f"Arena on {arena.device}, released, at {arena.address:#x}"
 
 
 def test_a_guarded_call_is_refused_while_released(device: str) -> None:
