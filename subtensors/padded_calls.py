@@ -158,10 +158,13 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     targets = _targets(op, args, kwargs)
     if twin is None or not targets:
         raise Inexpressible(f"{op} writes to its arguments, and there is no form of it that doesn't")
-    for target in targets:
-        if id(target) not in running.outer and _shares_memory(target, running):
-            raise Inexpressible(f"{op} writes through a view of an argument")
-    if torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values()):
+    recording = torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values())
+    through_views = [target for target in targets if id(target) not in running.outer and target._view]
+    if through_views and recording:
+        raise Inexpressible(f"{op} writes through a view of what autograd follows")
+    if any(target._view == "copy" for target in through_views):
+        raise Inexpressible(f"{op} writes through a view that had to be copied")
+    if recording:
         for target in targets:
             # The op keeps its operands for the backward, and the new value is to stand in their memory.
             target._dense = target._dense.clone()
@@ -170,6 +173,9 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     values = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
     for target, new in zip(targets, values, strict=False):
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
+        if target in through_views:
+            _write_real(target, value)
+            continue
         if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
             # Outside of autograd's sight the values change and the graph behind them stays.
             target._dense.copy_(value.dense)
@@ -202,9 +208,13 @@ def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return targets
 
 
-def _shares_memory(target: PaddedTensor, running: _Running) -> bool:
-    storage = target._dense.untyped_storage()._cdata
-    return any(shell._dense.untyped_storage()._cdata == storage for shell in running.shells.values())
+def _write_real(target: PaddedTensor, new: Padded) -> None:
+    """Write into the memory that a view lies in; padding keeps what it held."""
+    if new.dims != target._dims and new.padded_dims:
+        raise Inexpressible(f"a view of {target._dims} takes no values of {new.dims}")
+    mask = value_of(target).mask()
+    dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense)
+    target._dense.copy_(dense)
 
 
 def write_back(outer: Tensor, new: Padded) -> None:
@@ -223,17 +233,17 @@ def write_back(outer: Tensor, new: Padded) -> None:
     mask = value_of(outer).mask()
     dense = new.dense if mask is None else torch.where(mask, new.dense, outer._dense.detach())
     value = replace(value_of(outer), dense=dense)
+    recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
+    if outer._view == "copy" or (recording and outer._view):
+        raise RuleError(
+            "a view of a PaddedTensor is not written to where autograd follows it, or where it counts from the true "
+            "end and had to be copied: write to the whole, x[...] = value, or to a clone of the view"
+        )
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad):
-            if _is_derived_view(outer):
-                raise RuleError("writing through a view of a PaddedTensor that autograd follows has no rule; clone it")
+        if recording:
             outer.copy_(wrapped(value))
         else:
             outer._dense.copy_(dense)
-
-
-def _is_derived_view(outer: PaddedTensor) -> bool:
-    return outer._dense._is_view() and getattr(outer, "_aliases", False)
 
 
 def followed(x: PaddedTensor) -> Padded:

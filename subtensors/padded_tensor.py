@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class PaddedTensor(Tensor):
     _dims: tuple[Factors, ...]
     _sizes: TrueSizes | None
     _fill: Number | None
+    _view: Literal["", "alias", "copy"]
 
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
@@ -234,13 +235,13 @@ def wrap(value: Padded) -> PaddedTensor:
         dtype=dense.dtype,
         device=dense.device,
     )
-    out._dense, out._dims, out._sizes, out._fill = dense, value.dims, value.sizes, value.fill
+    out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
     return out  # type: ignore[no-any-return]
 
 
 def value_of(x: PaddedTensor) -> Padded:
     """What the rules see of a PaddedTensor."""
-    return Padded(x._dense, x._dims, x._sizes, x._fill)
+    return Padded(x._dense, x._dims, x._sizes, x._fill, x._view)
 
 
 def _rebuild(

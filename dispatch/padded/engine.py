@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.op_classes import op_class, overload_name
+from subtensors.dispatch.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.rules import RuleTable
@@ -102,7 +103,13 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _wrapped(call.dense())
     answer = table.lookup(op)(call)
     applied[overload_name(op)] += 1
-    return answer
+    return _as_view(answer, call) if op_class(op) is OpClass.VIEW else answer
+
+
+def _as_view(out: Any, call: Call) -> Any:
+    """The results of a view, which say so: whoever writes to one writes to what it views, or must not."""
+    copied = any(x.view == "copy" for x in call.values)
+    return tree_map_only(Padded, lambda x: replace(x, view="copy" if copied or x.view == "copy" else "alias"), out)
 
 
 def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

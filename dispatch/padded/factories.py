@@ -26,6 +26,14 @@ def like(call: Call) -> Padded:
     return x.like(call.dense(), call.get("fill_value", known))
 
 
+@table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
+def of_its_shape(call: Call) -> Padded:
+    """`x.new_zeros(x.shape)` is padded as `x` is; of other sizes it is plain."""
+    x: Padded = call["self"]
+    out = call.dense()
+    return x.like(out) if out.shape == x.shape else plain(out)
+
+
 @table.register(OpClass.FACTORY)
 def from_sizes(call: Call) -> Padded:
     """A tensor of the sizes that the caller gave, none of them padded."""

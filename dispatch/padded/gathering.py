@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,10 +12,8 @@ from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_factors import Factors
 
 
-def taken(
-    x: Padded, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1, fill: float | None = None
-) -> Padded:
-    """`count` positions of a dim from `first` on, a step apart.
+def taken(x: Padded, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1) -> Padded:
+    """`count` positions of a dim from `first` on, a step apart: a view that had to be copied.
 
     Args:
         x: the value.
@@ -24,7 +24,8 @@ def taken(
     """
     steps = torch.arange(count, device=x.dense.device) * step
     start = torch.as_tensor(first, device=x.dense.device)
-    return gathered(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
+    found = gathered(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
+    return replace(found, view="copy")
 
 
 def gathered(x: Padded, dim: int, index: Tensor, factors: Factors) -> Padded:

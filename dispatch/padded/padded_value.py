@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -39,12 +39,14 @@ class Padded:
         dims: the factors of each dim; a dim of one static factor has no padding.
         sizes: the true sizes that the factors speak of; None when nothing is padded.
         fill: what stands everywhere in the padding; None when nothing is known.
+        view: of a view, "alias" where it lies in the memory of what it views, "copy" where it couldn't.
     """
 
     dense: Tensor
     dims: tuple[Factors, ...]
     sizes: TrueSizes | None = None
     fill: Number | None = None
+    view: Literal["", "alias", "copy"] = ""
 
     @property
     def shape(self) -> torch.Size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def select(call: Call) -> Padded:
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
     one = taken(x, d, x.size(d) + index, 1, static_dims([1])[0])
-    return result(one.dense.squeeze(d), dims, x.sizes)
+    return replace(result(one.dense.squeeze(d), dims, x.sizes), view="copy")
 
 
 @table.register(aten.slice, aten.slice_copy)
