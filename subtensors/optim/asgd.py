@@ -16,7 +16,7 @@ class ASGD(Optimizer):
     """Averaged stochastic gradient descent; takes and saves what `torch.optim.ASGD` does.
 
         g <- g + weight_decay p
-        p <- (1 - lambd eta) p - eta g                  eta starts as lr
+        p <- p - eta (g + lambd p)                      eta starts as lr
         a <- a + mu (p - a)                             the average, `state[p]["ax"]`; mu starts as 1
         eta <- lr / (1 + lambd lr t)^alpha
         mu <- 1 / max(1, t - t0)
@@ -99,7 +99,8 @@ class ASGD(Optimizer):
         t, rate = step.double(), eta.double()
         if weight_decay is not None:
             g = g + weight_decay * p
-        p.mul_(1 - lambd * rate).sub_(rate * g)
+        # Not (1 - lambd eta) p: so near to 1, the factor would be rounded to float32 the same way in every step.
+        p.sub_(rate * (g + lambd * p))
         ax.copy_(torch.where(mu == 1, p, ax + mu * (p - ax)))
         eta.copy_(lr / (1 + lambd * lr * t) ** alpha)
         mu.copy_(1 / (t - t0).clamp(min=1))
