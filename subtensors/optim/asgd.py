@@ -40,12 +40,12 @@ class ASGD(Optimizer):
     Example:
         >>> import subtensors as st
         >>> w = torch.nn.Parameter(torch.ones(2))
-        >>> opt = st.optim.ASGD([w], lr=0.5)
+        >>> opt = st.optim.ASGD([w], lr=0.5, lambd=0.0)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
         >>> w
         Parameter containing:
-        tensor([-0.5001,  1.4999], requires_grad=True)
+        tensor([-0.5000,  1.5000], requires_grad=True)
 
     Source: Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), with Bottou's schedules.
     """
