@@ -199,6 +199,10 @@ class Fusion:
         traced = self._first_trace(Call(args, kwargs))
         return f"{traced.program} {traced.expressions}"
 
+    def reduces(self, *args: Any, **kwargs: Any) -> bool:
+        """Does a value of the maths depend on all elements of a tensor?"""
+        return any(step.is_reduction for step in self._first_trace(Call(args, kwargs)).program.instructions)
+
     def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
         """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""
         program = self._first_trace(Call(args, kwargs)).program

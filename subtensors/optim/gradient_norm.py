@@ -2,7 +2,8 @@
 
     squares = sum over all gradients of all their elements' squares     in float64, across tensors
 
-One sweep of a fused kernel over the gradients of a batch leaves a number for each of them; those are added up.
+One sweep of a fused kernel over the gradients of a batch leaves a number for each of them; those are added up, also
+over the processes that have the other shards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
-from subtensors.optim.group_lists import Batch
+from subtensors.optim.group_lists import Batch, as_real
+from subtensors.optim.shards import shard
 
 
 def _square_sum(g: Tensor, squares: Tensor) -> None:
@@ -53,7 +55,11 @@ class GradientNorm:
         sums: dict[torch.device, list[Tensor]] = {}
         for batch, own in gradients:
             each, parts = batch.squares
-            _square_sums(own, parts)
+            if batch.sharding is None:
+                _square_sums(own, parts)
+            else:
+                _square_sums(as_real(map(shard, own)), parts)
+                each = batch.sharding.add_up(each.sum(0, keepdim=True))
             sums.setdefault(batch.device, []).append(each)
         totals = [torch.cat(own) if len(own) > 1 else own[0] for own in sums.values()]
         if len(totals) == 1:

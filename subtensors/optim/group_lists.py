@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import Elements, PerBlock
 from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized
+from subtensors.optim.shards import Sharding, shard, shard_like
 
 
 @dataclass
@@ -28,7 +29,12 @@ class Batch:
     params: Elements
     master: Elements | None
     entries: tuple[Elements | Quantized | Dithered | None, ...]
-    """For each state entry that `update` takes, it for each parameter; None where these parameters have none."""
+    """For each state entry that `update` takes, and for their average, it for each parameter; None where these
+    parameters have none."""
+    sharding: Sharding | None = None
+    """How the parameters are spread over processes."""
+    sees_shards: bool = False
+    """Is the step that of each shard alone? Otherwise it sees DTensors."""
 
     def __post_init__(self) -> None:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a
@@ -63,9 +69,11 @@ class Batch:
         if grads.holder is self.params:
             return grads
         own = grads if self.indices is None else [grads[i] for i in self.indices]
-        return (
-            as_real(own) if self.is_complex else Elements(own, like=self.params if self.has_plain_gradients else None)
-        )
+        if self.sees_shards:
+            own = [shard_like(g, p) for g, p in zip(own, self.params, strict=True)]
+        if self.is_complex:
+            return as_real(own)
+        return Elements(own, like=self.params if self.has_plain_gradients else None)
 
     def call(self, options: list[Any], gradients: Elements, *arguments: Any) -> Call:
         """The fused call of a step.
@@ -75,10 +83,15 @@ class Batch:
             gradients: of these parameters.
             arguments: what follows the state.
         """
-        params = as_real(self.params) if self.is_complex else self.params
+        params = self.params
+        if self.sees_shards:
+            params = Elements(map(shard, params))
+            # What is written through a shard, autograd must be told of the whole.
+            torch.autograd.graph.increment_version(self.params)
+        params = as_real(params) if self.is_complex else params
         call = Call((params, gradients, self.master, self.entries, *arguments), {})
         # A template for the steps that follow, without the gradients: those must not live until the next one.
-        is_template = not self.is_complex and all(map(_is_immutable, options))
+        is_template = not self.is_complex and not self.sees_shards and all(map(_is_immutable, options))
         self._last = (options, call.again(GRADIENTS, Elements())) if is_template else None
         return call
 
@@ -161,9 +174,10 @@ def kept_form(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return bool(group.get("master_weights")), group.get("state_dtype")
 
 
-def column_of(states: Sequence[Mapping[str, Any]], entry: str, form: torch.dtype | None) -> Any:
+def column_of(states: Sequence[Mapping[str, Any]], entry: str, form: torch.dtype | None, sees_shards: bool) -> Any:
     """One entry of several parameters' states, kept in one form, as a step is given it."""
-    column = as_real([state[entry] for state in states], is_fixed=True)
+    kept = [state[entry] for state in states]
+    column = as_real(map(shard, kept) if sees_shards else kept, is_fixed=True)
     if form == torch.bfloat16:
         return Dithered(column)
     if form is None:

@@ -105,6 +105,11 @@ def _undo(target: Tensor, before: Tensor, found_inf: Tensor | None) -> None:
 
 
 @fused
+def _approach(average: Tensor, w: Tensor, ema: float | Tensor) -> None:
+    average.add_((1 - ema) * (w - average))
+
+
+@fused
 def _assign(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
@@ -139,13 +144,16 @@ class ListStep:
         """Do the step to these parameters."""
         weights = _list(p if master is None else master)
         gradients: Any = _list(g)
-        states = [None if column is None else _list(column) for column in entries]
+        *states, average = [None if column is None else _list(column) for column in entries]
         in_step = {name: hyperparameters.pop(name) for name in (*IN_STEP, SQUARES) if name in hyperparameters}
+        ema = in_step.pop("ema", None)
         if grad_scale is not None or found_inf is not None or maximize or in_step:
             gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize, in_step)
-        written = [weights, *(state for state in states if state is not None)]
+        written = [weights, *(state for state in (*states, average) if state is not None)]
         before = [] if found_inf is None else [x.clone() for x in written]
         self._rules.update(weights, gradients, *states, **hyperparameters)
+        if average is not None:
+            _approach(average, weights, ema)
         for target, kept in zip(written, before, strict=False):
             _undo(target, kept, found_inf)
         if master is not None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
 from subtensors.optim.low_bit_state import check_state_dtype, form_of, keep
 from subtensors.optim.options import IN_STEP, Options, check_options, recorded
-from subtensors.optim.saved_state import MASTER
+from subtensors.optim.saved_state import AVERAGE, MASTER
+from subtensors.optim.shards import sharding_of
 from subtensors.optim.single_tensor import SQUARES, is_narrow, single_tensor
 from subtensors.optim.stepping import Stepping
 from subtensors.optim.watched_state import States
@@ -241,21 +243,24 @@ class Optimizer(Stepping):
             kept = self._names(p, entries, group)
             self._fill(p, kept, group)
             forms = tuple([form_of(entry, p, group, self.low_bit) for entry in kept])
-            kinds.setdefault((p.device, p.is_complex(), kept, forms), []).append(i)
+            kinds.setdefault((p.device, p.is_complex(), sharding_of(p), kept, forms), []).append(i)
         batches = []
-        for (device, is_complex, kept, forms), indices in self._cut(kinds, params):
+        for (device, is_complex, sharding, kept, forms), indices in self._cut(kinds, params):
+            sees_shards = sharding is not None and self._sees_shards(group)
             own = [params[i] for i in indices]
             # Only where there are entries: asking for the state would make an empty one.
             states = [self.state[p] for p in own] if kept else []
-            columns = {name: column_of(states, name, form) for name, form in zip(kept, forms, strict=True)}
+            columns = {name: column_of(states, name, form, sees_shards) for name, form in zip(kept, forms, strict=True)}
             batches.append(
                 Batch(
                     None if indices == [*range(len(params))] else indices,
                     device,
                     is_complex,
-                    Elements(own, keeps_layout=not is_complex),
+                    Elements(own, keeps_layout=not is_complex and sharding is None),
                     columns.get(MASTER),
-                    tuple([columns.get(entry) for entry in self._entries]),
+                    tuple([columns.get(entry) for entry in (*self._entries, AVERAGE)]),
+                    sharding,
+                    sees_shards,
                 )
             )
         self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
@@ -272,11 +277,12 @@ class Optimizer(Stepping):
 
     def _kept(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The state entries that a group keeps."""
-        return tuple([entry for entry in self._entries if self.keeps(entry, group)])
+        own = tuple([entry for entry in self._entries if self.keeps(entry, group)])
+        return own if group.get("ema") is None else (*own, AVERAGE)
 
     def _names(self, p: Tensor, entries: tuple[str, ...], group: dict[str, Any]) -> tuple[str, ...]:
         """Of these entries, those that the parameter has, a master among them."""
-        own = tuple([entry for entry in entries if self.suits(entry, p, group)])
+        own = tuple([entry for entry in entries if entry == AVERAGE or self.suits(entry, p, group)])
         return (MASTER, *own) if group.get("master_weights") and is_narrow(p.dtype) else own
 
     def _fill(self, p: Tensor, names: tuple[str, ...], group: dict[str, Any]) -> None:
@@ -299,7 +305,26 @@ class Optimizer(Stepping):
             return torch.zeros((), device=p.device, dtype=torch.float32)
         p = p.detach()
         p = p.float() if has_master else p
+        if name == AVERAGE:
+            return p.float() if is_narrow(p.dtype) else p.clone()
         return p if name == MASTER else self.start(name, p, group)
+
+    def _sees_shards(self, group: dict[str, Any]) -> bool:
+        """Is a step with these options element by element, so that it can be done to each shard alone?"""
+        if not isinstance(self._fusion, Fusion):
+            raise RuleError(
+                f"{type(self).__name__} needs whole matrices, and a parameter is spread over processes (a DTensor): "
+                "give it parameters that are whole, or use an optimizer whose update is of single tensors"
+            )
+        if group.get("state_dtype") is not None:
+            raise RuleError("state_dtype takes parameters that are whole, and one is a DTensor; expected None")
+        p = torch.ones(2)
+        kept = self._kept(group)
+        entries = [
+            Elements([self._start(p, e, False, group)]) if e in kept else None for e in (*self._entries, AVERAGE)
+        ]
+        column, values = Elements([p]), self._values(group, p.device)
+        return not self._fusion.reduces(column, column, None, tuple(entries), None, None, False, values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.

@@ -31,6 +31,10 @@ class Options(TypedDict, total=False):
     """Update in every so-manieth call of `step` only, by the mean of the gradients that the backward passes since the
     last update have added up; `zero_grad` leaves them alone until then. The same for all groups. Default 1."""
 
+    ema: float | Tensor | None
+    """Keep an average of each parameter, `ema` of which a step keeps: a <- ema a + (1 - ema) p, taken inside the step,
+    from what the parameter was before the first one. In float32 or more. None: don't. Default None."""
+
     graph: bool
     """Take steps by replaying a CUDA graph: the same as calling `capture()`. Of the whole optimizer. Default False."""
 
@@ -40,13 +44,14 @@ DEFAULTS: dict[str, Any] = {
     "state_dtype": None,
     "max_norm": None,
     "accumulate": 1,
+    "ema": None,
     "graph": False,
 }
 
 WHOLE = {"graph"}
 """Options of the optimizer that its groups don't hold."""
 
-IN_STEP = ("max_norm", "accumulate")
+IN_STEP = ("max_norm", "accumulate", "ema")
 """Options whose values a step is handed beside the hyperparameters of `update`."""
 
 
@@ -58,6 +63,8 @@ def check_options(group: Mapping[str, Any]) -> None:
     """
     if (max_norm := group.get("max_norm")) is not None and not max_norm > 0:
         raise ValueError(f"Invalid max_norm: {max_norm}; expected more than 0, or None")
+    if (ema := group.get("ema")) is not None and not 0 <= ema <= 1:
+        raise ValueError(f"Invalid ema: {ema}; expected a number from 0 to 1, or None")
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
         raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
 

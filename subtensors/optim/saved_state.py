@@ -18,6 +18,7 @@ from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
 
 MASTER = "master_param"
+AVERAGE = "ema"
 
 
 class SavedState(torch.optim.Optimizer):
@@ -107,7 +108,7 @@ class SavedState(torch.optim.Optimizer):
                 self.state[key] = value.entries
 
     def _loaded(self, p: Tensor, name: str, value: Any, group: dict[str, Any]) -> Any:
-        if name not in (MASTER, *self._entries):
+        if name not in (MASTER, AVERAGE, *self._entries):
             return value.to(p.device) if isinstance(value, Tensor) else value
         entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype), group)
         value = torch.as_tensor(value)

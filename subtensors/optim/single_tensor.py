@@ -4,6 +4,7 @@ w, *states = p (or its master), *state entries      in float32 where they are st
 g          = g.to(w.dtype) / (grad_scale passes)    the mean of so many passes; negated when maximizing
 g          = g min(1, max_norm / (norm + 1e-6))     where clipping is asked for
 update(w, g, *states, **hyperparameters)
+average    = ema average + (1 - ema) w              where one is kept; it is the last of the entries
 each of them <- where(found_inf, what it was, what update left)
 p          <- w                                     where w is its master
 """
@@ -45,9 +46,10 @@ def single_tensor(cls: type) -> Callable[..., None]:
     ) -> None:
         targets = (p if master is None else master, *entries)
         values = [None if t is None else _computed(t, must_copy=found_inf is not None) for t in targets]
-        w, *states = values
+        w, *states, average = values
         assert w is not None
         g, own = taken_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
+        ema = own.pop("ema", None)
         try:
             update(w, g, *states, **own)
         except AttributeError as error:
@@ -57,6 +59,8 @@ def single_tensor(cls: type) -> Callable[..., None]:
                 f"{cls.__name__}.update reads self.{error.name}: it is traced once for the class, so what differs "
                 "between instances or steps must reach it as a keyword-only argument, from the parameter group"
             ) from error
+        if average is not None:
+            average.add_((1 - ema) * (w - average))
         for target, value in zip(targets, values, strict=True):
             if target is None or value is None or value is target:
                 continue
@@ -74,13 +78,16 @@ def single_tensor(cls: type) -> Callable[..., None]:
 def taken_gradient(
     g: Tensor, grad_scale: Tensor | None, maximize: bool, values: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The gradient as `update` is given it, and of the values that a step is handed those that are `update`'s.
+    """The gradient as `update` is given it.
 
     Args:
         g: the gradient.
         grad_scale: the loss scale, a tensor of one element.
         maximize: negate it.
         values: hyperparameters of `update` and what `IN_STEP` and `SQUARES` name, if they are asked for.
+
+    Returns:
+        The gradient, and the rest of the values: those of `update`, and `ema`.
     """
     own = dict(values)
     max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SQUARES, None)

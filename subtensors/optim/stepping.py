@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
 from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_capture import recording_now
+from subtensors.optim.averaged_weights import in_place_of
 from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import Batch
 from subtensors.optim.packed_memory import PackedMemory
-from subtensors.optim.saved_state import SavedState
+from subtensors.optim.saved_state import AVERAGE, SavedState
+from subtensors.optim.shards import is_sharded
 from subtensors.optim.step_hooks import with_hooks
 from subtensors.optim.watched_state import States
 
@@ -114,6 +118,9 @@ class Stepping(SavedState):
         Returns:
             What was recorded so far, with its counts; nothing at first.
 
+        Raises:
+            RuleError: a parameter is spread over processes.
+
         Example:
             >>> import subtensors as st
             >>> w = torch.nn.Parameter(torch.ones(2))
@@ -128,6 +135,8 @@ class Stepping(SavedState):
         if check is None:
             check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
         params = [p for group in self.param_groups for p in group["params"]]
+        if any(map(is_sharded, params)):
+            raise RuleError("capture() takes parameters that are whole, and one is a DTensor: its steps run eagerly")
         self._capture = Capture(check, PackedMemory(params) if packed else None)
         return self._capture
 
@@ -143,6 +152,31 @@ class Stepping(SavedState):
             self._capture.packed.zero_gradients()
         else:
             super().zero_grad(set_to_none)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let the parameters hold their averages (`ema=`) within the block, to evaluate or save; take no step in it.
+
+        Raises:
+            ValueError: no parameter has an average.
+
+        Example:
+            >>> import subtensors as st
+            >>> w = torch.nn.Parameter(torch.zeros(1))
+            >>> opt = st.optim.SGD([w], lr=1.0, ema=0.75)
+            >>> w.grad = -torch.ones(1)
+            >>> opt.step()
+            >>> with opt.averaged_weights():
+            ...     print(w.item())
+            0.25
+            >>> w.item()
+            1.0
+        """
+        averages = {p: state[AVERAGE] for p, state in self.state.items() if AVERAGE in state}
+        if not averages:
+            raise ValueError("no parameter has an average: make the optimizer with ema=0.999, say, and take a step")
+        with in_place_of(list(averages), list(averages.values())):
+            yield
 
     def explain(self) -> str:
         """What a step is, in a few lines; `st.explain(opt)` says the same."""

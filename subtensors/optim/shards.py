@@ -1,0 +1,52 @@
+"""Parameters that are spread over processes: DTensors, as FSDP2 makes them. A step sees the shard that is here.
+
+What is element by element happens to each shard alone. What adds up over all elements is added up over the mesh too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sharding(NamedTuple):
+    """How a tensor is spread: over which dimensions of which mesh; over others it is repeated."""
+
+    mesh: Any
+    dims: tuple[int, ...]
+
+    def add_up(self, total: Tensor) -> Tensor:
+        """The sum of what each shard has here, on every process.
+
+        Args:
+            total: of the shard of this process; written in place.
+        """
+        for dim in self.dims:
+            torch.distributed.all_reduce(total, group=self.mesh.get_group(dim))
+        return total
+
+
+def is_sharded(t: Tensor) -> bool:
+    """Is this a DTensor?"""
+    return hasattr(t, "to_local") and hasattr(t, "placements")
+
+
+def sharding_of(t: Any) -> Sharding | None:
+    """How the tensor is spread; None when it is not."""
+    if not is_sharded(t):
+        return None
+    return Sharding(t.device_mesh, tuple([i for i, place in enumerate(t.placements) if not place.is_replicate()]))
+
+
+def shard(t: Any) -> Tensor:
+    """The part of a DTensor that this process has, sharing its memory; another tensor itself."""
+    return t.to_local() if is_sharded(t) else t  # type: ignore[no-any-return]
+
+
+def shard_like(t: Any, p: Any) -> Tensor:
+    """The part of gradient `t` that belongs to the shard of its parameter `p` that is here."""
+    if is_sharded(t) and is_sharded(p) and t.placements != p.placements:
+        t = t.redistribute(placements=p.placements)
+    return shard(t)

@@ -1,0 +1,157 @@
+"""Parameters that FSDP2 spreads over processes: two of them on the CPU train as one would."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import subtensors as st
+
+# What a step with each of these ends in is compared with torch's own on the whole model.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("RMSprop", {"centered": True}),
+    ("Adagrad", {}),
+]
+STEPS = 4
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    # Sizes that two processes can't share evenly.
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def loss_of(net: torch.nn.Module, number: int) -> torch.Tensor:
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))
+    loss: torch.Tensor = (net(x) - x[:, :3]).square().mean()
+    return loss
+
+
+def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, max_norm: float | None = None) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        loss_of(net, number).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        optimizer.step()
+
+
+def whole(tensors: Any) -> list[torch.Tensor]:
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
+
+
+def sharded() -> torch.nn.Module:
+    net = model()
+    fully_shard(net[0])
+    fully_shard(net)
+    return net
+
+
+def a_sharded_model_trains_as_the_whole_one() -> None:
+    for name, kwargs in VARIANTS:
+        for max_norm in (None, 0.05):
+            net, plain = sharded(), model()
+            optimizer = getattr(st.optim, name)(net.parameters(), lr=0.05, max_norm=max_norm, **kwargs)
+            go_on(net, optimizer, range(STEPS))
+            go_on(plain, getattr(torch.optim, name)(plain.parameters(), lr=0.05, **kwargs), range(STEPS), max_norm)
+            torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
+            (batch,) = optimizer._lists[0].batches
+            assert batch.sees_shards
+            assert not any(isinstance(t, DTensor) for column in batch.columns() for t in column)
+            for p in net.parameters():
+                assert all(isinstance(t, DTensor) for n, t in optimizer.state[p].items() if n != "step")
+
+
+def what_needs_whole_tensors_gets_them() -> None:
+    net, plain = sharded(), model()
+    optimizer = st.optim.LAMB(net.parameters(), lr=0.05)
+    go_on(net, optimizer, range(STEPS))
+    go_on(plain, st.optim.LAMB(plain.parameters(), lr=0.05), range(STEPS))
+    torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
+    assert not optimizer._lists[0].batches[0].sees_shards
+
+
+def masters_and_averages_are_sharded_too() -> None:
+    net, plain = sharded(), model()
+    net.bfloat16()
+    plain.bfloat16()
+    options: Any = {"master_weights": True, "ema": 0.5, "max_norm": 0.1}
+
+    def train(trained: torch.nn.Module) -> st.optim.AdamW:
+        optimizer = st.optim.AdamW(trained.parameters(), lr=0.05, **options)
+        for number in range(STEPS):
+            for i, p in enumerate(trained.parameters()):
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).bfloat16()
+                p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+            optimizer.step()
+        return optimizer
+
+    ours, theirs = train(net), train(plain)
+    for entry in ("master_param", "ema", "exp_avg"):
+        pairs = [
+            (ours.state[p][entry], theirs.state[q][entry])
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True)
+        ]
+        torch.testing.assert_close(whole(a for a, _ in pairs), whole(b for _, b in pairs))
+    with ours.averaged_weights(), theirs.averaged_weights():
+        torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
+
+
+def a_distributed_checkpoint_goes_on(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    net = sharded()
+    optimizer = st.optim.AdamW(net.parameters(), lr=0.05)
+    go_on(net, optimizer, range(STEPS))
+    weights, state = get_state_dict(net, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    go_on(net, optimizer, range(STEPS, 2 * STEPS))
+
+    again = sharded()
+    other = st.optim.AdamW(again.parameters(), lr=0.05)
+    weights, state = get_state_dict(again, other)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+    go_on(again, other, range(STEPS, 2 * STEPS))
+    torch.testing.assert_close(whole(again.parameters()), whole(net.parameters()), rtol=0, atol=0)
+
+
+def what_cannot_be_done_to_shards_is_refused() -> None:
+    net = sharded()
+    loss_of(net, 0).backward()
+    with pytest.raises(st.RuleError, match="Muon needs whole matrices"):
+        st.optim.Muon([p for p in net.parameters() if p.dim() == 2]).step()
+    with pytest.raises(st.RuleError, match="state_dtype takes parameters that are whole"):
+        st.optim.AdamW(net.parameters(), state_dtype="int8").step()
+    with pytest.raises(st.RuleError, match=r"capture\(\) takes parameters that are whole"):
+        st.optim.AdamW(net.parameters()).capture()
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        a_sharded_model_trains_as_the_whole_one()
+        what_needs_whole_tensors_gets_them()
+        masters_and_averages_are_sharded_too()
+        a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
+        what_cannot_be_done_to_shards_is_refused()
+    finally:
+        dist.destroy_process_group()
+
+
+# One pair of processes for all of it: to start them takes longer than what they do.
+def test_two_processes_train_a_sharded_model_as_one_trains_the_whole(tmp_path: Path) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(_process, args=(str(tmp_path),), nprocs=2)
