@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from subtensors.__main__ import main
+from subtensors.bench.lend import load_lent
 from subtensors.bench.optim import is_measured, measure
 from subtensors.bench.processes import CACHES, MeasurementFailed, run_cold
 from subtensors.bench.rows import Row, Setting, load, save
 from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters
-from subtensors.bench.timing import Span, count_aten_calls, count_kernels, time_call
-from subtensors.bench.variants import VARIANTS
+from subtensors.bench.static import VARIANTS as STATIC_VARIANTS
+from subtensors.bench.timing import Span, count_aten_calls, count_copied_bytes, count_kernels, time_call
+from subtensors.bench.variants import VARIANTS, as_graph
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -166,3 +169,49 @@ def test_a_foreach_call_counts_once() -> None:
     tensors = [torch.ones(2) for _ in range(5)]
     assert count_aten_calls(lambda: torch._foreach_add_(tensors, 1.0)) == 1
     assert count_aten_calls(lambda: [tensor.add_(1.0) for tensor in tensors]) == 5
+
+
+def test_the_static_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "static", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--sets", "llama1b"]
+    assert main([*options, "--variants", "eager,captured-packed,fused-graph"]) == 0
+    assert [row.sleep for row in load_lent(tmp_path / "lend.json")] == ["first", "next", "next"]
+    rows = load(tmp_path / "static.json")
+    assert [(row.set, row.variant) for row in rows] == [
+        ("copy", "copy"),
+        ("llama1b", "eager"),
+        ("llama1b", "captured-packed"),
+    ]
+    assert "copied B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variant", ["eager", "captured"])
+def test_static_variants_take_the_same_adam_step(variant: str) -> None:
+    def stepped(make: Callable[[list[Tensor]], Callable[[], object]]) -> list[Tensor]:
+        tensors = parameters("llama1b", tiny=True, device="cpu")
+        make(tensors)()
+        return [tensor.detach() for tensor in tensors]
+
+    start = [tensor.detach() for tensor in parameters("llama1b", tiny=True, device="cpu")]
+    ours, theirs = stepped(STATIC_VARIANTS[variant].make), stepped(VARIANTS["foreach"].make)
+    for old, mine, other in zip(start, ours, theirs, strict=True):
+        assert not torch.equal(mine, old)
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", STATIC_VARIANTS)
+def test_every_static_variant_is_measured_on_a_gpu(variant: str) -> None:
+    row = measure("llama1b", variant, tiny=True, device="cuda", variants=STATIC_VARIANTS)
+    assert row.gbps > 0
+    if variant.startswith("captured"):
+        assert row.copied_bytes == 0
+        assert row.kernels_per_step is not None
+        assert row.kernels_per_step < 10
+
+
+@pytest.mark.gpu
+def test_copied_bytes_are_counted_also_in_a_graph() -> None:
+    a, b = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+    replay = as_graph(lambda: a.copy_(b))
+    assert count_copied_bytes(replay) == 4000
+    assert count_copied_bytes(lambda: a.add_(b)) == 0

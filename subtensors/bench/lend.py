@@ -79,15 +79,10 @@ def measure_lending(gigabytes: float, device: str, sleeps: int = 3) -> list[Lent
     params = [torch.nn.Parameter(torch.randn(numel, device=device)) for _ in range(count)]
     for p in params:
         p.grad = torch.randn_like(p)
-    optimizer = AdamW(params, lr=1e-3)
-    optimizer.step()
     arena = Arena(device)
-    state: list[Tensor] = []
-    for p in params:
-        for name, value in list(optimizer.state[p].items()):
-            optimizer.state[p][name] = arena.static(value)
-            state.append(optimizer.state[p][name])
+    optimizer = AdamW(params, lr=1e-3, arena=arena, graph=True)  # the graph must outlive each sleep
     optimizer.step()
+    state: list[Tensor] = [value for p in params for value in optimizer.state[p].values()]
     size = sum(t.nbytes for t in state)
     rows = []
     for number in range(sleeps):
@@ -167,6 +162,11 @@ def _run(options: argparse.Namespace) -> int:
         text = ",\n".join(json.dumps(asdict(row)) for row in rows)
         (options.out / "lend.json").write_text(f"[\n{text}\n]\n")
     return 0
+
+
+def load_lent(path: Path) -> list[LentRow]:
+    """The rows that the command wrote."""
+    return [LentRow(**{**row, "setting": Setting(**row["setting"])}) for row in json.loads(path.read_text())]
 
 
 COLUMNS: dict[str, Callable[[LentRow], str]] = {

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
-from rich.console import Console
 
 from subtensors.bench.plot import plot
-from subtensors.bench.processes import MeasurementFailed, run_cold
-from subtensors.bench.rows import Row, Setting, from_json, load, save, to_json
+from subtensors.bench.rows import Row, Setting, to_json
 from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters, specs
+from subtensors.bench.sweep import COPY, add_sweep_arguments, names, sweep, wide_console
 from subtensors.bench.table import table
-from subtensors.bench.timing import count_kernels, synchronize, time_call
-from subtensors.bench.variants import VARIANTS, Step
-
-COPY = "copy"
+from subtensors.bench.timing import count_copied_bytes, count_kernels, synchronize, time_call
+from subtensors.bench.variants import VARIANTS, Step, Variant
 
 
 def _seconds(step: Step, device: str) -> float:
@@ -57,14 +53,17 @@ def measure_copy(tiny: bool, device: str) -> Row:
     )
 
 
-def measure(set_name: str, variant_name: str, tiny: bool, device: str) -> Row:
+def measure(
+    set_name: str, variant_name: str, tiny: bool, device: str, variants: Mapping[str, Variant] = VARIANTS
+) -> Row:
     """Measure one variant on one set, in this process.
 
     Args:
         set_name: a key of `SETS`.
-        variant_name: a key of `VARIANTS`.
+        variant_name: a key of `variants`.
         tiny: cut the sizes down.
         device: "cpu" or "cuda".
+        variants: by name.
 
     Returns:
         the row, without its share of the copy's bandwidth.
@@ -72,7 +71,7 @@ def measure(set_name: str, variant_name: str, tiny: bool, device: str) -> Row:
     >>> measure("tiny1000", "fused", tiny=True, device="cpu").numel
     96
     """
-    variant = VARIANTS[variant_name]
+    variant = variants[variant_name]
     tensors = parameters(set_name, tiny, device)
     step = variant.make(tensors)
     first, second = _seconds(step, device), _seconds(step, device)
@@ -100,6 +99,7 @@ def measure(set_name: str, variant_name: str, tiny: bool, device: str) -> Row:
         gbps=least_traffic(set_name, tiny, variant.master_weights) / times.device_ms / 1e6,
         extra_peak_mb=extra_peak_mb,
         kernels_per_step=count_kernels(step) if device == "cuda" else None,
+        copied_bytes=count_copied_bytes(step) if device == "cuda" else None,
         setting=Setting.now(device, tiny),
     )
 
@@ -127,22 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--sets", default=",".join(MAIN_SETS + FIRST_STEP_SETS), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
-    parser.add_argument("--slow", action="store_true", help="also compile over 1000 tensors, minutes each")
-    parser.add_argument("--tiny", action="store_true", help="a few small tensors a set: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
-    parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
-    parser.add_argument("--row", nargs=2, metavar=("SET", "VARIANT"), help="measure one row here and print its JSON")
+    add_sweep_arguments(parser, "cuda" if torch.cuda.is_available() else "cpu")
     parser.set_defaults(run=run)
-
-
-def _names(given: str, known: dict[str, object], what: str) -> list[str]:
-    """The names in a comma-separated list, each of them known."""
-    names = given.split(",")
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"unknown {what} {name!r}; there are {', '.join(known)}")
-    return names
 
 
 def run(options: argparse.Namespace) -> int:
@@ -157,35 +143,15 @@ def run(options: argparse.Namespace) -> int:
         print(to_json(measured))
         return 0
 
-    pairs = [(COPY, COPY)] + [
+    pairs = [
         (set_name, variant_name)
-        for set_name in _names(options.sets, dict(SETS), "set")
-        for variant_name in _names(options.variants, dict(VARIANTS), "variant")
+        for set_name in names(options.sets, list(SETS), "set")
+        for variant_name in names(options.variants, list(VARIANTS), "variant")
         if is_measured(set_name, variant_name, options.slow, options.device)
     ]
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)  # a log: wide enough for every column
-    options.out.mkdir(parents=True, exist_ok=True)
-    data = options.out / "optim.json"
-    kept = [row for row in load(data) if (row.set, row.variant) not in pairs] if options.keep and data.exists() else []
-    rows: list[Row] = []
-    failures = 0
-    for number, (set_name, variant_name) in enumerate(pairs, 1):
-        arguments = ["optim", "--row", set_name, variant_name, "--device", options.device]
-        with console.status(f"{number}/{len(pairs)}  {set_name}  {variant_name}"):
-            try:
-                row = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))
-            except MeasurementFailed as error:
-                console.print(f"{set_name} {variant_name}: not measured\n{error}", markup=False)
-                failures += 1
-                continue
-        if rows and rows[0].set == COPY and row.set != COPY:
-            row = replace(row, copy_percent=100 * row.gbps / rows[0].gbps)
-        rows.append(row)
-        save(kept + rows, data)  # after each row: a long run that is cut short still leaves what it measured
-        console.print(f"{set_name:10} {variant_name:18} step {row.step_ms:.4g} ms, first step {row.first_s:.3g} s")
-    if kept or rows:
-        console.print(table(kept + rows))
-        plot(kept + rows, options.out / "optim.png")
+    console = wide_console()
+    rows, failures = sweep("optim", pairs, options, console)
+    if rows:
+        console.print(table(rows))
+        plot(rows, options.out / "optim.png")
     return 1 if failures else 0

@@ -69,6 +69,7 @@ class Row:
         kernels_per_step: None on a CPU.
         setting: where it was measured.
         copy_percent: `gbps` over that of the copy measured in the same run.
+        copied_bytes: that one step copies, as `count_copied_bytes` counts them; None on a CPU.
     """
 
     set: str
@@ -85,6 +86,7 @@ class Row:
     kernels_per_step: int | None
     setting: Setting = field(repr=False)
     copy_percent: float | None = None
+    copied_bytes: int | None = None
 
 
 def to_json(row: Row) -> str:

@@ -53,6 +53,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "% of copy": lambda row: figure(row.copy_percent, 3),
     "extra MiB": lambda row: figure(row.extra_peak_mb),
     "kernels": lambda row: figure(row.kernels_per_step),
+    "copied B": lambda row: figure(row.copied_bytes),
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -125,6 +128,22 @@ def count_kernels(call: Callable[[], object]) -> int:
         and not event.name.startswith(("Memcpy", "Memset"))
         for event in profiler.events()
     )
+
+
+def count_copied_bytes(call: Callable[[], object]) -> int:
+    """How many bytes one call copies on, to or from the GPU: the transfers it makes, a replayed graph's included.
+
+    What a kernel copies as part of what it computes is not a transfer, and not counted.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return sum(event["args"]["bytes"] for event in events if event.get("cat") == "gpu_memcpy")
 
 
 def count_aten_calls(call: Callable[[], object]) -> int:

@@ -40,11 +40,12 @@ def _subtensors_master(parameters: list[Tensor]) -> Step:
     return Adam(parameters, lr=1e-3, master_weights=True).step
 
 
-def _as_it_is(step: Step) -> Step:
+def as_it_is(step: Step) -> Step:
+    """The step."""
     return step
 
 
-def _graph(step: Step) -> Step:
+def as_graph(step: Step) -> Step:
     """The replay of the step, captured by hand after a warm-up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -72,7 +73,7 @@ class Variant:
     """
 
     make: Callable[[list[Tensor]], Step]
-    settle: Callable[[Step], Step] = _as_it_is
+    settle: Callable[[Step], Step] = as_it_is
     compiles_per_tensor: bool = False
     needs_gpu: bool = False
     master_weights: bool = False
@@ -83,6 +84,6 @@ VARIANTS: dict[str, Variant] = {
     "fused": Variant(_fused),
     "compile": Variant(_compiled, compiles_per_tensor=True),
     "subtensors": Variant(_subtensors),
-    "subtensors-graph": Variant(_subtensors, _graph, needs_gpu=True),
+    "subtensors-graph": Variant(_subtensors, as_graph, needs_gpu=True),
     "subtensors-master": Variant(_subtensors_master, master_weights=True),
 }

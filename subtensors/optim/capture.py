@@ -95,7 +95,7 @@ class Capture:
             return self._step(optimizer)
         self.packed.check()
         step = self._step(optimizer)
-        self._is_packed = step.gradient_addresses == self.packed.gradient_addresses
+        self._is_packed = step.gradient_places.addresses == self.packed.gradient_addresses
         self._looks += 1
         self._glances = 0
         if self._is_packed:
@@ -153,6 +153,6 @@ def _obstacle() -> str:
     """Why no step can be replayed now."""
     if torch.compiler.is_compiling():
         return "the step is being compiled"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "the step is part of a graph that is being captured"
     return ""

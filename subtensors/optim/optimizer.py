@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.arena import Arena
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
@@ -84,6 +85,7 @@ class Optimizer(Stepping):
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
+    _arena: Arena | None = None
     _declaration: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
     _hyperparameters: ClassVar[tuple[str, ...]]
     _required: ClassVar[frozenset[str]]
@@ -123,6 +125,7 @@ class Optimizer(Stepping):
         self._lists = {}
         self._mark = None
         self._norm = GradientNorm()
+        self._arena = options.get("arena")
         super().__init__(params, defaults | recorded(options))
         self.state = States()
         if options.get("graph"):
@@ -298,6 +301,18 @@ class Optimizer(Stepping):
                 if name == "step" and not is_new:
                     state[name].fill_(1)
             keep(state, name, form_of(name, p, group, self.low_bit))
+        if self._arena is not None:
+            for name, value in [*state.items()]:
+                if value not in self._arena:
+                    state[name] = self._placed(value, self._arena)
+
+    def _placed(self, entry: Tensor, arena: Arena) -> Tensor:
+        """A state entry in the arena."""
+        if entry.device != arena.device:
+            raise ValueError(
+                f"the arena is on {arena.device}, and the parameter whose state it is for on {entry.device}"
+            )
+        return arena.static(entry)
 
     def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
         """What state entry `name` of this parameter is before its first step."""

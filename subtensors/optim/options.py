@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from subtensors.arena import Arena
 
 
 class Options(TypedDict, total=False):
@@ -38,6 +41,10 @@ class Options(TypedDict, total=False):
     graph: bool
     """Take steps by replaying a CUDA graph: the same as calling `capture()`. Of the whole optimizer. Default False."""
 
+    arena: Arena | None
+    """Where the state is made: `arena.release()` then frees its memory, and after `arena.restore()` it is back at the
+    same addresses. Of the whole optimizer. Default None: in memory of its own."""
+
 
 DEFAULTS: dict[str, Any] = {
     "master_weights": False,
@@ -46,9 +53,10 @@ DEFAULTS: dict[str, Any] = {
     "accumulate": 1,
     "ema": None,
     "graph": False,
+    "arena": None,
 }
 
-WHOLE = {"graph"}
+WHOLE = {"graph", "arena"}
 """Options of the optimizer that its groups don't hold."""
 
 IN_STEP = ("max_norm", "accumulate", "ema")

@@ -58,11 +58,11 @@ class RecordedStep:
         self.mark = optimizer.state.changes.mark
         self.modes = modes()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_addresses = _addresses(self.params)
+        self.param_places = torch_private.AddressGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_addresses = _addresses(self.state)
         own = _present(gradients)
-        self.gradient_addresses = _addresses(own)
+        self.gradient_places = torch_private.AddressGuard(own)
         self.gradients_alike = torch_private.MetadataGuard(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
@@ -70,6 +70,7 @@ class RecordedStep:
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = _stream(self.device)
+        self.paths = [_number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
         self.signatures = [_signature(optimizer, group, self.device)[0] for group in optimizer.param_groups]
         try:
             self._record(optimizer, own, devices)
@@ -97,7 +98,7 @@ class RecordedStep:
             recording.record(optimizer._update_all, gradients)
         finally:
             vars(optimizer).update(given)
-        if moved := self.moved() or (_addresses(_present(optimizer._gradients())) != self.gradient_addresses):
+        if moved := self.moved() or not self.gradient_places.matches(_present(optimizer._gradients())):
             raise AddressError(f"{moved if isinstance(moved, str) else 'a gradient'} moved while a step was recorded")
         for launch in recording.launches:
             if launch.source is None:  # of the norm, which takes no numbers
@@ -109,8 +110,8 @@ class RecordedStep:
 
     def moved(self) -> str:
         """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
-        if _addresses(self.params) != self.param_addresses:
-            return f"parameter {_first_difference(_addresses(self.params), self.param_addresses)} of the step"
+        if not self.param_places.matches(self.params):
+            return f"parameter {_first_difference(_addresses(self.params), self.param_places.addresses)} of the step"
         if _addresses(self.state) != self.state_addresses:
             return f"state tensor {_first_difference(_addresses(self.state), self.state_addresses)} of the step"
         return ""
@@ -121,7 +122,7 @@ class RecordedStep:
             return difference
         if any(missing(own) != lists.missing for own, lists in zip(gradients, self.lists, strict=True)):
             return "other parameters have a gradient"
-        if list(map(Tensor.data_ptr, self.params)) != self.param_addresses:
+        if not self.param_places.matches(self.params):
             return "a parameter moved"
         return self._take_gradients(_present(gradients))
 
@@ -150,8 +151,14 @@ class RecordedStep:
         """Hand the groups' numbers to the recording; why it can't take them, if it can't."""
         for i, group in enumerate(optimizer.param_groups):
             options = _options(group)
-            if all(map(is_, options, self.options[i])) and _are_immutable(options):
-                continue
+            if _are_immutable(options):
+                if all(map(is_, options, self.options[i])):
+                    continue
+                if all(map(_are_numbers, options, self.options[i])):
+                    self.options[i] = options
+                    if self.recording is not None:
+                        self.recording.set_numbers(i, [_at(group, path) for path in self.paths[i]], [])
+                    continue
             signature, numbers, hosts = _signature(optimizer, group, self.device)
             if signature != self.signatures[i]:
                 return "an option changed that decides the maths"
@@ -162,14 +169,14 @@ class RecordedStep:
 
     def _take_gradients(self, own: list[Tensor]) -> str:
         """Tell the recording where the gradients are; why it can't take them, if it can't."""
-        addresses = _addresses(own)
-        has_moved = addresses != self.gradient_addresses
+        has_moved = not self.gradient_places.matches(own)
         if (has_moved or not self.are_plain) and not self.gradients_alike.matches(own):
             return "a gradient has another layout or dtype"
         if has_moved:
-            if self.recording is not None and not self.recording.move(addresses):
+            places = torch_private.AddressGuard(own)
+            if self.recording is not None and not self.recording.move(places.addresses):
                 return "a gradient shares memory with what the step writes"
-            self.gradient_addresses = addresses
+            self.gradient_places = places
         return ""
 
     def replay(self, optimizer: Optimizer) -> None:
@@ -227,6 +234,28 @@ def _are_immutable(options: list[Any]) -> bool:
 
 
 _IMMUTABLE = {float, int, bool, str, type(None), torch.dtype}
+
+
+def _are_numbers(now: Any, before: Any) -> bool:
+    """Are these the same, or live numbers that differ in nothing else? One that is 0 may be left out of the maths."""
+    if now is before:
+        return True
+    if type(now) is tuple and type(before) is tuple and len(now) == len(before):
+        return all(type(n) is float for n in (*now, *before))
+    return type(now) is type(before) is float and now != 0 != before
+
+
+def _number_paths(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> list[tuple[Any, ...]]:
+    """Where in a group its live numbers are, in the order that the step takes them."""
+    values: Any = optimizer._values(group, device)
+    paths = optree.tree_paths(values, none_is_leaf=True)
+    leaves = optree.tree_leaves(values, none_is_leaf=True)
+    return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
+
+
+def _at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
+    value = group[path[0]]
+    return float(value if len(path) == 1 else value[path[1]])
 
 
 def _signature(

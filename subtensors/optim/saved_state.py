@@ -16,6 +16,7 @@ from subtensors.optim.group_lists import GroupLists
 from subtensors.optim.low_bit_state import form_of, keep, restored
 from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
+from subtensors.static_tensor import StaticAddressTensor
 
 MASTER = "master_param"
 AVERAGE = "ema"
@@ -51,7 +52,10 @@ class SavedState(torch.optim.Optimizer):
             `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
         """
         saved = super().state_dict()
-        saved["state"] = {key: restored(v) if isinstance(v, Entry) else v for key, v in saved["state"].items()}
+        saved["state"] = {
+            key: {name: _plain(t) for name, t in restored(v).items()} if isinstance(v, Entry) else v
+            for key, v in saved["state"].items()
+        }
         for group in saved["param_groups"]:
             if group.get("capturable") or group.get("fused"):
                 continue
@@ -118,6 +122,11 @@ class SavedState(torch.optim.Optimizer):
             )
         # A new tensor: `_start` may hand out a shared one, or the parameter itself.
         return torch.empty_like(entry).copy_(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as torch's optimizers keep it: the same memory, which who loads it need not find in an arena."""
+    return value.data if isinstance(value, StaticAddressTensor) else value
 
 
 @dataclass
