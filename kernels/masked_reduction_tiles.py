@@ -56,6 +56,12 @@ def _identity(KIND: tl.constexpr, P: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
+def _power(x, P: tl.constexpr):
+    """x ** P for x that are not negative, by way of float64."""
+    return libdevice.pow(x.to(tl.float64), tl.full(x.shape, P, tl.float64)).to(x.dtype)
+
+
+@triton.jit
 def _magnitude(x, P: tl.constexpr):
     """What a p-norm adds up."""
     if P == 0:
@@ -65,7 +71,7 @@ def _magnitude(x, P: tl.constexpr):
     elif P == 2:
         return x * x
     else:
-        return libdevice.pow(tl.abs(x).to(tl.float64), P).to(x.dtype)
+        return _power(tl.abs(x), P)
 
 
 @triton.jit
@@ -141,7 +147,7 @@ def _finish(KIND: tl.constexpr, P: tl.constexpr, a, b, n, CORRECTION: tl.constex
         elif P == 0 or P == 1:
             return a, b
         else:
-            return libdevice.pow(a.to(tl.float64), 1.0 / P).to(a.dtype), b
+            return _power(a, 1.0 / P), b
     else:
         return a, b
 
@@ -242,7 +248,7 @@ def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g):
         elif P == 2:
             return g * x
         else:
-            return g * sign * tl.where(x == 0, 0.0, libdevice.pow(tl.abs(x).to(tl.float64), P - 1.0).to(x.dtype))
+            return g * sign * tl.where(x == 0, 0.0, _power(tl.abs(x), P - 1.0))
 
 
 @triton.jit

@@ -42,21 +42,21 @@ def _level(WHICH: tl.constexpr, r1, r0, c1, c0):
 
 
 @triton.jit
-def _is_inside(slot, STATIC: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
+def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
     sizes, div, mod, batch_div, batch_mod = slot
-    at = _index(_level(STATIC[0], r1, r0, c1, c0), div, mod, STATIC[1])
-    if STATIC[0] % 2 == 0:
+    at = _index(_level(STATICS[SLOT][0], r1, r0, c1, c0), div, mod, STATICS[SLOT][1])
+    if STATICS[SLOT][0] % 2 == 0:
         # A level that is one number for all of a tile. Triton's interpreter makes integers of a lone truth value.
         at = at + tl.zeros([1, 1], tl.int32)
     if COARSE:
         # Sixteen neighbours are loaded or left together, so that a thread's load stays one wide one.
         at = at // 16 * 16
-    if STATIC[2] >= 0:
-        row = _index(_level(STATIC[2], r1, r0, c1, c0), batch_div, batch_mod, STATIC[3])
+    if STATICS[SLOT][2] >= 0:
+        row = _index(_level(STATICS[SLOT][2], r1, r0, c1, c0), batch_div, batch_mod, STATICS[SLOT][3])
         # Lanes past the end of a level have no row to ask about.
-        if STATIC[2] == 1:
+        if STATICS[SLOT][2] == 1:
             size = tl.load(sizes + row, mask=r0 < R0, other=0)
-        elif STATIC[2] == 3:
+        elif STATICS[SLOT][2] == 3:
             size = tl.load(sizes + row, mask=c0 < C0, other=0)
         else:
             size = tl.load(sizes + row)
@@ -70,7 +70,7 @@ def rows_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, R
     """Which of a tile's rows are real, (BM, 1)."""
     inside = r0 < R0
     for i in tl.static_range(ROW_SLOTS):
-        inside = inside & _is_inside(slots[i], STATICS[i], r1, r0, 0, 0, R0, 1, False)
+        inside &= _is_inside(slots[i], STATICS, i, r1, r0, 0, 0, R0, 1, False)
     return inside
 
 
@@ -79,5 +79,5 @@ def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0
     """Which elements of a tile are in real columns, (1 or BM, BN); `COARSE` takes in some neighbours too."""
     inside = c0 < C0
     for i in tl.static_range(ROW_SLOTS, len(STATICS)):
-        inside = inside & _is_inside(slots[i], STATICS[i], r1, r0, c1, c0, R0, C0, COARSE)
+        inside &= _is_inside(slots[i], STATICS, i, r1, r0, c1, c0, R0, C0, COARSE)
     return inside

@@ -183,11 +183,11 @@ def _launch(
     # Triton has no memory of bools; a byte each is what they are.
     memory = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (dense, padded)]
     fill = value if dense.dtype.is_floating_point else int(value)
-    ragged = batch is not None
     # A tensor without dimensions has one of a single element.
-    dims = dims or [(1, 1, 1)]
+    inwards = tuple(reversed(dims)) or ((1, 1, 1),)
     pad_kernel[(-(-rows // high) * -(-columns // wide),)](
         memory[0], dense if addresses is None else addresses, dense if starts is None else starts, memory[1],
-        tuple(dims), rows, columns, rows // batch if batch else rows,
-        tuple(isinstance(true, Tensor) for _, true, _ in dims), ragged, addresses is not None, unpad, high, wide, fill,
+        inwards, rows, columns, rows // batch if batch else rows,
+        tuple(isinstance(true, Tensor) for _, true, _ in inwards), batch is not None, addresses is not None, unpad,
+        high, wide, fill,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Padding and unpadding as Triton: the same walk over the padded tensor, in one direction or the other.
 
 The padded tensor is contiguous. Its last dimension goes along a tile's columns; each row of the tile is one index of
-all the others, which is taken apart into `dims`, outermost first. A dimension is a triple: its size in the padded
+all the others, which is taken apart into `dims`, innermost first. A dimension is a triple: its size in the padded
 tensor, its true size, and its stride in the dense one; in a ragged batch the true size is read from the device for each
 row, and strides are those of contiguous rows.
 """
@@ -18,12 +18,11 @@ def _dense_at(dims, SIZES: tl.constexpr, RAGGED: tl.constexpr, row, column, batc
     at = tl.zeros_like(row + column).to(tl.int64)
     step = tl.full([1, 1], 1, tl.int64)
     index = row
-    for back in tl.static_range(len(SIZES)):
-        i: tl.constexpr = len(SIZES) - 1 - back
+    for i in tl.static_range(len(SIZES)):
         bucket, true, stride = dims[i]
         if SIZES[i]:
             true = tl.load(true + batch, mask=inside, other=0)
-        if back == 0:
+        if i == 0:
             along = column
         else:
             along = index % bucket
