@@ -21,6 +21,7 @@ from subtensors.dispatch.sleeping import Asleep, refuse_sleeper
 from subtensors.kernels.address import bytes_at
 
 _COPY = "write into it with copy_(), or make another one with st.static(t)"
+_SHAPE = "give it the shape of the result"
 _VIEW = "take a view of it instead"
 
 # What moves a tensor or lets it grow, each with what to do instead. Torch asks about methods and about functions.
@@ -31,6 +32,11 @@ _MOVERS: dict[Any, tuple[str, str]] = {
     torch.resize_as_: ("resize_as_", _COPY),
     Tensor.as_strided_: ("as_strided_", _VIEW),
     torch.as_strided_: ("as_strided_", _VIEW),
+    Tensor.addbmm_: (
+        "addbmm_",
+        "give it the shape of the result",
+    ),  # the one op in place that broadcasts its own tensor
+    torch.ops.aten.addbmm_.default: ("addbmm_", _SHAPE),
     Tensor.share_memory_: ("share_memory_", "share a clone() of it"),
     **{
         getattr(packet, overload): (name, _COPY)
@@ -239,6 +245,9 @@ def _stays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if _MOVERS[func][0] == "resize_":
         size = rest[0] if rest and not isinstance(rest[0], int) else rest
         return tuple(kwargs.get("size", size)) == tuple(tensor.shape)
+    if _MOVERS[func][0] == "addbmm_":
+        batches = (*rest, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
+        return tuple(tensor.shape) == (batches[0].shape[1], batches[1].shape[2])
     if _MOVERS[func][0] == "resize_as_":
         return bool((rest[0] if rest else kwargs["the_template"]).shape == tensor.shape)
     return bool(func == Tensor.share_memory_ and tensor.is_cuda)

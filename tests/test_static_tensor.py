@@ -141,6 +141,16 @@ def test_an_out_of_another_shape_is_refused_and_leaves_shape_and_address(device:
     assert (s.data_ptr(), s.shape) == (at, (2, 3))
 
 
+def test_addbmm_in_place_may_not_broadcast_the_tensor_itself(device: str) -> None:
+    batches = torch.ones(5, 4, 2, device=device), torch.ones(5, 2, 3, device=device)
+    row, full = (st.static(torch.ones(shape, device=device)) for shape in ((3,), (4, 3)))
+    with pytest.raises(st.AddressError, match=r"addbmm_ would move .*shape \(3,\)"):
+        row.addbmm_(*batches)
+    assert row.shape == (3,)
+    assert full.addbmm_(batches[0], batch2=batches[1]) is full
+    assert torch.equal(full, torch.full_like(full, 11))
+
+
 def test_torch_itself_refuses_to_resize_the_storage(device: str) -> None:
     with pytest.raises(RuntimeError, match="not resizable"):
         six(device).untyped_storage().resize_(1 << 20)
