@@ -32,10 +32,7 @@ _MOVERS: dict[Any, tuple[str, str]] = {
     torch.resize_as_: ("resize_as_", _COPY),
     Tensor.as_strided_: ("as_strided_", _VIEW),
     torch.as_strided_: ("as_strided_", _VIEW),
-    Tensor.addbmm_: (
-        "addbmm_",
-        "give it the shape of the result",
-    ),  # the one op in place that broadcasts its own tensor
+    Tensor.addbmm_: ("addbmm_", _SHAPE),  # the one op in place that broadcasts the tensor itself
     torch.ops.aten.addbmm_.default: ("addbmm_", _SHAPE),
     Tensor.share_memory_: ("share_memory_", "share a clone() of it"),
     **{
