@@ -17,7 +17,7 @@ from torch import Tensor
 from subtensors.dispatch.columns import Addresses, Columns, written_overlap
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
 from subtensors.dispatch.trace import Returned, Trace
-from subtensors.kernels.program import interpret
+from subtensors.kernels.torch_code import operands, write_torch
 
 Leaves = list[list[Any] | None]
 """For each leaf of the result, one value an element; None for a leaf that is None for all."""
@@ -65,16 +65,18 @@ class TorchGroup(Group):
     def __init__(self, trace: Trace, mapped: MappedGroup, reason: str) -> None:
         self.trace, self.mapped, self.reason = trace, mapped, reason
         self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+        self.run_element = write_torch(trace.program)
 
     @torch.no_grad()
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
-        """Interpret the program once an element."""
+        """Run the program once an element."""
         if recording_now() is not None:
             raise NotRecordable(self.describe())
         if written_overlap(columns, self.trace.program.stores):
             return self.mapped.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
-        rows = [interpret(self.trace.program, row, scalars) for row in zip(*columns, strict=True)]
+        wrapped = operands(scalars, columns[0][0].device)
+        rows = [self.run_element(row, scalars, wrapped) for row in zip(*columns, strict=True)]
         outputs = [list(column) for column in zip(*rows, strict=True)]
         return leaves_of(self.trace, columns, outputs)
 
