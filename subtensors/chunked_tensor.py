@@ -25,6 +25,7 @@ from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.plan import Plan
 from subtensors.dispatch.region.rules import record
 from subtensors.dispatch.torch_private import schema_of
+from subtensors.traced_chunk import traced_chunk
 
 _log = logging.getLogger(__name__)
 
@@ -182,6 +183,10 @@ def chunk(
         >>> weight.grad.shape
         torch.Size([50, 4])
     """
+    if torch.compiler.is_compiling():
+        policy = _constant_policy(chunks, rows, memory_limit, accumulate, compile)
+        traced: ChunkedTensor = traced_chunk(x, dim, policy)
+        return traced
     return ChunkedTensor(
         x, dim, chunks=chunks, rows=rows, memory_limit=memory_limit, accumulate=accumulate, compile=compile
     )
@@ -235,6 +240,9 @@ def _policy(
     if accumulate not in ("exact", "fast"):
         raise ValueError(f'accumulate is "exact" or "fast", got {accumulate!r}')
     return Policy(chunks, rows, limit, accumulate == "exact", compile)
+
+
+_constant_policy = torch.compiler.assume_constant_result(_policy)
 
 
 def _bytes(limit: int | str | None) -> int | None:

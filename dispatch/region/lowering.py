@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.region.axis import Layout
+from subtensors.dispatch.region.axis import Axis, Layout, Policy
 from subtensors.dispatch.region.chunk_pass import as_recorded
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.functions import once_differentiable
@@ -199,6 +199,18 @@ def _transposed(weight: Value) -> Value:
         return node.args[0]
     out: Value = record(aten.t.default, weight)
     return out
+
+
+def chunk_rows(hidden: Tensor, classes: int, policy: Policy) -> int:
+    """Rows of a chunk of logits of plain hidden states.
+
+    Args:
+        hidden: (N, H).
+        classes: columns of the logits.
+        policy: how rows are divided.
+    """
+    layout = Layout(Axis(hidden.shape[0], policy), 0, hidden.shape[0])
+    return _rows(layout, classes * hidden.element_size(), hidden.device)
 
 
 def _rows(layout: Layout, row_bytes: int, device: torch.device) -> int:

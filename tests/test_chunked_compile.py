@@ -1,0 +1,133 @@
+"""Chunked tensors under torch.compile: one opaque op for a head and its loss, plain tensors for the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+import subtensors as st
+
+BATCH, LENGTH, HIDDEN, VOCAB = 3, 8, 6, 40
+
+
+def tensors() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "h": torch.randn(BATCH, LENGTH, HIDDEN, generator=g).requires_grad_(),
+        "w": torch.randn(VOCAB, HIDDEN, generator=g).requires_grad_(),
+        "b": torch.randn(VOCAB, generator=g).requires_grad_(),
+        "target": torch.randint(0, VOCAB, (BATCH, LENGTH), generator=g),
+    }
+
+
+def language_model(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(h, w, b)
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, VOCAB).float(), target[..., 1:].reshape(-1)) * 2
+
+
+def tied(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy((h @ w.t()).reshape(-1, VOCAB), target.flatten(), label_smoothing=0.1, reduction="sum")
+    return loss / 7 + w.square().sum() + b.sum()
+
+
+def module(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.CrossEntropyLoss(ignore_index=3)(F.linear(h, w.detach(), b).flatten(0, 1), target.flatten())
+
+
+def squares(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return torch.tanh(2 * F.linear(h, w, b) / 3).square().mean() - (w @ h.mT).mean()
+
+
+def run(program: Callable[..., Tensor], t: dict[str, Tensor]) -> list[Any]:
+    leaves = [x for x in t.values() if x.requires_grad]
+    for x in leaves:
+        x.grad = None
+    loss = program(**t)
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in leaves)]
+
+
+def chunking(program: Callable[..., Tensor], **division: Any) -> Callable[..., Tensor]:
+    def chunked(h: Tensor, **others: Tensor) -> Tensor:
+        return program(h=st.chunk(torch.sin(h), **division), **others)
+
+    return chunked
+
+
+def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda h, **others: program(h=torch.sin(h), **others)
+
+
+@pytest.mark.parametrize("division", [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "1KiB"}, {}], ids=str)
+@pytest.mark.parametrize("program", [language_model, tied, module, squares], ids=lambda p: p.__name__)
+def test_a_compiled_program_with_chunks_is_the_program(
+    program: Callable[..., Tensor], division: dict[str, Any]
+) -> None:
+    t = tensors()
+    expected = run(plainly(program), t)
+    found = run(torch.compile(chunking(program, **division), fullgraph=True, backend="aot_eager"), t)
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("program", [language_model, tied])
+def test_the_compilers_graphs_hold_no_logits(program: Callable[..., Tensor]) -> None:
+    sizes: list[int] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        sizes.extend(n.meta["val"].numel() for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor))
+        return make_boxed_func(graph.forward)
+
+    t = tensors()
+    run(torch.compile(chunking(program, rows=1), fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)
+    assert len(sizes) > 10
+    assert max(sizes) <= VOCAB * HIDDEN
+
+
+def test_what_is_computed_in_full_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "subtensors"):
+        run(torch.compile(chunking(squares, rows=2), fullgraph=True, backend="aot_eager"), tensors())
+    assert "mul__ of chunked values under torch.compile: they are computed in full" in caplog.text
+
+
+def test_a_compiled_loss_without_gradients_computes_none() -> None:
+    t = tensors()
+    compiled = torch.compile(chunking(language_model, rows=2), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**t), plainly(language_model)(**t))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_of_a_compiled_step_falls() -> None:
+    count, width, classes = 4096, 256, 32000
+    h = torch.randn(count, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(classes, width, device="cuda", dtype=torch.bfloat16).mul_(0.05).requires_grad_()
+    target = torch.randint(0, classes, (count,), device="cuda")
+
+    def loss(h: Tensor, w: Tensor, chunked: bool) -> Tensor:
+        x = torch.sin(h)
+        x = st.chunk(x, rows=512) if chunked else x
+        return F.cross_entropy(F.linear(x, w).float(), target)
+
+    peaks, grads = {}, {}
+    for chunked in (False, True):
+        compiled = torch.compile(loss, fullgraph=True)
+        for _ in range(2):
+            h.grad = w.grad = None
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            compiled(h, w, chunked).backward()
+            torch.cuda.synchronize()
+            peaks[chunked] = torch.cuda.max_memory_allocated() - before
+        grads[chunked] = w.grad
+    assert peaks[True] < peaks[False] / 3
+    torch.testing.assert_close(grads[True], grads[False], rtol=2**-6, atol=float(grads[False].abs().max()) * 2**-6)
