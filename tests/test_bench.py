@@ -215,3 +215,13 @@ def test_copied_bytes_are_counted_also_in_a_graph() -> None:
     replay = as_graph(lambda: a.copy_(b))
     assert count_copied_bytes(replay) == 4000
     assert count_copied_bytes(lambda: a.add_(b)) == 0
+
+
+def test_the_pointwise_optimizers_are_measured_against_their_own_bytes(tmp_path: Path) -> None:
+    options = ["bench", "pointwise", "--tiny", "--device", "cpu", "--set", "tiny1000", "--out", str(tmp_path)]
+    assert main([*options, "--names", "SGD,Lion", "--peers"]) == 0
+    rows = load(tmp_path / "pointwise.json")
+    assert [row.variant for row in rows] == ["copy", "SGD", "torch SGD foreach", "torch SGD fused", "Lion"]
+    assert all(row.copy_percent == pytest.approx(100 * row.gbps / rows[0].gbps) for row in rows[1:])
+    # Parameter, gradient and one state entry: read, read, read; written, written.
+    assert all(row.gbps * row.step_ms * 1e6 == pytest.approx(20 * row.numel) for row in rows[1:])

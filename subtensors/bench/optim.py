@@ -17,7 +17,8 @@ from subtensors.bench.timing import count_copied_bytes, count_kernels, synchroni
 from subtensors.bench.variants import VARIANTS, Step, Variant
 
 
-def _seconds(step: Step, device: str) -> float:
+def seconds(step: Step, device: str) -> float:
+    """How long one step takes, to a synchronized device."""
     synchronize(device)
     started = time.perf_counter()
     step()
@@ -34,7 +35,7 @@ def measure_copy(tiny: bool, device: str) -> Row:
     def copy() -> None:
         target.copy_(source)
 
-    first, second = _seconds(copy, device), _seconds(copy, device)
+    first, second = seconds(copy, device), seconds(copy, device)
     times = time_call(copy, device)
     return Row(
         set=COPY,
@@ -74,7 +75,7 @@ def measure(
     variant = variants[variant_name]
     tensors = parameters(set_name, tiny, device)
     step = variant.make(tensors)
-    first, second = _seconds(step, device), _seconds(step, device)
+    first, second = seconds(step, device), seconds(step, device)
     step = variant.settle(step)
     step()
     extra_peak_mb = None
