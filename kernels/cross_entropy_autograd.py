@@ -27,11 +27,13 @@ class Schedule(NamedTuple):
     Args:
         rows: so many rows.
         columns: instead, so many columns.
+        kept: so many columns more have memory to wait in between the two passes over columns.
         accumulate: "exact", or "fast": in the gradient's own dtype.
     """
 
     rows: int | None = None
     columns: int | None = None
+    kept: int = 0
     accumulate: Accumulate = "exact"
 
 

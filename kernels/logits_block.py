@@ -130,10 +130,8 @@ class Tile:
     rows: int = 1
 
 
-WHOLE_ROWS, STATISTICS, GRADIENT = Tile(8192, 8), Tile(1024, 4, rows=4), Tile(2048, 4)
-
-LAG_BYTES = 16 * 2**20
-"""Logits between the two visits of a row: a third of the L2 cache of the GPU that this was measured on, an H200."""
+WHOLE_ROWS, STATISTICS, GRADIENT = Tile(8192, 16), Tile(2048, 4, rows=2), Tile(2048, 4)
+"""As measured on an H200."""
 
 
 class KernelOps:
@@ -191,20 +189,13 @@ class KernelOps:
         """Both, for a block with every column of its rows."""
         rows, columns = block.logits.shape
         mine, scale = statistics.rows(*block.rows), factors.rows(*block.rows)
-        shape = self._shape(WHOLE_ROWS, columns)
-        segments = triton.cdiv(columns, shape["BLOCK"])
-        lag = min(rows, max(1, LAG_BYTES // (columns * block.logits.element_size())))
-        parts = mine.top.new_empty(rows, segments, 4)
-        counters = torch.zeros(1 + rows, dtype=torch.int32, device=parts.device)
-        softmax_gradient_kernel[((rows + lag) * 2 * segments,)](
-            *(*self._operands(block), parts, counters, counters[1:]),
+        softmax_gradient_kernel[(rows,)](
+            *self._operands(block),
             *(mine.top, mine.total, mine.picked, mine.summed),
             *(scale.on_softmax, scale.on_square, scale.on_target, scale.on_all),
-            *(rows, columns, *self.numbers, lag),
+            *(columns, *self.numbers),
             PENALISED=self.terms.is_penalised,
-            SEGMENTS=segments,
-            SEGMENTS_PADDED=triton.next_power_of_2(segments),
-            **shape,
+            **self._shape(WHOLE_ROWS, columns),
         )
 
     def _shape(self, tile: Tile, columns: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ where a, b, t, s are numbers of the row (`GradientFactors`), and a hard target m
 
 `statistics_kernel` reads a block of columns and folds it into the running statistics of each row, the online softmax of
 Milakov and Gimelshein (https://arxiv.org/abs/1805.02867); `gradient_kernel` writes the gradient of a block of columns
-whose rows are known. `softmax_gradient_kernel` does both for rows that are there in full, and reads them from memory
-once: see its note. Everything is computed in float32, and each element is overwritten by whoever has read it last.
+whose rows are known. `softmax_gradient_kernel` does both for rows that are there in full. Everything is computed in
+float32, and each element is overwritten by whoever has read it last, so that there is no second buffer.
 """
 
 from __future__ import annotations
@@ -139,79 +139,62 @@ def gradient_kernel(
 
 @triton.jit
 def softmax_gradient_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, parts, turn, arrived, tops, totals, picks, sums,
-    on_softmax, on_square, on_target, on_all, rows, columns, softcap, per_temperature, lag, SOFT: tl.constexpr,
-    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, PENALISED: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, soft, soft_stride, class_weight, targets, tops, totals, picks, sums, on_softmax, on_square,
+    on_target, on_all, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, PENALISED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of rows that are there in full, then their gradient over them.
+    """The statistics of rows that are there in full, then their gradient over them, a program a row.
 
-    A row is cut into SEGMENTS of BLOCK columns, and a segment is visited twice: once for its part of the statistics,
-    and again, when all parts of the row have arrived, for its gradient. Programs take their visits in order from a
-    counter. The gradient of a row comes `lag` rows after its statistics: late enough that nobody has to wait for long,
-    and early enough that the row is still in the cache. Whoever waits does so for programs that took an earlier turn,
-    and those never wait for a later one.
-
-    turn: one counter, zero before; arrived: one a row, zero before; parts: (rows, SEGMENTS, 4).
+    The gradient is written from the end of the row to its beginning: what was read last is still in the cache.
     """
-    visit = tl.atomic_add(turn, 1, sem="relaxed")
-    moment, number = visit // (2 * SEGMENTS), visit % (2 * SEGMENTS)
-    is_first_visit = number < SEGMENTS
-    segment = number % SEGMENTS
-    row = tl.where(is_first_visit, moment, moment - lag).to(tl.int64)
-    if (row >= 0) & (row < rows):
-        row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
-        k = segment * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
+    target = tl.zeros((), tl.int64)
+    if not SOFT:
+        target = tl.load(targets + row)
+    total, picked, summed = tl.zeros((), tl.float32), tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    top = total - float("inf")
+    for start in range(0, columns, BLOCK):
+        k = start + tl.arange(0, BLOCK)
         inside = k < columns
         y = tl.load(row_logits + k, mask=inside, other=float("-inf")).to(tl.float32)
-        target = tl.zeros((), tl.int64)
-        if not SOFT:
-            target = tl.load(targets + row)
-        if is_first_visit:
-            z, _ = _squash(y, softcap, per_temperature, CAPPED)
-            z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
-            highest = tl.max(z, 0)
-            mine = parts + (row * SEGMENTS + segment) * 4
-            tl.store(mine, highest)
-            tl.store(mine + 1, tl.sum(tl.exp(z - _shift(highest)), 0))
-            if SOFT or SMOOTHED:
-                w = tl.full((BLOCK,), 1.0, tl.float32)
-                if WEIGHTED:
-                    w = tl.load(class_weight + k, mask=inside, other=0.0).to(tl.float32)
-                if SMOOTHED:
-                    tl.store(mine + 3, tl.sum(tl.where(inside, w * z, 0.0), 0))
-                if SOFT:
-                    q = tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
-                    tl.store(mine + 2, tl.sum(tl.where(inside, w * q * z, 0.0), 0))
-            if not SOFT:
-                tl.store(mine + 2, tl.sum(tl.where(k == target, z, 0.0), 0))
-            tl.debug_barrier()
-            tl.atomic_add(arrived + row, 1, sem="release")
-        else:
-            weight, hit, every = tl.load(on_softmax + row), tl.load(on_target + row), 0.0
+        z, _ = _squash(y, softcap, per_temperature, CAPPED)
+        z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
+        above = tl.maximum(top, tl.max(z, 0))
+        shift = _shift(above)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
+        top = above
+        if SOFT or SMOOTHED:
+            w = tl.full((BLOCK,), 1.0, tl.float32)
+            if WEIGHTED:
+                w = tl.load(class_weight + k, mask=inside, other=0.0).to(tl.float32)
             if SMOOTHED:
-                every = tl.load(on_all + row)
-            count = tl.atomic_add(arrived + row, 0, sem="acquire")
-            while count < SEGMENTS:
-                count = tl.atomic_add(arrived + row, 0, sem="acquire")
-            tl.debug_barrier()
-            each = tl.arange(0, SEGMENTS_PADDED)
-            part, known = parts + (row * SEGMENTS + each) * 4, each < SEGMENTS
-            part_tops = tl.load(part, mask=known, other=float("-inf"), cache_modifier=".cg")
-            part_totals = tl.load(part + 1, mask=known, other=0.0, cache_modifier=".cg")
-            top = tl.max(part_tops, 0)
-            total = tl.sum(part_totals * tl.exp(part_tops - _shift(top)), 0)
-            normaliser = top + tl.log(total)
-            if segment == 0:
-                tl.store(tops + row, top)
-                tl.store(totals + row, total)
-                tl.store(picks + row, tl.sum(tl.load(part + 2, mask=known, other=0.0, cache_modifier=".cg"), 0))
-                if SMOOTHED:
-                    tl.store(sums + row, tl.sum(tl.load(part + 3, mask=known, other=0.0, cache_modifier=".cg"), 0))
-            if PENALISED:
-                weight += tl.load(on_square + row) * normaliser
-            g = _gradient(
-                y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap,
-                per_temperature, SOFT, WEIGHTED, SMOOTHED, CAPPED,
-            )  # fmt: skip
-            tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside)
+                summed += tl.sum(tl.where(inside, w * z, 0.0), 0)
+            if SOFT:
+                q = tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
+                picked += tl.sum(tl.where(inside, w * q * z, 0.0), 0)
+    if not SOFT:
+        target_logit = tl.load(row_logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+        picked, _ = _squash(target_logit, softcap, per_temperature, CAPPED)
+    tl.store(tops + row, top)
+    tl.store(totals + row, total)
+    tl.store(picks + row, picked)
+    every = 0.0
+    if SMOOTHED:
+        tl.store(sums + row, summed)
+        every = tl.load(on_all + row)
+    normaliser = top + tl.log(total)
+    weight, hit = tl.load(on_softmax + row), tl.load(on_target + row)
+    if PENALISED:
+        weight += tl.load(on_square + row) * normaliser
+    tl.debug_barrier()  # the target's logit was read by all before anyone writes over it
+    blocks = tl.cdiv(columns, BLOCK)
+    for i in range(blocks):
+        k = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        inside = k < columns
+        y = tl.load(row_logits + k, mask=inside, other=0.0).to(tl.float32)
+        g = _gradient(
+            y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap, per_temperature,
+            SOFT, WEIGHTED, SMOOTHED, CAPPED,
+        )  # fmt: skip
+        tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside)

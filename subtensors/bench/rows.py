@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,15 @@ class Setting:
         name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
         return Setting(name, torch.__version__, installed("triton"), date, tiny)
+
+
+class Measured(Protocol):
+    """A row of any benchmark: it says where it was measured."""
+
+    @property
+    def setting(self) -> Setting:
+        """Where it was measured."""
+        ...
 
 
 @dataclass(frozen=True)

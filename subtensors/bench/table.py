@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from subtensors.bench.rows import Row
+from subtensors.bench.rows import Measured, Row
 
 
-def describe(rows: Sequence[Row]) -> str:
+def describe(rows: Sequence[Measured]) -> str:
     """Where and when rows were measured, one line a device and set of versions.
 
     >>> from subtensors.bench.rows import Setting

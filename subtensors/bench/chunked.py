@@ -1,0 +1,231 @@
+"""The benchmark of linear + cross entropy: time, memory and error of every way to take it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subtensors.bench.chunked_rows import LossRow, from_json, plot, save, table, to_json
+from subtensors.bench.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
+from subtensors.bench.processes import MeasurementFailed, run_cold
+from subtensors.bench.rows import Setting
+from subtensors.bench.sweep import names, wide_console
+from subtensors.bench.table import describe
+from subtensors.bench.timing import Span, synchronize
+
+OURS = "subtensors"
+"""All of our settings are measured in one process: they compile the same kernels."""
+
+
+def inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and a weight in bfloat16, both of which want gradients, and targets.
+
+    >>> [t.shape for t in inputs(TINY, "cpu")]
+    [torch.Size([32, 8]), torch.Size([96, 8]), torch.Size([32])]
+    """
+    torch.manual_seed(0)
+    hidden = torch.randn(shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=torch.bfloat16) * shape.hidden**-0.5
+    target = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+@torch.no_grad()
+def truth(hidden: Tensor, weight: Tensor, target: Tensor, rows: int = 256) -> tuple[float, Tensor, Tensor]:
+    """The loss and its gradients in float64, a few rows at a time.
+
+    >>> hidden, weight, target = inputs(TINY, "cpu")
+    >>> loss = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().T, target)
+    >>> abs(truth(hidden, weight, target, rows=5)[0] - loss.item()) < 1e-12
+    True
+    """
+    count, wide = target.shape[0], weight.double()
+    loss, hidden_grad, weight_grad = 0.0, torch.empty_like(hidden, dtype=torch.float64), torch.zeros_like(wide)
+    for begin in range(0, count, rows):
+        x, t = hidden[begin : begin + rows].double(), target[begin : begin + rows, None]
+        scores = (x @ wide.T).log_softmax(1)
+        loss -= scores.gather(1, t).sum().item() / count
+        gradient = scores.exp_().scatter_add_(1, t, torch.full_like(t, -1, dtype=torch.float64)).div_(count)
+        hidden_grad[begin : begin + rows] = gradient @ wide
+        weight_grad.addmm_(gradient.T, x)
+    return loss, hidden_grad, weight_grad
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the error over the norm of what is expected, a few rows at a time.
+
+    >>> relative_error(torch.tensor([[3.0], [4.0]]), torch.tensor([[3.0], [5.0]]).double()) == 1 / 34**0.5
+    True
+    """
+    parts = zip(actual.detach().split(4096), expected.split(4096), strict=True)
+    error = sum(float((a.double() - e).square().sum()) for a, e in parts)
+    return float((error / expected.square().sum()) ** 0.5)
+
+
+def _settings(shape: Shape) -> Iterator[tuple[str, LossOf]]:
+    """Our settings of a shape: their names and their loss functions."""
+    from subtensors.kernels.cross_entropy_autograd import Schedule, differentiable_cross_entropy
+
+    for rows in shape.rows:
+        for accumulate in ("exact", "fast"):
+            if accumulate == "exact" or rows < shape.tokens:
+                schedule = Schedule(rows=rows, accumulate=accumulate)  # type: ignore[arg-type]
+                yield f"{accumulate}/{rows}", functools.partial(differentiable_cross_entropy, schedule=schedule)
+    for columns, kept in shape.columns:
+        schedule = Schedule(columns=columns, kept=kept * columns)
+        name = f"columns/{columns}" + (f"+{kept * columns}" if kept else "")
+        yield name, functools.partial(differentiable_cross_entropy, schedule=schedule)
+
+
+class _Run(NamedTuple):
+    name: str
+    first_s: float | None
+    step_ms: float
+    peak_mb: float | None
+    loss: float
+    hidden_grad: Tensor
+    weight_grad: Tensor
+
+
+def measure(shape_name: str, variant: str, tiny: bool, device: str) -> list[LossRow]:
+    """Measure a peer, or all of our settings, in this process.
+
+    Args:
+        shape_name: a key of `SHAPES`.
+        variant: a key of `PEERS`, or "subtensors".
+        tiny: cut the sizes down.
+        device: "cpu" or "cuda".
+
+    Returns:
+        a row for each.
+
+    >>> [row.variant for row in measure("gpt2", "eager", tiny=True, device="cpu")]
+    ['eager']
+    """
+    shape = TINY if tiny else SHAPES[shape_name]
+    started = time.perf_counter()
+    ways = list(_settings(shape)) if variant == OURS else [(variant, PEERS[variant].make())]
+    values = inputs(shape, device)
+    runs: list[_Run] = []
+    for name, loss_of in ways:
+        step = functools.partial(_step, loss_of, *values)
+        loss = step()
+        synchronize(device)
+        first_s = None if runs else time.perf_counter() - started
+        peak_mb, step_ms = _peak_mb(step, device), _milliseconds(step, device)
+        hidden_grad, weight_grad = values[0].grad, values[1].grad
+        assert hidden_grad is not None
+        assert weight_grad is not None
+        # On the host, so that one setting's gradients are not in the way of the next.
+        runs.append(_Run(name, first_s, step_ms, peak_mb, float(loss.detach()), hidden_grad.cpu(), weight_grad.cpu()))
+    for leaf in values[:2]:
+        leaf.grad = None
+    exact_loss, exact_hidden, exact_weight = truth(*values)
+    return [
+        LossRow(
+            shape_name,
+            run.name,
+            *(shape.tokens, shape.hidden, shape.vocabulary),
+            first_s=run.first_s,
+            step_ms=run.step_ms,
+            peak_mb=run.peak_mb,
+            gradients_mb=sum(leaf.nbytes for leaf in values[:2]) / 2**20,
+            loss_error=abs(run.loss - exact_loss),
+            hidden_error=relative_error(run.hidden_grad.to(device), exact_hidden),
+            weight_error=relative_error(run.weight_grad.to(device), exact_weight),
+            setting=Setting.now(device, tiny),
+        )
+        for run in runs
+    ]
+
+
+def _step(loss_of: LossOf, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Forward and backward, from no gradients to both."""
+    hidden.grad = weight.grad = None
+    loss = loss_of(hidden, weight, target)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _peak_mb(step: functools.partial[Tensor], device: str) -> float | None:
+    """The memory that a step takes above what is allocated before it, its gradients included."""
+    if device == "cpu":
+        return None
+    step.args[1].grad = step.args[2].grad = None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _milliseconds(step: functools.partial[Tensor], device: str, repeats: int = 12) -> float:
+    """The device time of a step, of steps that wait for each other; median."""
+    times = []
+    for _ in range(repeats):
+        with Span(device) as span:
+            step()
+        synchronize(device)
+        times.append(span.ms())
+    return median(times)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmark's options."""
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated (%(default)s)")
+    parser.add_argument("--variants", default=",".join([*PEERS, OURS]), help="comma-separated (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a small shape: shows that it runs, no more")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
+    parser.add_argument("--row", nargs=2, metavar=("SHAPE", "VARIANT"), help="measure one process here; print its JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what the options ask for; returns the exit status, 1 where something could not be measured."""
+    if options.row:
+        shape, variant = options.row
+        print(to_json(measure(shape, variant, options.tiny, options.device)))
+        return 0
+    shapes = names(options.shapes, list(SHAPES), "shape")
+    variants = names(options.variants, [*PEERS, OURS], "variant")
+    console = wide_console()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = options.out / "chunked.json"
+    rows = from_json(data.read_text()) if options.keep and data.exists() else []
+    failures = 0
+    for shape in shapes:
+        for variant in variants:
+            if variant in PEERS and not PEERS[variant].is_here:
+                console.print(f"{shape} {variant}: not here", markup=False)
+                continue
+            arguments = ["chunked", "--row", shape, variant, "--device", options.device]
+            with console.status(f"{shape}  {variant}"):
+                try:
+                    measured = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))
+                except MeasurementFailed as error:
+                    console.print(f"{shape} {variant}: not measured\n{error}", markup=False)
+                    failures += 1
+                    continue
+            new = {(row.shape, row.variant) for row in measured}
+            rows = [row for row in rows if (row.shape, row.variant) not in new] + measured
+            save(rows, data)  # after each process: a long run that is cut short still leaves what it measured
+            for row in measured:
+                console.print(f"{row.shape:10} {row.variant:22} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB")
+    if rows:
+        rows.sort(key=lambda row: list(SHAPES).index(row.shape))
+        save(rows, data)
+        console.print(table(rows, describe(rows)))
+        plot(rows, describe(rows), options.out / "chunked.png")
+    return 1 if failures else 0

@@ -1,0 +1,112 @@
+"""Rows of the benchmark of linear + cross entropy, as JSON, a table and a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from subtensors.bench.rows import Setting
+from subtensors.bench.table import figure
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """One way to take a loss and its gradients, once forward and backward.
+
+    Args:
+        shape: which loss.
+        variant: which way; of ours, how gradients add up and the part of the logits that is in memory at once.
+        tokens, hidden, vocabulary: N, H, V.
+        first_s: the first time, with everything it imports, makes and compiles; None where another came before it.
+        step_ms: device time from the first to the last work of one forward and backward; median.
+        peak_mb: memory above what is allocated before, gradients included, MiB; None on a CPU.
+        gradients_mb: of the gradients alone.
+        loss_error: of the loss against float64.
+        hidden_error, weight_error: of the gradients against float64: norm of the difference over norm.
+        setting: where it was measured.
+    """
+
+    shape: str
+    variant: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    first_s: float | None
+    step_ms: float
+    peak_mb: float | None
+    gradients_mb: float
+    loss_error: float
+    hidden_error: float
+    weight_error: float
+    setting: Setting = field(repr=False)
+
+
+def to_json(rows: Sequence[LossRow]) -> str:
+    """Rows as a JSON list on one line."""
+    return json.dumps([asdict(row) for row in rows])
+
+
+def from_json(text: str) -> list[LossRow]:
+    """The rows that `to_json` wrote.
+
+    >>> setting = Setting("d", "2", None, "today", True)
+    >>> rows = [LossRow("s", "v", 1, 1, 1, None, 0.0, None, 0.0, 0.0, 0.0, 0.0, setting)]
+    >>> from_json(to_json(rows)) == rows
+    True
+    """
+    return [LossRow(**{**values, "setting": Setting(**values["setting"])}) for values in json.loads(text)]
+
+
+def save(rows: Sequence[LossRow], path: Path) -> None:
+    """Write rows as a JSON list, one row a line."""
+    path.write_text("[\n" + ",\n".join(to_json([row])[1:-1] for row in rows) + "\n]\n")
+
+
+COLUMNS: dict[str, Callable[[LossRow], str]] = {
+    "shape": lambda row: row.shape,
+    "variant": lambda row: row.variant,
+    "first s": lambda row: figure(row.first_s, 3),
+    "step ms": lambda row: figure(row.step_ms),
+    "peak MiB": lambda row: figure(row.peak_mb, 5),
+    "gradients MiB": lambda row: figure(row.gradients_mb),
+    "loss error": lambda row: f"{row.loss_error:.1e}",
+    "dX error": lambda row: f"{row.hidden_error:.2e}",
+    "dW error": lambda row: f"{row.weight_error:.2e}",
+}
+
+
+def table(rows: Sequence[LossRow], title: str) -> Table:
+    """One line a row, shapes apart from each other."""
+    result = Table(title=title)
+    for name in COLUMNS:
+        result.add_column(name, justify="left" if name in ("shape", "variant") else "right")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        is_last = following is None or following.shape != row.shape
+        result.add_row(*(cell(row) for cell in COLUMNS.values()), end_section=is_last)
+    return result
+
+
+def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:
+    """Write time against memory to a PNG: a panel a shape, a point a peer, a line each of our orders."""
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    drawing = Figure(figsize=(6 * len(shapes), 5), layout="constrained")
+    drawing.suptitle(title, fontsize=9)
+    panels: Sequence[Axes] = drawing.subplots(1, len(shapes), squeeze=False)[0]
+    for axes, shape in zip(panels, shapes, strict=True):
+        mine = [row for row in rows if row.shape == shape]
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in mine:
+            lines.setdefault(row.variant.partition("/")[0], []).append((row.peak_mb or row.gradients_mb, row.step_ms))
+        for name, points in lines.items():
+            points.sort()
+            axes.plot(*zip(*points, strict=True), "o-" if len(points) > 1 else "s", label=name)
+        axes.axvline(mine[0].gradients_mb, color="grey", linestyle=":", label="gradients alone")
+        axes.set(title=shape, xlabel="peak memory, MiB", ylabel="forward and backward, ms", xscale="log", yscale="log")
+        axes.legend(fontsize=7)
+    drawing.savefig(path, dpi=120)

@@ -1,0 +1,81 @@
+"""The benchmark of linear + cross entropy runs end to end, and every way computes the same loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+
+from subtensors.__main__ import main
+from subtensors.bench.chunked import inputs, measure, relative_error, truth
+from subtensors.bench.chunked_rows import from_json
+from subtensors.bench.chunked_variants import PEERS, SHAPES, TINY
+
+COMPILES = ("compile", "auto_chunker")
+HERE = [name for name, peer in PEERS.items() if peer.is_here]
+
+
+def test_a_tiny_run_leaves_rows_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "chunked", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--shapes", "gpt2"]
+    assert main([*options, "--variants", "eager,subtensors"]) == 0
+    rows = from_json((tmp_path / "chunked.json").read_text())
+    names = ["eager", "exact/8", "fast/8", "exact/32", "columns/32", "columns/32+32"]
+    assert [row.variant for row in rows] == names
+    assert all(row.step_ms > 0 and row.setting.tiny for row in rows)
+    shown = capsys.readouterr().out
+    assert "Tiny sizes: the figures mean nothing." in shown
+    assert all(name in shown for name in names)
+    assert (tmp_path / "chunked.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    assert main([*options, "--keep", "--variants", "checkpoint"]) == 0
+    kept = from_json((tmp_path / "chunked.json").read_text())
+    assert [row.variant for row in kept] == [*names, "checkpoint"]
+
+
+@pytest.mark.parametrize("variant", ["subtensors", *(name for name in HERE if name not in COMPILES)])
+def test_every_way_computes_the_same_gradients(variant: str, device: str) -> None:
+    if device == "cpu" and PEERS.get(variant, PEERS["eager"]).package:
+        pytest.skip("it runs on a GPU alone")
+    (eager,) = measure("gpt2", "eager", tiny=True, device=device)
+    for row in measure("gpt2", variant, tiny=True, device=device):
+        assert 0 < row.hidden_error < 3 * eager.hidden_error
+        assert 0 < row.weight_error < 5 * eager.weight_error
+        if row.variant.startswith(("exact", "columns")):
+            assert row.hidden_error <= 1.2 * eager.hidden_error
+            assert row.weight_error <= 1.2 * eager.weight_error
+        assert (row.peak_mb is None) == (device == "cpu")
+
+
+def test_the_truth_is_the_plain_program_in_float64() -> None:
+    hidden, weight, target = inputs(replace(TINY, tokens=37), "cpu")
+    loss, hidden_grad, weight_grad = truth(hidden, weight, target, rows=8)
+    x, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    expected = F.cross_entropy(F.linear(x, w), target)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    assert x.grad is not None
+    assert w.grad is not None
+    assert relative_error(hidden_grad, x.grad) < 1e-12
+    assert relative_error(weight_grad, w.grad) < 1e-12
+
+
+def test_the_three_shapes_are_those_of_the_models() -> None:
+    sizes = {name: (shape.tokens, shape.hidden, shape.vocabulary) for name, shape in SHAPES.items()}
+    assert sizes == {"gemma2-2b": (8192, 2304, 256000), "llama3-8b": (4096, 4096, 128256), "gpt2": (16384, 768, 50304)}
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(SystemExit, match="unknown shape 'huge'; there are gemma2-2b, llama3-8b, gpt2"):
+        main(["bench", "chunked", "--shapes", "huge"])
+    with pytest.raises(SystemExit, match="unknown variant 'magic'; there are eager, compile"):
+        main(["bench", "chunked", "--variants", "magic"])
+
+
+def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "core", replace(PEERS["core"], exists=False))
+    monkeypatch.setitem(PEERS, "liger", replace(PEERS["liger"], package="no_such_package"))
+    options = ["--tiny", "--device", "cpu", "--shapes", "gpt2", "--out", str(tmp_path)]
+    assert main(["bench", "chunked", *options, "--variants", "core,liger"]) == 0
+    assert not (tmp_path / "chunked.json").exists()
