@@ -161,6 +161,14 @@ def constant(tensor: Tensor) -> Value:
     return value
 
 
+def leaf_value(x: Tensor, dim: int, axis: Axis) -> Value:
+    """The value of a tensor that is chunked along a dim."""
+    value = Value(meta_of(x), x.device, Layout(axis, dim, x.shape[dim]), None, x.requires_grad)
+    value.tensor = x
+    value.version = None if x.is_inference() else x._version
+    return value
+
+
 def known(value: Value) -> Tensor | None:
     """The tensor of a whole value, where it is known.
 

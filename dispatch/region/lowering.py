@@ -17,12 +17,11 @@ from torch import Tensor
 from subtensors.dispatch.region.axis import Axis, Layout, Policy
 from subtensors.dispatch.region.chunk_pass import as_recorded
 from subtensors.dispatch.region.evaluation import evaluate
-from subtensors.dispatch.region.functions import once_differentiable
 from subtensors.dispatch.region.graph import Value, gathered, recording
 from subtensors.dispatch.region.plan import BUDGET, FEWEST_ROWS, in_bytes
 from subtensors.dispatch.region.rules.table import record
 from subtensors.kernels.cross_entropy import CrossEntropy
-from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.cross_entropy_autograd import Schedule, differentiable_cross_entropy
 
 aten = torch.ops.aten
 
@@ -188,7 +187,10 @@ def lowered_cross_entropy(
         "exact" if layout.axis.policy.exact else "fast",
     )
     with torch.set_grad_enabled(flows), as_recorded():
-        loss: Tensor = _LinearCrossEntropy.apply(plan, hidden, weight, bias, target)  # type: ignore[no-untyped-call]
+        schedule = Schedule(rows=plan.rows, accumulate=plan.accumulate)
+        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=schedule)
+        if loss.grad_fn is not None:
+            vars(loss.grad_fn)["plan"] = plan  # for `explain`
         return loss.to(logits.dtype)
 
 
@@ -222,55 +224,3 @@ def _rows(layout: Layout, row_bytes: int, device: torch.device) -> int:
         return max(1, int(rows / layout.unit) // layout.outer)
 
     return max(1, layout.local(layout.axis.spans(by_memory)[0]))
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss, and its gradients with it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: LoweredPlan, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
-    ) -> Tensor:
-        ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, target)
-        needs = ctx.needs_input_grad[1:4]
-        # Of a mean the gradient of one row is near nothing in float16; a power of two is taken out again exactly.
-        vanishes = hidden.dtype == torch.float16 and plan.options.reduction == "mean"
-        ctx.scale = 2.0 ** int(hidden.shape[0]).bit_length() if vanishes else 1.0
-        loss, *ctx.gradients = _run(plan, hidden, weight, bias, target, needs, ctx.scale)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        (grad,) = upstream
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            hidden, weight, bias, target = ctx.saved_tensors
-            needs = ctx.needs_input_grad[1:4]
-            _, *gradients = _run(ctx.plan, hidden, weight, bias, target, needs, ctx.scale)
-        factor = (grad / ctx.scale).to(torch.float32 if grad.dtype != torch.float64 else torch.float64)
-        scaled = [None if g is None else g.mul_(factor) for g in gradients]
-        return None, *once_differentiable(scaled), None
-
-
-def _run(
-    plan: LoweredPlan,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    needs: Any,
-    scale: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    with as_recorded():
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            options=plan.options,
-            needs=tuple(needs),
-            rows=plan.rows,
-            accumulate=plan.accumulate,
-            upstream=None if scale == 1 else torch.full((), scale, dtype=torch.float32, device=hidden.device),
-        )

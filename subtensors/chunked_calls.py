@@ -1,0 +1,292 @@
+"""What becomes of a call on a chunked tensor: recorded op by op, given to kernels, or made on realised values."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import optree
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.op_classes import functional_form, is_in_place
+from subtensors.dispatch.region.axis import Axis
+from subtensors.dispatch.region.cells import Cell
+from subtensors.dispatch.region.evaluation import evaluate
+from subtensors.dispatch.region.graph import NeedsValues, Value, constant, leaf_value, recording
+from subtensors.dispatch.region.lowering import lowered_cross_entropy
+from subtensors.dispatch.region.placing import Call
+from subtensors.dispatch.region.rules import record
+from subtensors.dispatch.torch_private import schema_of
+from subtensors.recorded_tensor import RecordedTensor, outer, shell, show_gradient
+
+_log = logging.getLogger("subtensors.chunked_tensor")
+
+fallbacks: Counter[str] = Counter()
+"""How often each op had its operands realised, since it has no rule or its rule didn't hold."""
+
+
+def asks_the_tensor_itself(func: Callable[..., Any]) -> bool:
+    """Is a function answered by sizes, dtype and the like?"""
+    getter = getattr(func, "__name__", "") == "__get__"
+    return func in _OF_THE_TENSOR_ITSELF or (getter and func not in _GETTERS_OF_VIEWS)
+
+
+def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with chunked tensors among its arguments.
+
+    Args:
+        kind: the type of what stays chunked.
+        func: as torch's overriding protocol gives it.
+        args, kwargs: its arguments.
+
+    Returns:
+        what it returns: chunked where it has the rows, plain where it has lost them.
+
+    Raises:
+        RuleError: it would attach something to the tensor itself that belongs to the one that was chunked.
+    """
+    if func in _REFUSED:
+        _refuse(func)
+    if func in _OF_VALUES:
+        return _on_values(func, args, kwargs)
+    if func in _LOWERED and (loss := _LOWERED[func](*args, **kwargs)) is not None:
+        return loss
+    drawn = _generators(args)
+    try:
+        return _recorded(kind, func, args, kwargs)
+    except NeedsValues as missing:
+        _note(missing)
+    except RuntimeError as error:
+        if "not allocated" not in str(error) and "data pointer" not in str(error):
+            raise
+        _note(NeedsValues(getattr(func, "__name__", func), "it reads its operand's memory"))
+    for put_back, state in drawn:  # what was recorded before may have drawn random numbers
+        put_back(state)
+    return _on_values(func, args, kwargs)
+
+
+def _recorded(
+    kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function of torch with every op in it recorded, and evaluate those of its results that are whole."""
+    grad = torch.is_grad_enabled()
+    users: dict[int, RecordedTensor] = {}
+    borrowed: dict[int, RecordedTensor] = {}
+    lent: dict[int, Tensor] = {}
+
+    def lower(x: Any) -> Any:
+        if isinstance(x, RecordedTensor):
+            users[id(x._cell)] = x
+            return shell(kind, x._cell)
+        if grad and isinstance(x, Tensor) and x.requires_grad:
+            # Ops on it inside the function must be recorded too, or its gradient would be lost there.
+            if id(x) not in borrowed:
+                borrowed[id(x)] = shell(kind, Cell(constant(x), borrowed=True))
+                lent[id(borrowed[id(x)]._cell)] = x
+            return borrowed[id(x)]
+        return x
+
+    call: Any = (args, kwargs)
+    inner_args, inner_kwargs = optree.tree_map(lower, call, none_is_leaf=True)
+    writes = {key: x._cell.writes for key, x in users.items()}
+    with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
+        out = func(*inner_args, **inner_kwargs)
+    for key, x in users.items():
+        if x._cell.writes != writes[key]:
+            show_gradient(x)
+
+    def lift(x: Any) -> Any:
+        if not isinstance(x, RecordedTensor):
+            return x
+        key = id(x._cell)
+        if key in users:
+            return users[key]
+        if key in lent:
+            return lent[key]
+        return evaluate(x._cell.value) if x._cell.value.layout is None else outer(kind, x._cell)
+
+    return optree.tree_map(lift, out, none_is_leaf=True)
+
+
+def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record one op, beneath autograd."""
+    if is_in_place(op):
+        return _write(op, args, kwargs)
+    if functional_form(op) is not op:
+        raise NeedsValues(op, "it writes to a tensor that it is given")
+    if torch.is_inference_mode_enabled():
+        # There composite ops arrive as they are called.
+        with torch._C.DisableTorchFunctionSubclass():
+            decomposed = op.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+    cells = optree.tree_map(
+        lambda v: Cell(v) if isinstance(v, Value) else v,
+        record(op, *_values(args), **_values(kwargs)),
+        none_is_leaf=True,
+    )
+    if op.is_view and args and isinstance(args[0], RecordedTensor):
+        made = [c for c in optree.tree_leaves(cells) if isinstance(c, Cell)]
+        for place, cell in enumerate(made):
+            cell.view_of(args[0]._cell, op, _values(args[1:]), _values(kwargs), place)
+    return optree.tree_map(lambda c: shell(kind, c) if isinstance(c, Cell) else c, cells, none_is_leaf=True)
+
+
+def _values(tree: Any) -> Any:
+    def value(x: Any) -> Any:
+        return x._cell.value if isinstance(x, RecordedTensor) else x
+
+    return optree.tree_map(value, tree, none_is_leaf=True)
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An in-place op: what its functional form gives takes the place of the first operand's value."""
+    functional = functional_form(op)
+    target = args[0] if args else None
+    if functional is None or not isinstance(target, RecordedTensor):
+        raise NeedsValues(op, "it writes to a plain tensor")
+    old = target._cell.value
+    if op is torch.ops.aten.copy_.default:
+        source = record(torch.ops.aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
+        new = record(torch.ops.aten.expand.default, source, list(old.shape))
+    else:
+        # By name: the functional form may order them otherwise, or lack a default.
+        call = Call(op, _values(args), _values(kwargs))
+        given = {a.name: call[a.name] for a in call.arguments}
+        new = record(functional, **{a.name: given[a.name] for a in schema_of(functional).arguments if a.name in given})
+    if not isinstance(new, Value) or new.shape != old.shape:
+        raise NeedsValues(op, "it has several results, or changes sizes")
+    if new.dtype != old.dtype:
+        new = record(torch.ops.aten._to_copy.default, new, dtype=old.dtype)
+    target._cell.write(new)
+    return target
+
+
+def _generators(args: tuple[Any, ...]) -> list[tuple[Callable[[Tensor], None], Tensor]]:
+    """The states of the generators that a call may draw from, and how each is put back."""
+    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    for x in args:
+        if isinstance(x, Tensor) and x.is_cuda and not torch.cuda.is_current_stream_capturing():
+            states.append((partial(torch.cuda.set_rng_state, device=x.device), torch.cuda.get_rng_state(x.device)))
+            break
+    return states
+
+
+def _note(missing: NeedsValues) -> None:
+    fallbacks[missing.op] += 1
+    if fallbacks[missing.op] == 1:
+        _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
+
+
+def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch on realised operands; one that it writes to is chunked as before."""
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem__"))
+    realised: dict[int, tuple[RecordedTensor, Tensor, int]] = {}
+
+    def dense(x: Any) -> Any:
+        if not isinstance(x, RecordedTensor):
+            return x
+        if id(x._cell) not in realised:
+            tensor = x.realize()
+            tensor = tensor.clone() if writes else tensor
+            realised[id(x._cell)] = (x, tensor, 0 if tensor.is_inference() else tensor._version)
+        return realised[id(x._cell)][1]
+
+    call: Any = (args, kwargs)
+    plain_args, plain_kwargs = optree.tree_map(dense, call, none_is_leaf=True)
+    out = func(*plain_args, **plain_kwargs)
+    if not writes:
+        return out
+    users: dict[int, RecordedTensor] = {}
+    for x, tensor, version in realised.values():
+        layout = x._cell.value.layout
+        if layout is not None and (tensor.is_inference() or tensor._version != version):
+            axis = Axis(tensor.shape[layout.dim], layout.axis.policy, tensor.numel())
+            x._cell.write(leaf_value(tensor, layout.dim, axis))
+            show_gradient(x)
+            users[id(tensor)] = x
+    return optree.tree_map(lambda y: users.get(id(y), y), out, none_is_leaf=True)
+
+
+def _refuse(func: Callable[..., Any]) -> NoReturn:
+    raise RuleError(
+        f"{func.__name__} on a ChunkedTensor: its gradient goes to the tensor that was chunked; call it on that, or on "
+        f"realize()"
+    )
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`F.cross_entropy` by its kernels, where the logits are a linear layer of what was chunked."""
+    plain = isinstance(target, Tensor) and not isinstance(target, RecordedTensor) and size_average is reduce is None
+    if not plain or not isinstance(input, RecordedTensor) or isinstance(weight, RecordedTensor):
+        return None
+    return lowered_cross_entropy(
+        input._cell.value,
+        target,
+        class_weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        grad=torch.is_grad_enabled(),
+    )
+
+
+_LOWERED: dict[Any, Callable[..., Tensor | None]] = {torch.nn.functional.cross_entropy: _cross_entropy}
+
+# Answered by the tensor's own metadata, without its values.
+_OF_THE_TENSOR_ITSELF = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.stride,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.element_size,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+
+_GETTERS_OF_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+
+# Asks for the memory or for numbers.
+_OF_VALUES = {
+    torch.Tensor.backward,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__deepcopy__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__iter__,
+    torch.Tensor.__format__,
+    torch.Tensor.__contains__,
+}
+
+_REFUSED = {
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+}

@@ -1,0 +1,57 @@
+"""A tensor that stands for a value of a region: what its user holds, and what the ops beneath autograd see."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.region.cells import Cell
+
+
+class RecordedTensor(torch.Tensor):
+    """A tensor without memory whose value is in its cell."""
+
+    _cell: Cell
+
+    def realize(self) -> Tensor:
+        """The value as a plain tensor."""
+        raise NotImplementedError
+
+
+def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
+    """A tensor of the cell, as the ops beneath autograd see it."""
+    meta = cell.value.meta
+    with torch._C.DisableTorchFunctionSubclass():
+        out = torch.Tensor._make_wrapper_subclass(
+            kind, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=cell.value.device
+        )
+    assert isinstance(out, RecordedTensor)
+    out._cell = cell
+    return out
+
+
+def outer(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
+    """A tensor of the cell, as its user sees it."""
+    out = shell(kind, cell)
+    show_gradient(out)
+    return out
+
+
+def show_gradient(x: RecordedTensor) -> None:
+    """Have the tensor say whether a gradient flows through it, and refuse one that autograd itself would bring."""
+    needs = x._cell.value.needs_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        if needs != x.requires_grad:
+            x.requires_grad_(needs)
+            if needs:
+                x.register_hook(_unreachable)  # type: ignore[no-untyped-call]
+
+
+def _unreachable(grad: Tensor) -> NoReturn:
+    raise RuleError(
+        "a gradient reached a ChunkedTensor from outside its region, through an autograd.Function of your own perhaps: "
+        "give that function the tensor's realize()"
+    )
