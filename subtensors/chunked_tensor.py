@@ -15,7 +15,7 @@ from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import Value, gathered, leaf_value
-from subtensors.dispatch.region.lowering import LoweredPlan
+from subtensors.dispatch.region.lowering import LoweredPlan, expected_loss
 from subtensors.dispatch.region.plan import Plan
 from subtensors.recorded_tensor import RecordedTensor, outer
 from subtensors.traced_chunk import traced_chunk
@@ -80,9 +80,10 @@ class ChunkedTensor(RecordedTensor):
         return evaluate(self._cell.value)
 
     def explain(self) -> str:
-        """The pass over the chunks that `realize()` would run: chunks, bytes, what it reads, ops."""
+        """The pass over the chunks that `realize()` would run: chunks, bytes, what it reads, ops; and a loss's plan."""
         whole = gathered(self._cell.value)
-        return repr(self) if whole.node is None else Plan([whole]).describe()
+        lines = [repr(self) if whole.node is None else Plan([whole]).describe(), expected_loss(self._cell.value)]
+        return "\n".join(line for line in lines if line is not None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         value = self._cell.value
@@ -127,7 +128,8 @@ def chunk(
         chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
             long as the region's values and the free memory allow.
         rows: rows in a chunk; the last may have fewer.
-        memory_limit: bytes that a chunk's values and their gradients may take: an int, or text such as "1GiB".
+        memory_limit: bytes that a chunk's values and their gradients may take, beside the gradients that are asked for:
+            an int, or text such as "1GiB".
         accumulate: how gradients of weights add up over chunks: "exact", as in one sum of higher precision, or "fast",
             rounded to the gradient's dtype at each chunk.
         compile: run the maths of a chunk through torch.compile.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.region.axis import Policy
-from subtensors.dispatch.region.lowering import chunk_rows
+from subtensors.dispatch.region.lowering import chunk_plan, loss_shape
 from subtensors.kernels.cross_entropy import CrossEntropy
 from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -244,6 +245,9 @@ def _op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and the gradients that are needed; empty tensors for others."""
     chunks, rows, limit = (count or None for count in division)
+    rows = -(-hidden.shape[0] // chunks) if chunks else rows
+    shape = replace(loss_shape(hidden, weight, False), needs_hidden=needs[0], needs_weight=needs[1])
+    schedule = chunk_plan(shape, Policy(memory_limit=limit, exact=exact), rows, hidden.device).schedule
     result = linear_cross_entropy(
         hidden,
         weight,
@@ -251,8 +255,7 @@ def _op(
         bias,
         options=CrossEntropy(ignore_index, class_weight, label_smoothing, reduction=reduction),
         needs=(needs[0], needs[1], needs[2]),
-        rows=chunk_rows(hidden, weight.shape[0], Policy(chunks, rows, limit)),
-        accumulate="exact" if exact else "fast",
+        **schedule._asdict(),
     )
     nothing = hidden.new_empty(0)
     grads = [nothing.clone() if g is None else g for g in (result.hidden, result.weight, result.bias)]

@@ -9,19 +9,20 @@ the logits written over the logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.region.axis import Axis, Layout, Policy
+from subtensors.dispatch.chunk_plan import ChunkPlan, LossShape, plan_linear_cross_entropy
+from subtensors.dispatch.region.axis import Layout, Policy
 from subtensors.dispatch.region.chunk_pass import as_recorded
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import Value, gathered, recording
-from subtensors.dispatch.region.plan import BUDGET, FEWEST_ROWS, in_bytes
 from subtensors.dispatch.region.rules.table import record
 from subtensors.kernels.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy_autograd import Schedule, differentiable_cross_entropy
+from subtensors.kernels.cross_entropy_autograd import differentiable_cross_entropy
+from subtensors.kernels.linear_cross_entropy import Accumulate
 
 aten = torch.ops.aten
 
@@ -109,27 +110,29 @@ def _is_input(value: Value) -> bool:
 
 @dataclass(frozen=True)
 class LoweredPlan:
-    """What the kernels were asked to do."""
+    """What the kernels are asked to do.
 
-    shape: tuple[int, int, int]
-    rows: int
-    itemsize: int
+    Args:
+        shape: of the logits and hidden states.
+        chunks: the schedule, and what it is expected to take.
+        options: which cross entropy.
+    """
+
+    shape: LossShape
+    chunks: ChunkPlan
     options: CrossEntropy
-    accumulate: Literal["exact", "fast"]
 
     def describe(self) -> str:
         """The plan in lines."""
-        count, width, classes = self.shape
         changed = [
-            (field.name, value if not isinstance(value, Tensor) else "given")
+            (field.name, value)
             for field in fields(self.options)
             if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
         ]
-        chunks = -(-count // self.rows) if count else 0
+        shape = self.shape
         return (
-            f"linear + cross entropy, {chunks} chunks of {self.rows} of {count} rows, "
-            f"{in_bytes(self.rows * classes * self.itemsize)} of logits a chunk\n"
-            f"  hidden [{count}, {width}], weight [{classes}, {width}], gradients add up {self.accumulate}\n"
+            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes\n"
+            f"  {self.chunks}\n"
             f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
         )
 
@@ -179,16 +182,11 @@ def lowered_cross_entropy(
     options = CrossEntropy(
         ignore_index, class_weight, label_smoothing, 0.0, found.softcap, found.temperature, reduction
     )
-    plan = LoweredPlan(
-        (*hidden.shape, weight.shape[0]),  # type: ignore[arg-type]
-        _rows(layout, weight.shape[0] * hidden.element_size(), hidden.device),
-        hidden.element_size(),
-        options,
-        "exact" if layout.axis.policy.exact else "fast",
-    )
+    shape = loss_shape(hidden, weight, flows)
+    chunks = chunk_plan(shape, layout.axis.policy, _asked_rows(layout), hidden.device)
+    plan = LoweredPlan(shape, chunks, options)
     with torch.set_grad_enabled(flows), as_recorded():
-        schedule = Schedule(rows=plan.rows, accumulate=plan.accumulate)
-        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=schedule)
+        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = plan  # for `explain`
         return loss.to(logits.dtype)
@@ -203,24 +201,53 @@ def _transposed(weight: Value) -> Value:
     return out
 
 
-def chunk_rows(hidden: Tensor, classes: int, policy: Policy) -> int:
-    """Rows of a chunk of logits of plain hidden states.
+def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
+    """How the logits are divided.
+
+    Args:
+        shape: of the loss.
+        policy: what was asked for.
+        rows: rows of a chunk, where a number of them or of chunks was asked for.
+        device: whose free memory counts, where nothing was asked for.
+    """
+    accumulate: Accumulate = "exact" if policy.exact else "fast"
+    if rows is not None or policy.memory_limit is not None:
+        limit = policy.memory_limit
+        # What was given is for chunks; the schedule's own limit counts the gradients, too.
+        limit = None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes
+        return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return plan_linear_cross_entropy(shape, accumulate=accumulate, free_bytes=free)
+
+
+def loss_shape(hidden: Tensor, weight: Tensor, grad: bool) -> LossShape:
+    """What the cost of a loss depends on.
 
     Args:
         hidden: (N, H).
-        classes: columns of the logits.
-        policy: how rows are divided.
+        weight: (V, H).
+        grad: whether gradients are recorded.
     """
-    layout = Layout(Axis(hidden.shape[0], policy), 0, hidden.shape[0])
-    return _rows(layout, classes * hidden.element_size(), hidden.device)
+    needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
+    size = hidden.element_size()
+    return LossShape(hidden.shape[0], hidden.shape[1], weight.shape[0], size, weight.element_size(), *needs)
 
 
-def _rows(layout: Layout, row_bytes: int, device: torch.device) -> int:
-    """Rows of a chunk."""
+def expected_loss(logits: Value) -> str | None:
+    """What a cross entropy of these values would take, in a line; None where the kernels don't compute it."""
+    found = linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
+    if found is None or logits.layout is None:
+        return None
+    (count, classes), hidden, weight = logits.shape, found.hidden, found.weight
+    needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
+    shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, weight.dtype.itemsize, *needs)
+    chunks = chunk_plan(shape, logits.layout.axis.policy, _asked_rows(logits.layout), logits.device)
+    return f"their cross entropy would take {chunks}"
 
-    def by_memory(limit: int | None) -> int:
-        budget = limit or BUDGET.get(device.type, BUDGET["cpu"])
-        rows = max(budget // max(row_bytes, 1), 1 if limit else FEWEST_ROWS)
-        return max(1, int(rows / layout.unit) // layout.outer)
 
-    return max(1, layout.local(layout.axis.spans(by_memory)[0]))
+def _asked_rows(layout: Layout) -> int | None:
+    """Rows of the logits in a chunk, where the policy says so."""
+    policy = layout.axis.policy
+    if policy.rows is None and policy.chunks is None:
+        return None
+    return max(1, layout.local(layout.axis.spans(lambda limit: layout.axis.size)[0]))
