@@ -8,6 +8,7 @@ from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain
 from subtensors.fit_buckets import fit_buckets
 from subtensors.fuse import fused
+from subtensors.infer_sizes import infer_sizes
 from subtensors.norms import clip_grad_norm_, total_norm
 from subtensors.padded_tensor import PaddedTensor
 from subtensors.padding import pad
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "fit_buckets",
     "fused",
+    "infer_sizes",
     "optim",
     "pad",
     "static",

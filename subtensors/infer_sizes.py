@@ -1,0 +1,165 @@
+"""Which sizes a program accepts, found from the decisions that it takes on them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch import Tensor
+
+from subtensors.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
+from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.size_guards import Way, way_through
+from subtensors.dispatch.torch_private import SymbolicSizes
+from subtensors.sizes import Dim
+
+logger = logging.getLogger("subtensors.sizes")
+
+LIMIT = 512
+"""The largest size that is looked at of a Dim without a max."""
+
+POINTS = 1 << 20
+"""Combinations of sizes that are looked at; with more, the largest sizes of each Dim are left out, but for its max."""
+
+CLASSES = 64
+"""Ways through the program that are looked for."""
+
+DimsOf = Mapping[int, "Dim | str"]
+
+
+def infer_sizes(
+    fn: Callable[..., Any], args: Sequence[Any], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
+) -> AcceptedSizes:
+    """The sizes that a program accepts, from its own guards: divisibility, bounds, equalities.
+
+    The program runs on stand-ins without values, once for each way that sizes can take through it: the conditions that
+    a run met tell which sizes would have gone the same way, and the first size that would not is tried next. What
+    depends on values rather than sizes is not seen: an index out of range, say.
+
+    Args:
+        fn: a function or a module, whose parameters and buffers stay as they are; it should change no other tensor.
+        args: example arguments. Their dtypes and devices count, and the sizes of dimensions that are not named.
+        dims: which dimensions vary: for each argument `{dimension: Dim}` or None, or the same by parameter name. A
+            string stands for a Dim of sizes from 0 to 512. One Dim in several places is one size.
+
+    Returns:
+        The sizes as sympy sets, with a minimal example of each class.
+
+    Raises:
+        SizeError: an argument is no tensor or has no such dimension, or two Dims have one name.
+        ValueError: no dimension is named.
+
+    Example:
+        >>> import subtensors as st
+        >>> def heads(x):
+        ...     return x.view(-1, 8) if x.shape[0] > 16 else x
+        >>> found = st.infer_sizes(heads, [torch.zeros(24)], [{0: st.Dim("n", max=64)}])
+        >>> found.sizes
+        Union(Range(0, 17, 1), Range(24, 72, 8))
+        >>> [(c.example, c.refusal) for c in found.classes]
+        [({'n': 0}, None), ({'n': 17}, "RuntimeError: shape '[-1, 8]' is invalid ..."), ({'n': 24}, None)]
+
+    Source: the guards are those of `torch.export`; the search is that of Godefroid et al., "DART: directed automated
+    random testing", 2005.
+    """
+    places = _places(fn, args, dims)
+    known = _distinct(places)
+    axes = _axes(known)
+
+    def arguments(symbolic: SymbolicSizes) -> list[Any]:
+        return [
+            _stand_in(arg, {d: dim.name for d, dim in place.items()}, symbolic) if isinstance(arg, Tensor) else arg
+            for arg, place in zip(args, places, strict=True)
+        ]
+
+    ways: list[tuple[Way, np.ndarray, dict[str, int]]] = []
+    unknown = np.ones([len(axis) for axis in axes], dtype=bool)
+    while unknown.any() and len(ways) < CLASSES:
+        point = np.unravel_index(int(np.argmax(unknown)), unknown.shape)
+        sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, axes, point, strict=True)}
+        way = way_through(fn, arguments, sizes)
+        where = held(sympy.And(*way.conditions), known, axes) & unknown
+        where[point] = True  # also where a condition is beyond plain arithmetic
+        unknown &= ~where
+        ways.append((way, where, sizes))
+    if unknown.any():
+        logger.info("%d classes of sizes found, and more not looked for", CLASSES)
+    return _summary(known, axes, ways, is_complete=not unknown.any())
+
+
+def _summary(
+    known: tuple[Dim, ...], axes: list[np.ndarray], ways: Sequence[tuple[Way, np.ndarray, dict[str, int]]],
+    is_complete: bool,
+) -> AcceptedSizes:  # fmt: skip
+    classes = []
+    for way, where, example in ways:
+        found = simplest(way.conditions, where, known, axes)
+        condition = sympy.And(*way.conditions) if found is None else found
+        classes.append(SizeClass(condition, size_set(known, axes, condition, where), example, way.refusal))
+    accepted = np.logical_or.reduce([w for way, w, _ in ways if way.refusal is None] + [np.zeros_like(ways[0][1])])
+    everywhere = [c for way, _, _ in ways if way.refusal is None for c in way.conditions]
+    # What a refusal is for is what the accepted sizes do not meet.
+    everywhere += [sympy.Not(c) for way, _, _ in ways if way.refusal is not None for c in way.conditions]
+    common = [c for c in dict.fromkeys(everywhere) if held(c, known, axes)[accepted].all()]
+    condition = simplest(common, accepted, known, axes)
+    if condition is None:
+        condition = sympy.Or(*(c.condition for c in classes if c.is_accepted))
+    sizes = size_set(known, axes, condition, accepted)
+    return AcceptedSizes(known, tuple(classes), condition, sizes, is_complete, tuple(axes), accepted)
+
+
+def _places(
+    fn: Callable[..., Any], args: Sequence[Any], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
+) -> list[dict[int, Dim]]:
+    """For each argument its varying dimensions, counted from the front."""
+    if isinstance(dims, Mapping):
+        function = fn.forward if isinstance(fn, torch.nn.Module) else fn
+        names = list(inspect.signature(function).parameters)[: len(args)]
+        unknown = [name for name in dims if name not in names]
+        if unknown:
+            raise SizeError(f"there is no argument {unknown[0]!r}; the arguments given are {', '.join(names)}")
+        dims = [dims.get(name) for name in names]
+    if len(dims) != len(args):
+        raise SizeError(f"{len(args)} arguments take {len(args)} entries of dims, one each; got {len(dims)}")
+    places: list[dict[int, Dim]] = []
+    for number, (arg, named) in enumerate(zip(args, dims, strict=True)):
+        if named and not isinstance(arg, Tensor):
+            raise SizeError(f"argument {number} has varying dimensions but is no tensor: {type(arg).__name__}")
+        wrong = [d for d in named or () if not -arg.dim() <= d < arg.dim()]
+        if wrong:
+            raise SizeError(f"argument {number} of shape {tuple(arg.shape)} has no dimension {wrong[0]}")
+        places.append({d % arg.dim(): Dim(v) if isinstance(v, str) else v for d, v in (named or {}).items()})
+    return places
+
+
+def _distinct(places: Sequence[Mapping[int, Dim]]) -> tuple[Dim, ...]:
+    found: dict[str, Dim] = {}
+    for place in places:
+        for dim in place.values():
+            if found.setdefault(dim.name, dim) != dim:
+                raise SizeError(f"two Dims are named {dim.name!r}: {found[dim.name]} and {dim}; make one and share it")
+    if not found:
+        raise ValueError("infer_sizes takes at least one varying dimension, got none in dims")
+    return tuple(found.values())
+
+
+def _axes(dims: Sequence[Dim]) -> list[np.ndarray]:
+    """The sizes of each Dim that are looked at."""
+    most = int(POINTS ** (1 / len(dims)))
+    axes = []
+    for dim in dims:
+        largest = dim.max if dim.max is not None else max(dim.min, LIMIT)
+        axis = np.arange(dim.min, largest + 1)
+        axes.append(axis if len(axis) <= most else np.append(axis[: most - 1], largest))
+    return axes
+
+
+def _stand_in(tensor: Tensor, names: Mapping[int, str], symbolic: SymbolicSizes) -> Tensor:
+    """A tensor without values, contiguous, some of whose sizes are symbols."""
+    size = [symbolic.numbers[names[d]] if d in names else n for d, n in enumerate(tensor.shape)]
+    return torch.empty(size, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
