@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -52,8 +53,9 @@ def whole(tensors: Any) -> list[torch.Tensor]:
 
 def sharded() -> torch.nn.Module:
     net = model()
-    fully_shard(net[0])
-    fully_shard(net)
+    mesh = init_device_mesh("cpu", (2,))  # also where there are GPUs
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
     return net
 
 
@@ -147,6 +149,7 @@ def _process(rank: int, folder: str) -> None:
         masters_and_averages_are_sharded_too()
         a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
         what_cannot_be_done_to_shards_is_refused()
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

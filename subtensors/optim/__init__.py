@@ -1,6 +1,7 @@
 """Optimizers written for one tensor and run on all of them at once; drop-ins for torch.optim's."""
 
 from subtensors.optim.adadelta import Adadelta
+from subtensors.optim.adafactor import Adafactor
 from subtensors.optim.adagrad import Adagrad
 from subtensors.optim.adam import Adam, AdamW
 from subtensors.optim.adamax import Adamax
@@ -26,6 +27,7 @@ __all__ = [
     "SGD",
     "AdEMAMix",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
