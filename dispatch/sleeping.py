@@ -19,9 +19,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 
 _ATTRIBUTES = (
     "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized itemsize "
@@ -102,7 +104,9 @@ class Census:
                 id(t): t for t in [*everything, *gradients] if start <= _storage_address(t) < end
             }
             self.storage_addresses = {_storage_address(t) for t in found.values()}
-        self.tensors = list(found.values())
+            # A wrapper runs its inner tensors' ops where no tensor is asked about them: it must refuse itself.
+            wrappers = [t for t in everything if any(id(part) in found for part in _inner_tensors(t))]
+        self.tensors: list[Tensor] = list({**found, **{id(t): t for t in wrappers}}.values())
         self._gradients = Counter(id(t) for t in gradients)
 
     def held_by_others(self) -> Tensor | None:
@@ -139,9 +143,13 @@ class Sleep:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         Sleep.count += 1
         self._sleepers: list[ref[Tensor]] = []
-        for t in tensors:
-            self._sleepers.append(ref(t))
-            t.__class__ = _asleep(type(t))
+        try:
+            for t in tensors:
+                t.__class__ = _asleep(type(t))
+                self._sleepers.append(ref(t))
+        except BaseException:
+            self.wake()
+            raise
 
     def wake(self) -> None:
         """Give the tensors that are still there their own class again."""
@@ -157,6 +165,16 @@ def _is_leaf(t: Tensor) -> bool:
         return t.is_leaf and t.requires_grad
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def _inner_tensors(t: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper subclass is made of; none of another tensor."""
+    if type(t) in PLAIN_TYPES or not is_traceable_wrapper_subclass(t):
+        return []
+    try:
+        return [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+    except Exception:  # a type's own code, which may refuse
+        return []
 
 
 def _storage_address(t: Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from subtensors.kernels.address import bytes_at
 from subtensors.kernels.host_range import HostRange
 
-_PIECE = 32 << 20
+_PIECE = 64 << 20
 _THREADS = min(16, os.cpu_count() or 1)
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import subtensors as st
 from subtensors import kept_bytes
@@ -103,7 +104,7 @@ def test_parts_dropped_together_join_into_one(device: str) -> None:
     assert arena.empty(1 << 20, dtype=torch.uint8).data_ptr() == arena.address + (512 << 10)
 
 
-@pytest.mark.parametrize("piece", [1 * MIB, 32 * MIB])
+@pytest.mark.parametrize("piece", [1 * MIB, 64 * MIB])
 def test_contents_and_addresses_survive_release_and_restore(
     device: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,36 @@ def test_a_gradient_in_an_arena_sleeps_too(device: str) -> None:
     arena.restore()
     (w * 2).sum().backward()
     assert w.grad.tolist() == [2, 2, 2]
+
+
+def test_a_wrapper_around_tensors_of_an_arena_sleeps_too(device: str) -> None:
+    arena = st.Arena(device)
+    wrapper = TwoTensor(arena.ones(3).data, arena.ones(3).data)
+    elements = st.TensorList([arena.ones(3)])
+    arena.release()
+    for use in (lambda: wrapper + 1, lambda: torch.ones(3, device=device) * wrapper, lambda: elements + 1):
+        with pytest.raises(st.AddressError):
+            use()
+    arena.restore()
+    assert (wrapper + 1).a.tolist() == (elements + 1)[0].tolist() == [2, 2, 2]
+
+
+class _Unchangeable(Tensor):
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise TypeError("no class under this one")
+
+
+def test_a_tensor_that_cannot_be_put_to_sleep_stops_the_release_and_the_others_wake(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(3)
+    odd = t.data.as_subclass(_Unchangeable)
+    with pytest.raises(TypeError, match="no class under"):
+        arena.release()
+    assert not arena.released
+    assert (t + 1).tolist() == [2, 2, 2]
+    del odd
+    arena.release()
+    arena.restore()
 
 
 def test_a_release_is_refused_while_an_autograd_graph_may_read_the_memory(device: str) -> None:
@@ -358,9 +389,9 @@ def test_host_memory_is_kept_for_the_next_release_until_it_is_trimmed(device: st
     t = arena.ones(10)
     arena.release()
     arena.trim()
-    assert "on the host 32 MiB" in st.explain(arena)
+    assert "on the host 64 MiB" in st.explain(arena)
     arena.restore()
-    assert "on the host 32 MiB" in st.explain(arena)
+    assert "on the host 64 MiB" in st.explain(arena)
     arena.trim()
     assert "on the host 0 B" in st.explain(arena)
     assert t.sum() == 10

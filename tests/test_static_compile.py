@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -206,6 +207,20 @@ def test_a_graph_copies_nothing_of_a_static_optimizer_state(is_static: bool) -> 
     if is_static:
         assert copied == 0
     assert torch.allclose(m, 1 - torch.full_like(m, 0.9) ** 6)
+
+
+@pytest.mark.gpu
+def test_graphs_of_the_compiler_keep_no_static_tensor_alive() -> None:
+    double = torch.compile(lambda t: t * 2, mode="reduce-overhead")
+    for value in range(10):
+        s = st.static(torch.full((SIZE,), float(value), device="cuda"))
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert double(s)[0] == 2 * value
+        owner = weakref.ref(s)
+        del s
+        gc.collect()
+        assert owner() is None
 
 
 @pytest.mark.gpu
