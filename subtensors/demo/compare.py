@@ -1,4 +1,4 @@
-"""The demo command: the same training twice, plain and with subtensors, side by side."""
+"""The demo command: the same training, plain and with subtensors, side by side."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ PLANS = {
 
 
 def optimizers(learning_rate: float) -> dict[str, OptimizerFactory]:
-    """The two optimizers that are compared, by the name they have in the report."""
+    """The optimizers that are compared, by the name they have in the report."""
     return {
         "plain PyTorch": lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate),
         "subtensors": lambda parameters: AdamW(parameters, lr=learning_rate),
+        "captured step": lambda parameters: AdamW(parameters, lr=learning_rate, graph=True),
     }
 
 

@@ -42,6 +42,7 @@ def table(runs: Sequence[Run], plan: Plan) -> Table:
         ("of it the optimizer, median ms", [f"{median(run.optimizer_ms):.2f}" for run in runs]),
         ("peak device memory, MiB", ["-" if run.peak_mb is None else f"{run.peak_mb:.0f}" for run in runs]),
         (calls, [str(run.calls) for run in runs]),
+        ("steps replayed as a graph", [run.replayed for run in runs]),
     ]
     size = plan.size
     result = Table(
@@ -60,11 +61,12 @@ def plot(runs: Sequence[Run], plan: Plan, path: Path) -> None:
     """Write the loss curves and the optimizers' times to a PNG, making its folder."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=[3, 1])
-    for run, style in zip(runs, ["-", "--"], strict=True):
+    for run, style in zip(runs, ["-", "--", ":"], strict=False):
         curves.plot(run.losses, style, label=run.name)
     curves.set(xlabel="step", ylabel="loss, nats a byte", title="loss curves")
     curves.legend()
-    bars.bar([run.name for run in runs], [median(run.optimizer_ms) for run in runs], color=["C0", "C1"])
+    heights = [median(run.optimizer_ms) for run in runs]
+    bars.bar([run.name.replace(" ", "\n") for run in runs], heights, color=["C0", "C1", "C2"][: len(runs)])
     bars.set(ylabel="optimizer, median ms a step", title=device_name(plan.device))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

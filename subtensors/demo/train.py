@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from subtensors.bench.timing import Span, count_aten_calls, count_kernels, synchronize
 from subtensors.demo.model import GPT, VOCABULARY, Size
 from subtensors.demo.text import batches
+from subtensors.optim import Optimizer
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -54,6 +55,7 @@ class Run:
         optimizer_ms: the optimizer's part of each of them.
         peak_mb: the most device memory in use, in MiB; None on a CPU.
         calls: kernels (GPU) or aten calls (CPU) in one optimizer step.
+        replayed: how many optimizer steps were the replay of a graph, or why none was; "-" where none was asked for.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Run:
     optimizer_ms: list[float] = field(default_factory=list)
     peak_mb: float | None = None
     calls: int = 0
+    replayed: str = "-"
 
 
 def train(
@@ -131,7 +134,15 @@ def train(
         run.losses.append(float(loss))
         on_step(run.losses[-1])
 
+    run.replayed = _replayed(optimizer, plan)
     if on_gpu:
         run.peak_mb = torch.cuda.max_memory_allocated() / 2**20
     run.calls = count_kernels(optimizer.step) if on_gpu else count_aten_calls(optimizer.step)
     return run
+
+
+def _replayed(optimizer: torch.optim.Optimizer, plan: Plan) -> str:
+    """How many of the steps were replays, for an optimizer that was asked for them; on a CPU there is no graph."""
+    if not isinstance(optimizer, Optimizer) or optimizer.replays is None:
+        return "-"
+    return f"{optimizer.replays} of {plan.steps}" if plan.device == "cuda" else "none: no GPU"

@@ -140,6 +140,11 @@ class Stepping(SavedState):
         self._capture = Capture(check, PackedMemory(params) if packed else None)
         return self._capture
 
+    @property
+    def replays(self) -> int | None:
+        """How many steps were replayed since `capture()`; None where it was not called."""
+        return None if self._capture is None else self._capture.replays
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless an update is still to come that they are added up for; packed ones become zero.
 
