@@ -333,7 +333,8 @@ class _Tracer(TorchDispatchMode):
             instruction = replace(instruction, op=_TO, args=(instruction.args[0], instruction.dtype))
         if instruction.name == "stochastic_round":
             # Each rounding draws bits of its own.
-            instruction = replace(instruction, args=(instruction.args[0], len(self.instructions)))
+            salt = sum(earlier.name == "stochastic_round" for earlier in self.instructions)
+            instruction = replace(instruction, args=(instruction.args[0], salt))
         # Python finds 1, 1.0 and True equal, and 0.0 and -0.0; their texts differ.
         key = (instruction, repr(instruction.args))
         number = self.numbers.get(key)

@@ -40,10 +40,11 @@ def quantize_blockwise(x, scales, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The code of each element, still as float32: `blockwise.quantize`."""
     inverse = tl.where(scales > 0, 1 / tl.where(scales > 0, scales, 1), 0)
     ratio = tl.abs(x) * _per_element(inverse, BLOCK)
-    ratio = tl.sqrt(tl.where(ratio > 0, ratio, 0))
+    # A NaN becomes 0: its block's scale is NaN.
+    ratio = tl.sqrt(tl.maximum(ratio, 0, propagate_nan=tl.PropagateNan.NONE))
     if SIGNED:
-        code = (127 * ratio + 0.5).to(tl.int32)
-        return tl.where(x < 0, -code, code)
+        code = 127 * ratio + 0.5
+        return tl.where(x < 0, -code, code).to(tl.int32)
     else:
         return (255 * tl.sqrt(ratio) + 0.5).to(tl.int32)
 

@@ -247,7 +247,8 @@ class _TileWriter(_Writer):
         if self.program.parameters[parameter].on_host:
             return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
         if self.is_tile(index):
-            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
+            reach = self.reach(self.program.parameters[parameter].dtype)
+            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE, {reach})", parameter, index)
         if self.value(index).extent is Extent.BLOCK:
             return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
         return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
@@ -259,7 +260,7 @@ class _TileWriter(_Writer):
         arguments = "table, scalars, slots, seed_pointer, N, tensor, tile, start, left, size" + self.outputs
         body = ["lane = tl.arange(0, BLOCK)", "inside = lane < left"]
         if self.seeded():
-            body.append("seed = tl.load(seed_pointer)")
+            body += ["seed = tl.load(seed_pointer)", "which = tensor"]
         touched = {*self.segment.memory.values(), *self.segment.stores}
         starts = {Extent.ELEMENT: "start", Extent.BLOCK: f"start // {blockwise.SIZE}"}
         for p in sorted(touched):
@@ -271,12 +272,14 @@ class _TileWriter(_Writer):
             if self.program.parameters[parameter].extent is Extent.BLOCK:
                 body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
             else:
-                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
+                reach = self.reach(self.program.parameters[parameter].dtype)
+                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE, {reach})")
         if self.segment.outputs:
             body.append(f"offset = tl.load(table + {OUTPUT} * N + tensor) + start")
         for number, value in self.segment.outputs.items():
             text = self.in_memory(value, self.value(value).dtype)
-            body.append(f"store_tile(out{number} + offset, lane, inside, {text}, WHOLE)")
+            reach = self.reach(self.value(value).dtype)
+            body.append(f"store_tile(out{number} + offset, lane, inside, {text}, WHOLE, {reach})")
         partials = []
         for slot, value in self.segment.reductions.items():
             step = self.value(value)
@@ -303,6 +306,17 @@ class _TileWriter(_Writer):
         return _function(f"{self.name}_tile", f"{arguments}, WHOLE: tl.constexpr", body) + _function(
             self.name, f"{ARGUMENTS}{self.outputs}", kernel, kernel=True
         )
+
+    def reach(self, dtype: torch.dtype) -> int:
+        """Bytes that a thread reads or writes at once: as many elements of each tensor, 16 bytes of the widest.
+
+        Were they 16 of each, a thread would hold other elements of one tensor than of the next, and values would
+        change threads on their way.
+        """
+        touched = [self.program.parameters[p] for p in (*self.segment.memory.values(), *self.segment.stores)]
+        written = [self.value(value) for value in self.segment.outputs.values()]
+        widest = max(t.dtype.itemsize for t in (*touched, *written) if t.extent is Extent.ELEMENT)
+        return 16 * dtype.itemsize // widest
 
     def seeded(self) -> bool:
         return any(
@@ -361,6 +375,7 @@ class _LaneWriter(_Writer):
             "inside = tensor < N",
             f"size = tl.load(table + tensor{self.MASK})",
             "seed = tl.load(seed_pointer)",
+            "which = 0",
             *self.steps(),
         ]
         for parameter, value in self.segment.stores.items():

@@ -165,7 +165,7 @@ _FLOAT: dict[str, Template] = {
     "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, WHOLE, BLOCK)",
     "quantize_blockwise": lambda x, scales, signed: f"quantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "dequantize_blockwise": lambda x, scales, signed: f"dequantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
-    "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, lane, tile, tensor, {salt.literal})",
+    "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, tile, which, {salt.literal}, BLOCK)",
     **{
         name: _libdevice(name)
         for name in """acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1

@@ -68,17 +68,26 @@ def floor_divide(a, b):
 
 
 @triton.jit
-def stochastic_round(x, seed, lane, tile, tensor, salt):
+def _noise(seed, tile, tensor, SALT: tl.constexpr, BLOCK: tl.constexpr):
+    """16 random bits a lane: Philox's at (lane // 4, tile, tensor, salt // 2).
+
+    The four words at a counter are for four neighbours, and the halves of a word for two roundings, which the compiler
+    sees as one computation.
+    """
+    a, b, c, d = tl.philox(seed, tl.arange(0, BLOCK // 4), tile, tensor, SALT // 2)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
+    return ((words >> (16 * (SALT % 2))) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def stochastic_round(x, seed, tile, tensor, SALT: tl.constexpr, BLOCK: tl.constexpr):
     """Round float32 to one of its two bfloat16 neighbours, up with the probability of the part cut off.
 
     Adding 16 random bits below the bfloat16 mantissa carries into it with just that probability. A number
-    per tensor comes as float64.
-    The bits are Philox's at (lane, tile, tensor, salt), all int32. The result is still float32, and
-    exact in bfloat16. Non-finite values pass through.
+    per tensor comes as float64. The result is still float32, and exact in bfloat16. Non-finite values pass through.
     """
-    noise, _, _, _ = tl.philox(seed, lane, tile, tensor, salt)
     x = x.to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)
+    bits = x.to(tl.int32, bitcast=True) + _noise(seed, tile, tensor, SALT, BLOCK)
     rounded = (bits & -65536).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < float("inf"), rounded, x)
 
@@ -119,19 +128,19 @@ def tile_amin(x):
 
 
 @triton.jit
-def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
-    """A tile of a tensor; `WHOLE` when every lane is inside and the address is a multiple of 16 bytes."""
+def load_tile(pointer, lane, inside, WHOLE: tl.constexpr, REACH: tl.constexpr):
+    """A tile of a tensor, `REACH` bytes at once; `WHOLE` when every lane is inside and the address is a multiple."""
     if WHOLE:
-        return tl.load(tl.multiple_of(pointer, 16) + lane)
+        return tl.load(tl.multiple_of(pointer, REACH) + lane)
     else:
         return tl.load(pointer + lane, mask=inside, other=0)
 
 
 @triton.jit
-def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
+def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr, REACH: tl.constexpr):
     """Write a tile of a tensor, as `load_tile` reads it."""
     if WHOLE:
-        tl.store(tl.multiple_of(pointer, 16) + lane, value)
+        tl.store(tl.multiple_of(pointer, REACH) + lane, value)
     else:
         tl.store(pointer + lane, value, mask=inside)
 
