@@ -247,8 +247,7 @@ class _TileWriter(_Writer):
         if self.program.parameters[parameter].on_host:
             return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
         if self.is_tile(index):
-            reach = self.reach(self.program.parameters[parameter].dtype)
-            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE, {reach})", parameter, index)
+            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
         if self.value(index).extent is Extent.BLOCK:
             return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
         return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
@@ -262,24 +261,25 @@ class _TileWriter(_Writer):
         if self.seeded():
             body += ["seed = tl.load(seed_pointer)", "which = tensor"]
         touched = {*self.segment.memory.values(), *self.segment.stores}
-        starts = {Extent.ELEMENT: "start", Extent.BLOCK: f"start // {blockwise.SIZE}"}
         for p in sorted(touched):
-            if (extent := self.program.parameters[p].extent) in starts:
-                body.append(f"p{p} = {self.pointer(p)} + {starts[extent]}")
+            if self.program.parameters[p].extent is Extent.ELEMENT:
+                start = self.aligned(f"{self.pointer(p)} + start", self.program.parameters[p].dtype)
+                body.append(f"p{p} = {start}")
+            elif self.program.parameters[p].extent is Extent.BLOCK:
+                body.append(f"p{p} = {self.pointer(p)} + start // {blockwise.SIZE}")
         body += self.steps()
         for parameter, value in self.segment.stores.items():
             text = self.in_memory(value, self.program.parameters[parameter].dtype)
             if self.program.parameters[parameter].extent is Extent.BLOCK:
                 body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
             else:
-                reach = self.reach(self.program.parameters[parameter].dtype)
-                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE, {reach})")
+                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
         if self.segment.outputs:
             body.append(f"offset = tl.load(table + {OUTPUT} * N + tensor) + start")
         for number, value in self.segment.outputs.items():
             text = self.in_memory(value, self.value(value).dtype)
-            reach = self.reach(self.value(value).dtype)
-            body.append(f"store_tile(out{number} + offset, lane, inside, {text}, WHOLE, {reach})")
+            start = self.aligned(f"out{number} + offset", self.value(value).dtype)
+            body.append(f"store_tile({start}, lane, inside, {text}, WHOLE)")
         partials = []
         for slot, value in self.segment.reductions.items():
             step = self.value(value)
@@ -307,16 +307,17 @@ class _TileWriter(_Writer):
             self.name, f"{ARGUMENTS}{self.outputs}", kernel, kernel=True
         )
 
-    def reach(self, dtype: torch.dtype) -> int:
-        """Bytes that a thread reads or writes at once: as many elements of each tensor, 16 bytes of the widest.
+    def aligned(self, pointer: str, dtype: torch.dtype) -> str:
+        """The start of a tile, with what a whole one promises: as many elements of each tensor fill 16 bytes or less.
 
-        Were they 16 of each, a thread would hold other elements of one tensor than of the next, and values would
-        change threads on their way.
+        Were it 16 bytes of each, a thread would hold other elements of a narrow tensor than of a wide one, and values
+        would change threads on their way. The promise is made where the address is computed: one made of a function's
+        argument is lost where the function is inlined.
         """
         touched = [self.program.parameters[p] for p in (*self.segment.memory.values(), *self.segment.stores)]
         written = [self.value(value) for value in self.segment.outputs.values()]
         widest = max(t.dtype.itemsize for t in (*touched, *written) if t.extent is Extent.ELEMENT)
-        return 16 * dtype.itemsize // widest
+        return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if WHOLE else {pointer}"
 
     def seeded(self) -> bool:
         return any(

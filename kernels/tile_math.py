@@ -128,19 +128,19 @@ def tile_amin(x):
 
 
 @triton.jit
-def load_tile(pointer, lane, inside, WHOLE: tl.constexpr, REACH: tl.constexpr):
-    """A tile of a tensor, `REACH` bytes at once; `WHOLE` when every lane is inside and the address is a multiple."""
+def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
+    """A tile of a tensor; `WHOLE` when every lane is inside."""
     if WHOLE:
-        return tl.load(tl.multiple_of(pointer, REACH) + lane)
+        return tl.load(pointer + lane)
     else:
         return tl.load(pointer + lane, mask=inside, other=0)
 
 
 @triton.jit
-def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr, REACH: tl.constexpr):
+def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
     """Write a tile of a tensor, as `load_tile` reads it."""
     if WHOLE:
-        tl.store(tl.multiple_of(pointer, REACH) + lane, value)
+        tl.store(pointer + lane, value)
     else:
         tl.store(pointer + lane, value, mask=inside)
 

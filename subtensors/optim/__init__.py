@@ -19,12 +19,15 @@ from subtensors.optim.rmsprop import RMSprop
 from subtensors.optim.rprop import Rprop
 from subtensors.optim.schedule_free import AdamWScheduleFree
 from subtensors.optim.sgd import SGD
+from subtensors.optim.shampoo import Shampoo
 from subtensors.optim.signsgd import SignSGD
+from subtensors.optim.soap import SOAP
 
 __all__ = [
     "ASGD",
     "LAMB",
     "SGD",
+    "SOAP",
     "AdEMAMix",
     "Adadelta",
     "Adafactor",
@@ -41,6 +44,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "Shampoo",
     "SignSGD",
     "by_shape",
     "convert",

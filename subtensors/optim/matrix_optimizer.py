@@ -55,6 +55,15 @@ class MatrixOptimizer(Optimizer):
     def _step_function(cls) -> Callable[..., Any]:
         return ListStep(cls)
 
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        for p in group["params"]:
+            if p.is_complex():
+                raise ValueError(
+                    f"{type(self).__name__} takes matrices of real numbers, and a parameter of size {tuple(p.shape)} is "
+                    f"{p.dtype}: give it to another optimizer, such as AdamW"
+                )
+
     def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:
         for kind, indices in kinds.items():
             batch: list[int] = []
@@ -149,13 +158,15 @@ class ListStep:
         ema = in_step.pop("ema", None)
         if grad_scale is not None or found_inf is not None or maximize or in_step:
             gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize, in_step)
-        written = [weights, *(state for state in (*states, average) if state is not None)]
+        # What is on the host, such as a count that decides what a step does, can't wait for the device to ask it.
+        kept = [x for x in (weights, *states, average) if x is not None]
+        written = [x for x in kept if x.tensors[0].device == weights.tensors[0].device]
         before = [] if found_inf is None else [x.clone() for x in written]
         self._rules.update(weights, gradients, *states, **hyperparameters)
         if average is not None:
             _approach(average, weights, ema)
-        for target, kept in zip(written, before, strict=False):
-            _undo(target, kept, found_inf)
+        for target, value in zip(written, before, strict=False):
+            _undo(target, value, found_inf)
         if master is not None:
             _assign(_list(p), weights)
 

@@ -85,10 +85,10 @@ class Muon(MatrixOptimizer):
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         for p in group["params"]:
-            if p.dim() != 2 or p.is_complex():
+            if p.dim() != 2:
                 raise ValueError(
-                    f"Muon only supports 2D parameters of real numbers whereas we found a parameter with size: "
-                    f"{p.size()}, {p.dtype}; give it to another optimizer, such as AdamW"
+                    f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; give it to "
+                    "another optimizer, such as AdamW"
                 )
 
     def update(
