@@ -60,8 +60,8 @@ class MatrixOptimizer(Optimizer):
         for p in group["params"]:
             if p.is_complex():
                 raise ValueError(
-                    f"{type(self).__name__} takes matrices of real numbers, and a parameter of size {tuple(p.shape)} is "
-                    f"{p.dtype}: give it to another optimizer, such as AdamW"
+                    f"{type(self).__name__} takes matrices of real numbers, and a parameter of size {tuple(p.shape)} "
+                    f"is {p.dtype}: give it to another optimizer, such as AdamW"
                 )
 
     def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:

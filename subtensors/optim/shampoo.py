@@ -72,7 +72,8 @@ class Shampoo(MatrixOptimizer):
                 [ 0.0000,  0.5000]], requires_grad=True)
 
     Source: Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (2018), Algorithm 1, with the
-    exponent of its Algorithm 2; Anil et al., "Scalable Second Order Optimization for Deep Learning" (2021) for grafting.
+    exponent of its Algorithm 2; Anil et al., "Scalable Second Order Optimization for Deep Learning" (2021) for
+    grafting.
     """
 
     optional = ("weight_decay",)
@@ -168,7 +169,8 @@ class Shampoo(MatrixOptimizer):
         else:
             due = [i for count, places in counts.items() if (count - 1) % update_freq == 0 for i in places]
             direction = matrices = as_matrices(gradient)
-            sides = [s for s in zip(SIDES, (left, right), (left_root, right_root), strict=True) if s[1] is not None]
+            kept = zip(SIDES, (left, right), (left_root, right_root), strict=True)
+            sides = [(side, moment, root) for side, moment, root in kept if moment is not None and root is not None]
             for side, moment, root in sides:
                 more = by_shape(lambda x, side=side: second_moment(x, side), matrices)
                 accumulate(moment, more, beta2, share)
@@ -203,7 +205,8 @@ def matrix_power(a: Tensor, exponent: float, eps: float) -> Tensor:
                  [0.0000, 0.2500]]])
     """
     values, vectors = torch.linalg.eigh(a)
-    return (vectors * (values.clamp(min=0) + eps).pow(exponent).unsqueeze(-2)) @ vectors.mT
+    power: Tensor = (vectors * (values.clamp(min=0) + eps).pow(exponent).unsqueeze(-2)) @ vectors.mT
+    return power
 
 
 _products = {"left": lambda x, root: root @ x, "right": lambda x, root: x @ root}

@@ -163,8 +163,9 @@ class SOAP(MatrixOptimizer):
             if t:
                 factor = ((1 - betas[1] ** t) ** 0.5 / (1 - betas[0] ** t)) if correct_bias else 1.0
                 average: Any = _average(part(exp_avg, places), own, betas[0])
-                turned = _turned([own, average], basis, sides)
-                direction: Any = _adam(*turned, as_matrices(squares) if sides else squares, betas[1], eps, factor)
+                g_turned, m_turned = _turned([own, average], basis, sides)
+                v = as_matrices(squares) if sides else squares
+                direction: Any = _adam(g_turned, m_turned, v, betas[1], eps, factor)
                 (direction,) = _turned_back([direction], basis, sides)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
@@ -205,7 +206,8 @@ def eigenvectors(moment: Tensor) -> Tensor:
         tensor([[[0., 1.],
                  [1., 0.]]])
     """
-    return torch.linalg.eigh(moment)[1].flip(-1)
+    vectors: Tensor = torch.linalg.eigh(moment)[1]
+    return vectors.flip(-1)
 
 
 def power_iteration(moment: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
