@@ -201,7 +201,7 @@ def test_a_small_network_learns(cls: Any, device: str) -> None:
     net = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
     ).to(device)
-    optimizer = cls(net.parameters(), lr=0.02)
+    optimizer = cls(net.parameters(), lr=0.05)
     x = torch.randn(64, 1, 6, 6, device=device)
     y = x.flatten(1)[:, :4].sum(1, keepdim=True)
     losses = []
