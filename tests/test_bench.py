@@ -13,8 +13,9 @@ from torch import Tensor
 from subtensors.__main__ import main
 from subtensors.bench.lend import load_lent
 from subtensors.bench.optim import is_measured, measure
+from subtensors.bench.other_optimizers import OTHERS
 from subtensors.bench.processes import CACHES, MeasurementFailed, run_cold
-from subtensors.bench.rows import Row, Setting, load, save
+from subtensors.bench.rows import Row, Setting, installed, load, save
 from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters
 from subtensors.bench.static import VARIANTS as STATIC_VARIANTS
 from subtensors.bench.timing import Span, count_aten_calls, count_copied_bytes, count_kernels, time_call
@@ -225,3 +226,41 @@ def test_the_pointwise_optimizers_are_measured_against_their_own_bytes(tmp_path:
     assert all(row.copy_percent == pytest.approx(100 * row.gbps / rows[0].gbps) for row in rows[1:])
     # Parameter, gradient and one state entry: read, read, read; written, written.
     assert all(row.gbps * row.step_ms * 1e6 == pytest.approx(20 * row.numel) for row in rows[1:])
+
+
+@pytest.mark.parametrize("variant", [name for name, variant in OTHERS.items() if variant.package is None])
+def test_every_other_optimizer_takes_a_step_on_its_set(variant: str) -> None:
+    (set_name,) = OTHERS[variant].sets or ()
+    assert is_measured(set_name, variant, slow=False, device="cpu")
+    assert not is_measured("tiny1000", variant, slow=False, device="cpu")
+    tensors = parameters(set_name, tiny=True, device="cpu")
+    before = [tensor.detach().clone() for tensor in tensors]
+    OTHERS[variant].make(tensors)()
+    moved = [not torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True)]
+    assert all(moved)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("sgd-subtensors", "sgd-foreach"), ("adamw-subtensors", "adamw-fused"), ("muon-subtensors", "muon-torch")],
+)
+def test_other_optimizers_take_the_step_of_their_peers(ours: str, theirs: str) -> None:
+    def stepped(variant: str) -> Tensor:
+        tensors = parameters((OTHERS[variant].sets or ())[0], tiny=True, device="cpu")
+        OTHERS[variant].make(tensors)()
+        return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+    torch.testing.assert_close(stepped(ours), stepped(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_the_least_bytes_of_another_optimizer_are_its_own() -> None:
+    row = measure("llama1b", "adamw-int8-subtensors", tiny=True, device="cpu")
+    assert row.gbps == pytest.approx(row.numel * (16 + 4 * 4 / 256) / row.step_ms / 1e6)
+
+
+def test_peers_that_are_not_installed_are_left_out() -> None:
+    with_package = [name for name, variant in OTHERS.items() if variant.package is not None]
+    assert with_package
+    for name in with_package:
+        is_there = installed(OTHERS[name].package or "") is not None
+        assert is_measured("llama1b", name, slow=False, device="cuda") == is_there

@@ -1,4 +1,4 @@
-"""The optimizer benchmark: Adam over several parameter sets, beside torch's own."""
+"""The optimizer benchmark: Adam over several parameter sets, and others on the set that suits them, beside torch's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Mapping
 
 import torch
 
+from subtensors.bench.other_optimizers import OTHERS
 from subtensors.bench.plot import plot
-from subtensors.bench.rows import Row, Setting, to_json
-from subtensors.bench.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters, specs
+from subtensors.bench.rows import Row, Setting, installed, to_json
+from subtensors.bench.sets import FIRST_STEP_SETS, MATRIX_SETS, SETS, least_traffic, parameters, specs
 from subtensors.bench.sweep import COPY, add_sweep_arguments, names, sweep, wide_console
 from subtensors.bench.table import table
 from subtensors.bench.timing import count_copied_bytes, count_kernels, synchronize, time_call
 from subtensors.bench.variants import VARIANTS, Step, Variant
+
+EVERY = {**VARIANTS, **OTHERS}
 
 
 def seconds(step: Step, device: str) -> float:
@@ -54,9 +57,7 @@ def measure_copy(tiny: bool, device: str) -> Row:
     )
 
 
-def measure(
-    set_name: str, variant_name: str, tiny: bool, device: str, variants: Mapping[str, Variant] = VARIANTS
-) -> Row:
+def measure(set_name: str, variant_name: str, tiny: bool, device: str, variants: Mapping[str, Variant] = EVERY) -> Row:
     """Measure one variant on one set, in this process.
 
     Args:
@@ -97,12 +98,18 @@ def measure(
         step_ms=times.device_ms,
         wall_ms=times.wall_ms,
         cpu_ms=times.enqueue_ms,
-        gbps=least_traffic(set_name, tiny, variant.master_weights) / times.device_ms / 1e6,
+        gbps=_least_bytes(variant, set_name, tiny) / times.device_ms / 1e6,
         extra_peak_mb=extra_peak_mb,
         kernels_per_step=count_kernels(step) if device == "cuda" else None,
         copied_bytes=count_copied_bytes(step) if device == "cuda" else None,
         setting=Setting.now(device, tiny),
     )
+
+
+def _least_bytes(variant: Variant, set_name: str, tiny: bool) -> float:
+    if variant.element_bytes is None:
+        return least_traffic(set_name, tiny, variant.master_weights)
+    return variant.element_bytes * sum(torch.Size(shape).numel() for shape, _ in specs(set_name, tiny))
 
 
 def is_measured(set_name: str, variant_name: str, slow: bool, device: str) -> bool:
@@ -113,8 +120,12 @@ def is_measured(set_name: str, variant_name: str, slow: bool, device: str) -> bo
     >>> is_measured("llama1b", "compile", slow=False, device="cuda")
     True
     """
-    variant = VARIANTS[variant_name]
+    variant = EVERY[variant_name]
     kinds = specs(set_name, tiny=False)
+    if variant.package is not None and installed(variant.package) is None:
+        return False
+    if variant.sets is not None or set_name in MATRIX_SETS:
+        return set_name in (variant.sets or ()) and not (variant.needs_gpu and device == "cpu")
     if set_name in FIRST_STEP_SETS:
         return variant_name == "subtensors"
     if variant.needs_gpu and device == "cpu":
@@ -126,8 +137,8 @@ def is_measured(set_name: str, variant_name: str, slow: bool, device: str) -> bo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--sets", default=",".join(MAIN_SETS + FIRST_STEP_SETS), help="comma-separated (%(default)s)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
+    parser.add_argument("--sets", default=",".join(SETS), help="comma-separated (%(default)s)")
+    parser.add_argument("--variants", default=",".join(EVERY), help="comma-separated (%(default)s)")
     add_sweep_arguments(parser, "cuda" if torch.cuda.is_available() else "cpu")
     parser.set_defaults(run=run)
 
@@ -147,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
     pairs = [
         (set_name, variant_name)
         for set_name in names(options.sets, list(SETS), "set")
-        for variant_name in names(options.variants, list(VARIANTS), "variant")
+        for variant_name in names(options.variants, list(EVERY), "variant")
         if is_measured(set_name, variant_name, options.slow, options.device)
     ]
     console = wide_console()

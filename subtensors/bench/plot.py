@@ -31,7 +31,7 @@ def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> Non
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Write step times, first-step times and how the latter grow with the number of tensors to a PNG."""
-    main = [row for row in rows if row.set in MAIN_SETS]
+    main = [row for row in rows if row.set in MAIN_SETS and row.variant in VARIANTS]
     growth = sorted((row.tensors, row.first_s) for row in rows if row.set in FIRST_STEP_SETS)
     drawing = Figure(figsize=(15, 5), layout="constrained")
     drawing.suptitle(describe(rows), fontsize=9)

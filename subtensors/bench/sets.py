@@ -16,6 +16,12 @@ def _llama_1b() -> list[tuple[int, ...]]:
     return [(vocabulary, hidden), *block * 16, (hidden,)]
 
 
+def _gpt_24() -> list[tuple[int, ...]]:
+    """The 96 weight matrices of 24 transformer layers, 768 wide."""
+    width = 768
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * 24
+
+
 def _mixed() -> list[Spec]:
     """1000 tensors of five shapes, each shape half in float32 and half in bfloat16."""
     shapes = [(4096,), (1024, 1024), (1024, 256), (64,), (333, 77)]
@@ -31,8 +37,10 @@ _MAIN: dict[str, list[Spec]] = {
 _FIRST_STEP: dict[str, list[Spec]] = {
     f"first{count}": [((256, 256), torch.float32)] * count for count in (10, 100, 1000, 2000)
 }
-SETS = {**_MAIN, **_FIRST_STEP}
+_MATRICES: dict[str, list[Spec]] = {"gpt24": [(shape, torch.float32) for shape in _gpt_24()]}
+SETS = {**_MAIN, **_FIRST_STEP, **_MATRICES}
 MAIN_SETS = list(_MAIN)
+MATRIX_SETS = list(_MATRICES)
 FIRST_STEP_SETS = list(_FIRST_STEP)
 """Equal tensors in growing number: for how the first step grows."""
 

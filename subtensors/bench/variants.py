@@ -62,7 +62,7 @@ def as_graph(step: Step) -> Step:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to take an Adam step.
+    """One way to take a step: of Adam, where nothing else is said.
 
     Args:
         make: gives the step over parameters that have gradients.
@@ -70,6 +70,9 @@ class Variant:
         compiles_per_tensor: its first step takes minutes over a thousand tensors.
         needs_gpu: it exists only there.
         master_weights: it keeps float32 copies of low-precision parameters; measured only on sets that have some.
+        sets: where it is measured; None for the main ones.
+        element_bytes: the least that a step moves for an element of a float32 parameter; None for Adam's.
+        package: what must be installed for it.
     """
 
     make: Callable[[list[Tensor]], Step]
@@ -77,6 +80,9 @@ class Variant:
     compiles_per_tensor: bool = False
     needs_gpu: bool = False
     master_weights: bool = False
+    sets: tuple[str, ...] | None = None
+    element_bytes: float | None = None
+    package: str | None = None
 
 
 VARIANTS: dict[str, Variant] = {
