@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import sympy
@@ -149,13 +153,61 @@ def size_set(dims: Sequence[Dim], axes: Sequence[np.ndarray], condition: sympy.B
 
 def held(condition: sympy.Basic, dims: Sequence[Dim], axes: Sequence[np.ndarray]) -> np.ndarray:
     """Where on a grid of sizes a condition holds."""
-    if isinstance(condition, sympy.And):
-        parts = [held(part, dims, axes) for part in condition.args]
-        return np.asarray(np.logical_and.reduce(parts), dtype=bool)
     grid = np.meshgrid(*axes, indexing="ij")
+    symbols = [dim.symbol for dim in dims]
+    return np.asarray(_held(condition, symbols, np.stack([g.ravel() for g in grid])), dtype=bool).reshape(grid[0].shape)
+
+
+def _held(condition: sympy.Basic, symbols: Sequence[sympy.Symbol], sizes: np.ndarray) -> np.ndarray:
+    """For each column of sizes, (number of symbols, points), whether a condition holds."""
+    if isinstance(condition, sympy.And | sympy.Or | sympy.Not):
+        parts = [_held(part, symbols, sizes) for part in condition.args]
+        if isinstance(condition, sympy.Not):
+            return ~parts[0]
+        combine = np.logical_and if isinstance(condition, sympy.And) else np.logical_or
+        return np.asarray(combine.reduce(parts), dtype=bool)
+    if isinstance(condition, sympy.core.relational.Relational):
+        difference, whole = sympy.fraction(sympy.together(condition.lhs - condition.rhs))
+        # In whole numbers: in floating point floor(14/3 - 2/3) is 3. A division by zero has no say: the program would
+        # have gone another way before it.
+        with contextlib.suppress(KeyError), np.errstate(all="ignore"):
+            if whole.is_Integer and whole > 0:
+                value = _whole(difference, dict(zip(symbols, sizes, strict=True)))
+                return np.broadcast_to(_COMPARISONS[condition.rel_op](value, 0), sizes.shape[1:])
     with np.errstate(all="ignore"):
-        value = sympy.lambdify([dim.symbol for dim in dims], condition, "numpy")(*grid)
-    return np.broadcast_to(np.asarray(value, dtype=bool), grid[0].shape)
+        found = sympy.lambdify(symbols, condition, "numpy")(*sizes)
+    return np.broadcast_to(np.asarray(found, dtype=bool), sizes.shape[1:])
+
+
+def _whole(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, np.ndarray]) -> Any:
+    """The value of an expression of whole numbers; a KeyError where it holds another function."""
+    if expression.is_Integer:
+        return np.int64(int(expression))
+    if isinstance(expression, sympy.Symbol):
+        return sizes[expression]
+    if isinstance(expression, sympy.floor | sympy.ceiling):
+        above, below = (_whole(part, sizes) for part in sympy.fraction(sympy.together(expression.args[0])))
+        return above // below if isinstance(expression, sympy.floor) else -(-above // below)
+    combine = _ARITHMETIC[type(expression)]
+    return functools.reduce(combine, [_whole(part, sizes) for part in expression.args])
+
+
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Mod: operator.mod,
+    sympy.Min: np.minimum,
+    sympy.Max: np.maximum,
+}
+
+_COMPARISONS = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 def simplest(

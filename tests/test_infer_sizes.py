@@ -119,6 +119,11 @@ def test_random_programs_accept_what_they_run_on(steps: list[Callable[[Tensor], 
     check_one(program, N)
 
 
+def test_a_quotient_of_a_difference_is_exact() -> None:
+    found = check_one(lambda x: x[2:].view(-1, 3).sum(1).view(2, -1), N)
+    assert found.sizes == sympy.Union(sympy.Range(0, 3), sympy.Range(8, 32, 6))
+
+
 # --- several dimensions -----------------------------------------------------------------------------------------------
 
 SMALL = st.Dim("n", max=6), st.Dim("m", max=6)
