@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_static_compile import copies_of, count_static
 from torch import Tensor, nn
 
 import subtensors as st
@@ -152,6 +153,56 @@ def test_parameters_of_low_precision_with_masters_are_captured(device: str) -> N
         captured.step()
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
     assert captured.capture().recordings == 0
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipping": {"max_norm": 0.5},
+    "averaged weights": {"ema": 0.9},
+    "two passes": {"accumulate": 2},
+    "8-bit state": {"state_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_options_of_every_optimizer_are_captured(device: str, options: dict[str, Any]) -> None:
+    pair = Pair(device, st.optim.AdamW, **options)
+    large = torch.randn(5000, generator=pair.generator).to(device)  # enough for its state to be of 8 bits
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params.append(nn.Parameter(large.clone()))
+        opt.add_param_group({"params": [params[-1]]})
+    for _ in range(6):
+        pair.step()
+    pair.assert_equal()
+    if device == "cpu" and "max_norm" in options:  # the sum over tensors is torch's, and so in a graph alone
+        assert pair.capture.obstacles == {"the norm of the gradients is more than fused calls": 6}
+    else:
+        assert pair.capture.stats()["eager_steps"] == 0
+        assert pair.capture.recordings == 1
+
+
+def test_the_compiler_knows_that_the_state_of_a_captured_optimizer_is_static(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    eager, captured = (opt.state[p[0]]["exp_avg"] for opt, p in zip(pair.both, pair.params, strict=True))
+    assert count_static(lambda m: m * 2, eager) == (1, 0)
+    assert count_static(lambda m: m * 2, captured) == (1, 1)
+    assert not vars(pair.captured.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.gpu
+def test_a_graph_of_compiled_code_copies_nothing_of_packed_parameters_and_their_state(device: str) -> None:
+    params = [nn.Parameter(torch.randn(64, 64, device="cuda")) for _ in range(3)]
+    opt = st.optim.AdamW(params, lr=0.1)
+    opt.capture(packed=True)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    averages = [opt.state[p]["exp_avg"] for p in params]
+    read = torch.compile(lambda state: torch.stack([t.sum() for t in state]), mode="reduce-overhead")
+    multiply = torch.compile(lambda a, b: a @ b, mode="reduce-overhead")
+    with torch.no_grad():
+        assert copies_of(lambda: read(averages)) == 0
+        assert copies_of(lambda: multiply(*params[:2])) == 0
 
 
 # --- live numbers ---------------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ class PackedMemory:
         self._gradient_storages = [t.untyped_storage() for t in self._gradient_flats]
         self.addresses = [p.data_ptr() for p in self.params]
         self._places = [(first.data_ptr(), last.data_ptr()) for first, last in self._ends]
+        for t in (*self._flats, *self.params):
+            torch._dynamo.mark_static_address(t, guard=False)
         self.attach()
         self.take_note()
 

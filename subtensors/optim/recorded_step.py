@@ -61,6 +61,9 @@ class RecordedStep:
         self.param_places = torch_private.AddressGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_addresses = _addresses(self.state)
+        for t in [t for p in self.params for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]:
+            # It stays where it is: graphs of compiled code that reads it need no copy.
+            torch._dynamo.mark_static_address(t, guard=False)
         own = _present(gradients)
         self.gradient_places = torch_private.AddressGuard(own)
         self.gradients_alike = torch_private.MetadataGuard(own)

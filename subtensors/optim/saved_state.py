@@ -16,7 +16,6 @@ from subtensors.optim.group_lists import GroupLists
 from subtensors.optim.low_bit_state import form_of, keep, restored
 from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
-from subtensors.static_tensor import StaticAddressTensor
 
 MASTER = "master_param"
 AVERAGE = "ema"
@@ -125,8 +124,8 @@ class SavedState(torch.optim.Optimizer):
 
 
 def _plain(value: Any) -> Any:
-    """A value as torch's optimizers keep it: the same memory, which who loads it need not find in an arena."""
-    return value.data if isinstance(value, StaticAddressTensor) else value
+    """A value as torch's optimizers keep it: the same memory, without saying that it is static or in an arena."""
+    return value.data if isinstance(value, Tensor) and (type(value) is not Tensor or vars(value)) else value
 
 
 @dataclass
