@@ -2,7 +2,7 @@
 
 `check_chunked(program, tensors)` runs a program of named tensors in float64, which is the truth; on plain tensors; and
 with some of them chunked. What rounding may do is measured: the plain program runs four times more, every result that
-torch rounds moved by half a rounding. Values and gradients of the chunked run may err by 1.5 times the largest error
+torch rounds moved by up to one rounding. Values and gradients of the chunked run may err by 1.5 times the largest error
 of those plain runs, plus one rounding of the largest value.
 """
 
@@ -85,7 +85,7 @@ _EXACT = frozenset("neg abs relu where clone fill copy amax amin max min any all
 
 
 class Moved(TorchDispatchMode):
-    """Moves every result that torch rounds by up to half a rounding, at random."""
+    """Moves every result that torch rounds by up to one rounding, at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Moved(TorchDispatchMode):
         if t.device not in self.generators:
             self.generators[t.device] = torch.Generator(t.device).manual_seed(self.seed)
         wide = t.detach().to(torch.float64)
-        noise = torch.rand(t.shape, generator=self.generators[t.device], dtype=torch.float64, device=t.device) - 0.5
+        noise = torch.rand(t.shape, generator=self.generators[t.device], dtype=torch.float64, device=t.device) * 2 - 1
         with torch.no_grad():
             t.copy_(wide + noise * wide * torch.finfo(t.dtype).eps)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import subtensors as st
+from subtensors.dispatch.region import compiled
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 8, 6, 40
 
@@ -100,9 +101,9 @@ def test_what_is_computed_in_full_is_said(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_compiled_loss_without_gradients_computes_none() -> None:
     t = tensors()
-    compiled = torch.compile(chunking(language_model, rows=2), fullgraph=True, backend="aot_eager")
+    step = torch.compile(chunking(language_model, rows=2), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        torch.testing.assert_close(compiled(**t), plainly(language_model)(**t))
+        torch.testing.assert_close(step(**t), plainly(language_model)(**t))
 
 
 @pytest.mark.gpu
@@ -119,15 +120,49 @@ def test_on_a_gpu_the_peak_of_a_compiled_step_falls() -> None:
 
     peaks, grads = {}, {}
     for chunked in (False, True):
-        compiled = torch.compile(loss, fullgraph=True)
+        step = torch.compile(loss, fullgraph=True)
         for _ in range(2):
             h.grad = w.grad = None
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            compiled(h, w, chunked).backward()
+            step(h, w, chunked).backward()
             torch.cuda.synchronize()
             peaks[chunked] = torch.cuda.max_memory_allocated() - before
         grads[chunked] = w.grad
     assert peaks[True] < peaks[False] / 3
     torch.testing.assert_close(grads[True], grads[False], rtol=2**-6, atol=float(grads[False].abs().max()) * 2**-6)
+
+
+def entropies(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(h, w, b)
+    log_probs = torch.log_softmax(2 * logits, -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    with torch.no_grad():
+        weight = torch.sigmoid(logits.amax(-1) - 1)
+    return (entropy * weight).mean() + F.linear(F.silu(logits), w.t()).square().mean()
+
+
+@pytest.mark.parametrize("program", [entropies, squares, tied])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_the_maths_of_a_chunk_is_compiled_once_and_is_itself(
+    program: Callable[..., Tensor], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    t = tensors()
+    expected = run(plainly(program), t)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        for a, e in zip(run(chunking(program, rows=2, compile=True), t), expected, strict=True):
+            torch.testing.assert_close(a, e)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # A run of ops is compiled for whole chunks and for the last, short one, with and without gradients; not again.
+    assert graphs <= 4 * 3
+    assert graphs > 0 or program is tied  # nothing is left of it beside the kernels of its loss
+
+
+@pytest.mark.gpu
+def test_inductor_compiles_the_maths_of_a_chunk() -> None:
+    t = {n: x.detach().cuda().requires_grad_(x.requires_grad) for n, x in tensors().items()}
+    for a, e in zip(run(chunking(entropies, rows=2, compile=True), t), run(plainly(entropies), t), strict=True):
+        torch.testing.assert_close(a, e)

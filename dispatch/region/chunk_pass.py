@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.region.accumulation import GradientSum, ProductInto
+from subtensors.dispatch.region.compiled import CompiledRun, compiled_program
 from subtensors.dispatch.region.graph import Join, PerChunk, Span, Value, tensors_of
 from subtensors.dispatch.region.plan import Input, Plan, Step
 
@@ -151,7 +152,15 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
             return known[id(x)]
         return x.of(span) if isinstance(x, PerChunk) else x
 
-    for step in plan.steps:
+    for step in _program(plan):
+        if isinstance(step, CompiledRun):
+            with torch.set_grad_enabled(gradients is not None and step.grad):
+                results = step.function(*[at(x) for x in step.reads])
+            known.update({id(v): t for v, t in zip(step.results, results, strict=True)})
+            del results
+            for value in step.last:
+                known.pop(id(value), None)
+            continue
         with torch.set_grad_enabled(gradients is not None and step.node.grad):
             product = None if gradients is None else _product(step, places, gradients)
             if product is not None:
@@ -168,6 +177,16 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
         for place in step.last:
             known.pop(id(step.leaves[place]), None)
     return [known[id(v)] for v in plan.outputs]
+
+
+def _program(plan: Plan) -> Sequence[Step | CompiledRun]:
+    """The ops of a pass, as they are run."""
+    if not plan.axis.policy.compiled:
+        return plan.steps
+    if plan.program is None:
+        kept = {id(v) for v in plan.outputs}
+        plan.program = compiled_program(plan.steps, kept, lambda step: step.node.op in _FACTORS)
+    return plan.program
 
 
 # Products of two factors: where those stand, and what is added to them.

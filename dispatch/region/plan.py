@@ -60,6 +60,8 @@ class Plan:
         self.outputs = list(outputs)
         self.inputs: list[Input] = []
         self.steps: list[Step] = []
+        self.program: list[Any] | None = None
+        """The steps with runs of them compiled, where that was asked for and the pass has run."""
         self._done: set[int] = set()
         for output in outputs:
             assert output.node is not None

@@ -1,0 +1,122 @@
+"""Chunked losses inside what trains models: gradient scaling, DDP, FSDP2, a language model's own loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import subtensors as st
+
+
+class LanguageModel(nn.Module):
+    """An embedding, a layer, and a head whose loss is chunked or not; `tied` shares the embedding with the head."""
+
+    def __init__(self, tied: bool = False, chunked: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.chunked = chunked
+        self.embedding = nn.Embedding(50, 8)
+        self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.layer(self.embedding(tokens))
+        logits = self.head(st.chunk(hidden, rows=2) if self.chunked else hidden)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def batches() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 50, (5, 7), generator=g) for _ in range(3)]
+
+
+def trained(model: nn.Module, scaler: Any = None, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The parameters after a few steps, gradients accumulated over two batches in the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    first, second, third = batches()
+    for step in ([first, second], [third]):
+        optimizer.zero_grad()
+        for tokens in step:
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = model(tokens) / len(step)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_of_a_model_with_a_chunked_loss_are_those_of_the_model(tied: bool) -> None:
+    for a, e in zip(trained(LanguageModel(tied)), trained(LanguageModel(tied, chunked=False)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_scaled_gradients_are_unscaled_clipped_and_stepped_with(dtype: torch.dtype | None) -> None:
+    runs = [trained(LanguageModel(chunked=c), torch.amp.GradScaler("cpu", 1024.0), dtype) for c in (True, False)]
+    for a, e in zip(*runs, strict=True):
+        torch.testing.assert_close(a, e, **({} if dtype is None else {"rtol": 2**-6, "atol": 2**-7}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ddp_reduces_each_gradient_once_a_step(tied: bool, process_group: None) -> None:
+    expected = trained(LanguageModel(tied, chunked=False))
+    model = DistributedDataParallel(LanguageModel(tied))
+    seen: list[int] = []
+
+    def count(state: Any, bucket: Any) -> Any:
+        seen.extend(p.numel() for p in bucket.parameters())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # Torch reads the annotations themselves.
+    count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    model.register_comm_hook(None, count)
+    for a, e in zip(trained(model), expected, strict=True):
+        torch.testing.assert_close(a, e)
+    assert sorted(seen) == sorted(3 * [p.numel() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp2_shards_the_head_whose_loss_is_chunked(tied: bool, process_group: None) -> None:
+    expected = trained(LanguageModel(tied, chunked=False))
+    model = LanguageModel(tied)
+    fully_shard(model.layer)
+    fully_shard(model)
+    for a, e in zip(trained(model), expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_a_head_whose_weight_is_gone_before_its_loss_is_refused_clearly(process_group: None) -> None:
+    model = LanguageModel()
+    weight = copy.deepcopy(model.head.weight.detach())
+    logits = F.linear(st.chunk(torch.ones(4, 8), rows=2), weight)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(st.RuleError, match="reshard_after_forward=False"):
+        F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
