@@ -12,7 +12,9 @@ from subtensors.infer_sizes import infer_sizes
 from subtensors.norms import clip_grad_norm_, total_norm
 from subtensors.padded_tensor import PaddedTensor
 from subtensors.padding import pad
+from subtensors.padding_formats import pad_masked, pad_nested, to_masked, to_nested
 from subtensors.rounding import stochastic_round_
+from subtensors.size_arithmetic import PaddedSizeWarning, watch_size_arithmetic
 from subtensors.sizes import Dim
 from subtensors.static_tensor import StaticAddressTensor, static
 from subtensors.tensor_list import TensorList
@@ -24,6 +26,7 @@ __all__ = [
     "Dim",
     "Geometric",
     "Linear",
+    "PaddedSizeWarning",
     "PaddedTensor",
     "RuleError",
     "SizeError",
@@ -38,7 +41,12 @@ __all__ = [
     "infer_sizes",
     "optim",
     "pad",
+    "pad_masked",
+    "pad_nested",
     "static",
     "stochastic_round_",
+    "to_masked",
+    "to_nested",
     "total_norm",
+    "watch_size_arithmetic",
 ]

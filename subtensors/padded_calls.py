@@ -26,8 +26,10 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.padded import composites, engine, rules
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain, static_dims
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain, static_dims
+from subtensors.dispatch.size_factors import size_of
 from subtensors.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.size_arithmetic import is_watching, watched_shape
 
 # Questions about a tensor itself, which its wrapper answers, and what drives autograd.
 _OF_THE_WRAPPER = frozenset(
@@ -75,13 +77,23 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if torch_private.is_tracing():
                 # The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any.
                 warnings.simplefilter("ignore", UserWarning)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        if is_watching() and isinstance(args[0], PaddedTensor) and (name == "size" or isinstance(out, torch.Size)):
+            return _watched_size(args[0], args[1:], kwargs)
+        return out
     try:
         return _by_rules(func, args, kwargs)
     except RuleError as missing:
         from subtensors.padded_fallback import on_logical_data
 
         return on_logical_data(func, args, kwargs, missing)
+
+
+def _watched_size(x: PaddedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    true = [str(size_of(factors)) if is_padded(factors) else None for factors in x._dims]
+    shape = watched_shape(x._dense.shape, true)
+    dim = args[0] if args else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
 
 
 def _gives_tensor(func: Any) -> bool:

@@ -89,7 +89,9 @@ class Padded:
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
         if not wanted or self.sizes is None:
             return None
-        key = (self.dims, wanted, self.shape)
+        if self.sizes.is_captured:
+            return _mask(self.dims, wanted, self.sizes)
+        key = (self.dims, wanted)
         found = self.sizes.masks.get(key)
         if found is None:
             found = _mask(self.dims, wanted, self.sizes)

@@ -54,8 +54,26 @@ class TrueSizes:
 
     @property
     def known_on_host(self) -> bool:
-        """Can `host()` answer without waiting for the device?"""
-        return self._host is not None
+        """Can `host()` answer without waiting for the device? In a graph capture it must not."""
+        return self._host is not None and not self.is_captured
+
+    @property
+    def is_captured(self) -> bool:
+        """Is work on these sizes being captured into a CUDA graph, which serves other sizes too?"""
+        return self.values.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def set(self, host: Sequence[HostSize]) -> None:
+        """Give the symbols other values, in the memory that a captured graph reads.
+
+        Args:
+            host: one value a symbol, or for a ragged batch a tuple of one a row.
+        """
+        source = torch.tensor(host, dtype=torch.int64)
+        if self.values.is_cuda:
+            source = source.pin_memory()
+        self.values.copy_(source, non_blocking=True)
+        self._host = tuple(host)
+        self.masks.clear()
 
     def of(self, size: Size) -> Tensor:
         """The value of an expression on the device: () or (rows,) int64."""
