@@ -101,7 +101,7 @@ def _gives_tensor(func: Any) -> bool:
 
 
 def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    composites.check_function(func)
+    composites.check_function(func, args, kwargs)
     running = _Running()
     shells = tree_map_only(Tensor, running.shell, (args, kwargs))
     _state.calls.append(running)

@@ -28,14 +28,15 @@ class NotDecomposed(RuleError):
 
 
 OPS = frozenset(
-    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cosine_similarity cumulative_trapezoid diff dsplit
+    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid diff dsplit nanmean
+    linalg_vecdot
     dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
     fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
     hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d
-    meshgrid movedim narrow pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
+    movedim narrow pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
     rms_norm _fused_rms_norm tensordot trapezoid trapz vsplit vstack moveaxis swapaxes swapdims unflatten.int
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode dropout
-    dropout_ feature_dropout alpha_dropout l1_loss square take_along_dim
+    dropout_ feature_dropout alpha_dropout l1_loss square
     concat type_as to.dtype to.device to.other to.dtype_layout relu6 selu
     where.ScalarSelf where.ScalarOther where.Scalar
     chalf var std var_mean std_mean cosine_embedding_loss triplet_margin_loss
@@ -59,7 +60,9 @@ FUNCTIONS = frozenset(
     binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy dropout dropout1d dropout2d
     dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
     instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax max_pool1d_with_indices
-    max_pool2d_with_indices max_pool3d_with_indices mish mse_loss multi_head_attention_forward nll_loss normalize pad
+    max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss triplet_margin_loss
+    multi_margin_loss multilabel_margin_loss grid_sample linear_cross_entropy kl_div
+    multi_head_attention_forward nll_loss normalize pad
     poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
     tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss
     max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
@@ -67,13 +70,21 @@ FUNCTIONS = frozenset(
 }
 """Functions of torch that are written in Python."""
 
+EXCEPT: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    # The mean over the batch divides by its size.
+    "torch.nn.functional.kl_div": lambda args, kwargs: "batchmean" in (*args, *kwargs.values()),
+}
+"""Calls of those that compute with sizes after all."""
 
-def check_function(func: Callable[..., Any]) -> None:
+
+def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise NotDecomposed for a Python function of torch that isn't listed."""
     if not isinstance(func, types.FunctionType):
         return
     name = f"{func.__module__}.{func.__qualname__}"
-    if name not in FUNCTIONS:
+    # Compared as words: a tensor among the arguments would answer elementwise.
+    words = tuple(a for a in args if isinstance(a, str)), {k: a for k, a in kwargs.items() if isinstance(a, str)}
+    if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](*words)):
         raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
 
 

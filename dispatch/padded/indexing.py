@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
-from subtensors.dispatch.padded.pointwise import broadcast, met, pointwise
-from subtensors.dispatch.size_factors import Factors
+from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
+from subtensors.dispatch.size_factors import Factors, bucket_of
 
 aten = torch.ops.aten
 
@@ -51,6 +51,28 @@ def gather(call: Call) -> Padded:
     dims = _index_dims(call, x, index, d)
     index = Padded(index.dense, dims, call.sizes())
     return result(call.dense({"index": index.filled(0)}), dims, call.sizes()).gradient_masked()
+
+
+@table.register(aten.take_along_dim)
+def take_along_dim(call: Call) -> Padded:
+    """An element for each one of an index that broadcasts."""
+    x, index = call["self"], call["indices"]
+    if call["dim"] is None or x.dim() != index.dim():
+        raise refuse(call, "without a dim it takes from the flattened tensor")
+    d = call["dim"] % x.dim()
+    rest = [Padded(t.dense, (*t.dims[:d], static_dims([1])[0], *t.dims[d + 1 :]), t.sizes) for t in (x, index)]
+    dims, sizes = broadcast(rest)
+    widened = []
+    for t in (x, index):
+        own = [*dims[:d], t.dims[d], *dims[d + 1 :]]
+        shape = list(map(bucket_of, own))
+        widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
+    if _scalar(x, d):
+        # Unlike gather, it counts negative positions from the end.
+        found = widened[1]
+        size = torch.as_tensor(x.size(d), device=found.dense.device)
+        widened[1] = found.like(torch.where(found.dense < 0, found.dense + size, found.dense))
+    return apply(aten.gather.default, widened[0], d, widened[1])  # type: ignore[no-any-return]
 
 
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)

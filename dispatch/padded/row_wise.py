@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, pointwise
 from subtensors.dispatch.size_factors import bucket_of
@@ -23,13 +23,11 @@ aten = torch.ops.aten
 
 # How many of the last dims an op mixes, in each of its tensors.
 MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_cholesky cholesky cholesky_inverse linalg_eig
-    linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd linalg_qr qr
-    geqrf linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet linalg_slogdet
-    slogdet logdet linalg_matrix_exp matrix_exp linalg_householder_product orgqr linalg_ldl_factor
-    linalg_ldl_factor_ex linalg_pinv linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm
-    linalg_matrix_rank trace lu_unpack linalg_lu_solve cholesky_solve triangular_solve linalg_solve_triangular
-    linalg_multi_dot _linalg_check_errors linalg_ldl_solve pinverse ormqr cdist _cdist_forward _euclidean_dist
-    linalg_tensorinv nuclear_norm linalg_lstsq"""
+    linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd
+    linalg_qr qr linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet
+    linalg_slogdet slogdet logdet linalg_matrix_exp matrix_exp linalg_ldl_factor linalg_ldl_factor_ex
+    linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm trace cholesky_solve triangular_solve
+    linalg_solve_triangular pinverse geqrf"""
 IMAGE_OPS = {
     1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d adaptive_avg_pool1d adaptive_max_pool1d
         reflection_pad1d replication_pad1d diag_embed""",
@@ -42,19 +40,40 @@ IMAGE_OPS = {
     4: "grid_sampler_3d",
 }
 
+# Pivots and reflectors' factors are vectors, tolerances single numbers.
+MIXED_OPS = {
+    "lu_unpack": (2, 1),
+    "linalg_lu_solve": (2, 1, 2),
+    "linalg_ldl_solve": (2, 1, 2),
+    "linalg_householder_product": (2, 1),
+    "orgqr": (2, 1),
+    "ormqr": (2, 1, 2),
+    "linalg_pinv": (2, 0, 0),
+    "linalg_matrix_rank": (2, 0, 0),
+    "_cdist_forward": (2, 2),
+    "cdist": (2, 2),
+    "_euclidean_dist": (2, 2),
+}
+
 
 def _overloads(names: str) -> list[Any]:
     return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
 
 
-_CORE = dict.fromkeys(_overloads(MATRIX_OPS), 2) | {
-    packet: rank for rank, names in IMAGE_OPS.items() for packet in _overloads(names)
-}
+_CORE: dict[Any, int | tuple[int, ...]] = dict.fromkeys(_overloads(MATRIX_OPS), 2)
+_CORE |= {packet: rank for rank, names in IMAGE_OPS.items() for packet in _overloads(names)}
+_CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _overloads(name)}
 
 
 def by_last_dims(call: Call) -> Any:
     """An op that mixes its last dims."""
-    return row_wise(call, [_CORE[call.op.overloadpacket]] * len(call.values))
+    cores = _CORE[call.op.overloadpacket]
+    operands = len(call.values)
+    if [call.get("dim1", -2), call.get("dim2", -1)] != [-2, -1] or ("ord" in call and call["dim"] != [-2, -1]):
+        raise refuse(call, "it mixes other dims than the last")
+    if isinstance(cores, tuple) and len(cores) < operands:
+        raise refuse(call, "how its operands are laid out isn't known")
+    return row_wise(call, cores[:operands] if isinstance(cores, tuple) else [cores] * operands)
 
 
 def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
@@ -67,6 +86,8 @@ def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
     """
     operands = call.values
     for x, core in zip(operands, cores, strict=True):
+        if x.dim() < core:
+            raise refuse(call, f"an operand has less than {core} dims")
         if any(x.is_padded(d) for d in range(max(x.dim() - core, 0), x.dim())):
             raise refuse(call, f"it mixes the last {core} dims")
     batches = [
@@ -115,6 +136,33 @@ def solve(call: Call) -> Any:
     a, b = call["A"], call["B"]
     vectors = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
     return row_wise(call, [2, 1 if vectors else 2])
+
+
+@table.register(aten.cosine_similarity)
+def cosine(call: Call) -> Any:
+    """The cosine of the angle between vectors along a dim, their norms at least eps."""
+    a, b = apply(aten.broadcast_tensors.default, [call["x1"], call["x2"]])
+    d = [call["dim"]]
+    norms = [apply(aten.linalg_vector_norm.default, x, 2, d) for x in (a, b)]
+    product = apply(aten.sum.dim_IntList, apply(aten.mul.Tensor, a, b), d)
+    for norm in norms:
+        floor = norm.like(ClampValue.apply(norm.dense, call["eps"]))  # type: ignore[no-untyped-call]
+        product = apply(aten.div.Tensor, product, floor)
+    return product
+
+
+class ClampValue(torch.autograd.Function):
+    """At least a number, as torch clamps these norms: out of autograd's sight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, least: float) -> Tensor:
+        """The clamped values."""
+        return x.clamp_min(least)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient as it is."""
+        return gradients[0], None
 
 
 @table.register(aten.glu)

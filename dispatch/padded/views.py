@@ -24,7 +24,10 @@ _END = 2**62  # torch writes an open end as the largest int64
 def reshape(call: Call) -> Padded:
     """Dims become one, or come apart."""
     x: Padded = call["self"]
-    dims = reshaped(x.dims, list(call.get("size", call.get("shape"))))
+    shape = list(call.get("size", call.get("shape")))
+    if 0 in x.shape:
+        raise refuse(call, "where the sizes of an empty tensor go isn't told by its elements")
+    dims = reshaped(x.dims, shape)
     dims = [factors or static_dims([1])[0] for factors in dims]
     return result(call.dense(), dims, x.sizes, x.fill)
 
@@ -94,6 +97,27 @@ def expand_as(call: Call) -> Any:
     shape = tuple(map(bucket_of, dims))
     outs = [result(gradient_safe(x, dims, shape, sizes).expand(shape), dims, sizes) for x in operands]
     return outs[0] if call.op is aten.expand_as.default else outs
+
+
+@table.register(aten.meshgrid)
+def meshgrid(call: Call) -> list[Padded]:
+    """Each vector along a dim of its own, repeated along those of the others."""
+    vectors: list[Padded] = [x if x.dim() else Padded(x.dense.view(1), static_dims([1])) for x in call["tensors"]]
+    sizes = call.sizes()
+    dims = [x.dims[0] for x in vectors]
+    shape = [x.shape[0] for x in vectors]
+    outs = []
+    for i, x in enumerate(vectors):
+        at = [1] * len(vectors)
+        at[i] = -1
+        own: list[Factors] = [static_dims([1])[0]] * len(vectors)
+        own[i] = x.dims[0]
+        placed = Padded(x.dense.view(at), tuple(own), x.sizes)
+        out = result(gradient_safe(placed, dims, shape, sizes).expand(shape), dims, sizes)
+        swapped = call.get("indexing") == "xy" and len(vectors) > 1
+        axes = [1, 0, *range(2, len(vectors))]
+        outs.append(result(out.dense.permute(axes), [dims[a] for a in axes], sizes) if swapped else out)
+    return outs
 
 
 @table.register(aten.alias, aten.detach, aten.alias_copy, aten.detach_copy, aten.lift_fresh, aten.lift, aten.contiguous,

@@ -1,0 +1,82 @@
+"""Write what each op of torch's op_db does on padded tensors: `python tests/padded_table.py docs/padded-ops.md`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from padded_conformance import outcomes
+from torch.testing._internal.common_methods_invocations import op_db
+
+SAMPLES = 12
+
+# What these give is drawn at random, for the bucket rather than for the true size, or is whatever the memory held.
+WITHOUT_VALUES = set(
+    """bernoulli multinomial normal nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d
+    nn.functional.alpha_dropout nn.functional.feature_alpha_dropout rand_like randn_like randint_like uniform cauchy
+    exponential geometric log_normal randint randn rand nn.functional.rrelu nn.functional.fractional_max_pool2d
+    nn.functional.fractional_max_pool3d empty_like empty new_empty empty_strided new_empty_strided empty_permuted
+    pca_lowrank svd_lowrank""".split()
+)
+
+# torch.masked is Python that no type can intercept; these divide by torch.ones(x.shape).sum(), the bucket's size.
+PYTHON_ARITHMETIC = {"masked.mean", "masked.var", "masked.std"}
+
+OPS = [op for op in op_db if op.name not in PYTHON_ARITHMETIC]
+
+INTRODUCTION = """# PaddedTensor, op by op
+
+What every op of torch's own test database does when a dim of an operand is padded, as `tests/padded_table.py` found it
+with padding of NaN, infinity, 1e30, and indices out of range. Each sample was run with each dim padded, alone and
+together with the dims of its size in other operands, and compared with the unpadded run: no result and no gradient was
+wrong, but for the ops under "Python arithmetic".
+
+- **rule**: for some dim, the op runs on the padded storage; nothing is unpadded.
+- **fallback**: for every dim that was tried, it runs on the logical data, in eager mode.
+- **refused**: an error says why.
+- **-**: there is no gradient, or no sample with a tensor that has a dim to pad.
+
+"""
+
+
+def ways(index: int) -> tuple[str, str, str, list[str]]:
+    """An op's name, its best way forward and backward, and its wrong results."""
+    op = OPS[index]
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    found = outcomes(op, SAMPLES, values=op.name not in WITHOUT_VALUES)
+    wrong = [f"{op.formatted_name} {o.plan}: {o.why}" for o in found if "wrong" in (o.how, o.backward)]
+    return op.formatted_name, best([o.how for o in found]), best([o.backward for o in found]), wrong
+
+
+def best(found: list[str]) -> str:
+    """The best way among outcomes."""
+    return next((way for way in ("rule", "fallback", "refused") if way in found), "-")
+
+
+def page() -> tuple[str, Counter[str], Counter[str], list[str]]:
+    """The page, how many ops go which way forward and backward, and all wrong results."""
+    with ProcessPoolExecutor(2) as workers:
+        rows = list(workers.map(ways, range(len(OPS)), chunksize=4))
+    forward, backward = (Counter(row[i] for row in rows) for i in (1, 2))
+    applicable = sum(n for way, n in forward.items() if way != "-")
+    counts = (
+        f"Of {applicable} ops with a sample that has a dim to pad, {forward['rule']} run by rules forward and "
+        f"{backward['rule']} backward; {forward['fallback']} run on the logical data only, {forward['refused']} are "
+        f"refused.\n\n"
+    )
+    lines = [f"| `{name}` | {ahead} | {back} |" for name, ahead, back, _ in sorted(rows)]
+    names = ", ".join(f"`{name}`" for name in sorted(PYTHON_ARITHMETIC))
+    arithmetic = f"\n## Python arithmetic\n\n{names}: see [the leak that no type can see](padded.md).\n"
+    text = INTRODUCTION + counts + "| op | forward | backward |\n|---|---|---|\n" + "\n".join(lines) + "\n" + arithmetic
+    return text, forward, backward, [w for row in rows for w in row[3]]
+
+
+if __name__ == "__main__":
+    text, forward, backward, wrong = page()
+    print(forward, backward, *wrong, sep="\n")
+    Path(sys.argv[1]).write_text(text)
