@@ -91,7 +91,6 @@ def test_a_random_program_on_a_ragged_batch_is_the_program_on_each_row(
     weights = [torch.randn_like(e) for e in expected]
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
-    # Where neighbours tie, a sorted or a running maximum has no gradient of its own: these values don't tie.
     for a, e in zip(
         total_gradients(actual, weights, [*rows, w]), total_gradients(expected, weights, [*rows, w]), strict=True
     ):
