@@ -14,6 +14,8 @@ from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, 
 from subtensors.dispatch.padded.true_sizes import ROWS, HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import bucket_of
+from subtensors.kernels.extents import Extent
+from subtensors.kernels.padding_ops import pad_list, pad_to
 from subtensors.padded_tensor import PaddedTensor, value_of
 from subtensors.sizes import Dim, SizeAgreement
 
@@ -120,12 +122,7 @@ def _padded(t: Tensor, dims: Mapping[int, Dim], value: Number) -> Padded:
 
 def extended(t: Tensor, shape: Sequence[int], value: Number) -> Tensor:
     """`t` at the start of a tensor of a larger shape, `value` elsewhere; differentiable."""
-    widths: list[int] = []
-    for have, want in zip(reversed(t.shape), reversed(shape), strict=True):
-        widths += [0, want - have]
-    if not any(widths):
-        return t.clone()
-    return torch.constant_pad_nd(t, widths, value)
+    return pad_to(t, shape, value)
 
 
 def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> Padded:
@@ -147,7 +144,8 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
     for d, dim in dims.items():
         factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
     shape = tuple(map(bucket_of, factors))
-    dense = torch.stack([extended(row, shape, value) for row in rows])
+    padding = [Extent(d + 1, sizes.of(dim.symbol)) for d, dim in dims.items()]
+    dense = pad_list(rows, (len(rows), *shape), padding, value)
     return Padded(dense, (padded_dim(len(rows), ROWS), *factors), sizes, None if value != value else value)
 
 

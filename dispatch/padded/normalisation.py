@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, result, static_dims
 from subtensors.dispatch.padded.reductions import accumulated, real_count
@@ -32,10 +33,34 @@ def layer_norm(call: Call) -> Any:
         raise refuse(call, "its weight is padded")
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)
+    if call.op.overloadpacket is aten.layer_norm:
+        by_kernel = fused.normed(x, len(over), call["weight"], call["bias"], call["eps"], is_rms=False)
+        if by_kernel is not None:
+            return by_kernel
     if call.op.overloadpacket is aten.native_layer_norm:
         raise refuse(call, "its statistics are over padded dims")
     normal, _, _ = _normalised(x, list(over), call["eps"])
     return _scaled(x, normal, call["weight"], call["bias"], [1] * first + list(x.shape[first:]))
+
+
+@table.register(aten.rms_norm)
+def rms_norm(call: Call) -> Padded:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dims."""
+    x: Padded = call["input"]
+    weight: Padded | None = call["weight"]
+    first = x.dim() - len(call["normalized_shape"])
+    over = list(range(first, x.dim()))
+    if weight is not None and weight.padded_dims:
+        raise refuse(call, "its weight is padded")
+    if not any(x.is_padded(d) for d in over):
+        return _by_torch(call, x, first)  # type: ignore[no-any-return]
+    eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
+    by_kernel = fused.normed(x, len(over), weight, None, eps, is_rms=True)
+    if by_kernel is not None:
+        return by_kernel
+    values = x.filled(0).to(accumulated(x.dense.dtype))
+    normal = values * torch.rsqrt((values * values).sum(over, keepdim=True) / _count(x, over) + eps)
+    return _scaled(x, normal, weight, None, [1] * first + list(x.shape[first:]))
 
 
 @table.register(aten.group_norm)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.op_classes import OpClass
+from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result, static_dims
 from subtensors.dispatch.size_factors import Factors, is_prefix
@@ -69,6 +70,9 @@ def reduction(call: Call) -> Any:
     x: Padded = call["self"]
     neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
     gone = reduced_dims(call, x)
+    by_kernel = _by_kernel(call, x, gone)
+    if by_kernel is not None:
+        return by_kernel
     out = call.dense({"self": x.filled(neutral(x.dense.dtype), gone)})
     if "dim" in call and isinstance(call["dim"], int) and isinstance(out, tuple):
         _require_prefix(call, x, gone)
@@ -88,6 +92,9 @@ def mean(call: Call) -> Padded:
         raise RuntimeError(
             f"mean(): could not infer output dtype. Input dtype must be floating or complex. Got: {dtype}"
         )
+    by_kernel = _by_kernel(call, x, gone)
+    if by_kernel is not None:
+        return by_kernel  # type: ignore[no-any-return]
     total = torch.sum(x.filled(0, gone), gone, keepdim=True, dtype=accumulated(dtype))
     out = (total / real_count(x, gone)).to(dtype)
     return wrap_reduced(_kept(out, gone, keepdim), x, gone, keepdim)  # type: ignore[no-any-return]
@@ -103,6 +110,11 @@ def variance(call: Call) -> Any:
         return wrap_reduced(call.dense(), x, gone, keepdim)
     if x.dense.is_complex():
         raise refuse(call, "the variance of complex numbers has no masked form here")
+    correction = 1 if call["correction"] is None else call["correction"]
+    if call.op is aten.var.correction:
+        by_kernel = _by_kernel(call, x, gone, correction=correction)
+        if by_kernel is not None:
+            return by_kernel
     dtype = x.dense.dtype
     values = x.filled(0, gone).to(accumulated(dtype))
     count = real_count(x, gone)
@@ -110,7 +122,6 @@ def variance(call: Call) -> Any:
     mask = x.mask(gone)
     assert mask is not None
     distance = torch.where(mask, values - average, 0)
-    correction = 1 if call["correction"] is None else call["correction"]
     squares = (distance * distance).sum(gone, keepdim=True) / (count - correction).clamp(min=0)
     name = call.op.overloadpacket
     spread = squares if name in (aten.var, aten.var_mean) else squares.sqrt()
@@ -126,6 +137,9 @@ def norm(call: Call) -> Padded:
     order = call.get("ord", call.get("p", 2))
     order = 2 if order is None else order
     gone = reduced_dims(call, x)
+    by_kernel = _by_kernel(call, x, gone, p=order) if isinstance(order, int | float) else None
+    if by_kernel is not None:
+        return by_kernel  # type: ignore[no-any-return]
     return wrap_reduced(  # type: ignore[no-any-return]
         call.dense({"self": x.filled(math.inf if order < 0 else 0, gone)}), x, gone, call.get("keepdim", False)
     )
@@ -167,6 +181,19 @@ def unaware(call: Call) -> Any:
     if _padded_among(x, gone):
         raise refuse(call, "its neutral element isn't known")
     return wrap_reduced(call.dense(), x, gone, call.get("keepdim", False))
+
+
+def _by_kernel(call: Call, x: Padded, gone: list[int], p: float = 2, correction: float = 1) -> Any:
+    """The reduction by one kernel, where there is one."""
+    if not _padded_among(x, gone) or call.get("dtype") not in (None, x.dense.dtype) or call.op in (aten.prod.default,):
+        return None
+    out = fused.reduced(call.op.overloadpacket, x, gone, p, correction)
+    if out is None:
+        return None
+    keepdim = call.get("keepdim", False)
+    for d in sorted(gone) if keepdim else ():
+        out = out.unsqueeze(d)
+    return wrap_reduced(out, x, gone, keepdim)
 
 
 def reduced_dims(call: Call, x: Padded) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.reductions import greatest, least
@@ -27,6 +28,11 @@ def softmax(call: Call) -> Padded:
     d = call["dim"] % x.dim()
     if not x.is_padded(d):
         return x.like(call.dense())
+    if "dtype" not in call or call["dtype"] in (None, x.dense.dtype):
+        is_log = "log_softmax" in call.op.name()
+        by_kernel = fused.softmax(x, d, is_log)
+        if by_kernel is not None:
+            return by_kernel
     # An integer input is cast to a real dtype, in which its least value is no neutral element.
     real = x if x.dense.is_floating_point() else x.like(x.dense.to(call.get("dtype") or torch.get_default_dtype()))
     return x.like(call.dense({"self": real.filled(float("-inf"), [d])})).gradient_masked()
