@@ -356,3 +356,8 @@ class SymbolicSizes:
             return rule(*arguments) if rule else node.func(*arguments)
 
         return rewritten(condition)
+
+
+def in_function_transform() -> bool:
+    """Is a transform of torch.func, such as vmap, under way? Checked on 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None

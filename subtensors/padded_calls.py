@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.padded import composites, engine, rules
+from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain, static_dims
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded_tensor import PaddedTensor, value_of, wrap
@@ -41,6 +41,14 @@ _OF_THE_WRAPPER = frozenset(
     is_tensor is_nonzero_ result_type can_cast""".split()
 )
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+
+
+# What autograd's engine and the compiler do with tensors themselves.
+_BELOW_AUTOGRAD = frozenset(
+    f"aten::{name}"
+    for name in """add.Tensor add_.Tensor clone copy_ _to_copy zeros_like ones_like empty_like new_empty new_zeros
+    new_empty_strided zero_""".split()
+)
 
 
 class _State(threading.local):
@@ -81,6 +89,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if is_watching() and isinstance(args[0], PaddedTensor) and (name == "size" or isinstance(out, torch.Size)):
             return _watched_size(args[0], args[1:], kwargs)
         return out
+    if torch_private.in_function_transform():
+        raise RuleError(f"{name} on a PaddedTensor has no rule inside a transform of torch.func: unpad before it")
     try:
         return _by_rules(func, args, kwargs)
     except RuleError as missing:
@@ -103,7 +113,7 @@ def _gives_tensor(func: Any) -> bool:
 def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     composites.check_function(func, args, kwargs)
     running = _Running()
-    shells = tree_map_only(Tensor, running.shell, (args, kwargs))
+    shells = mapped(Tensor, running.shell, (args, kwargs))
     _state.calls.append(running)
     try:
         with torch._C.DisableTorchFunctionSubclass(), torch_private.below_autograd():
@@ -112,7 +122,7 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         _state.calls.pop()
     for shell in running.written.values():
         write_back(running.outer[id(shell)], value_of(shell))
-    return tree_map_only(Tensor, lambda t: _outside(t, running), out)
+    return mapped(Tensor, lambda t: _outside(t, running), out)
 
 
 def _outside(t: Tensor, running: _Running) -> Tensor:
@@ -135,6 +145,11 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(op, OpOverload):
         raise RuleError(f"PaddedTensor has no rule for the higher-order op {op}: call it on the unpadded values")
     if not _state.calls:
+        if op.name() not in _BELOW_AUTOGRAD and op_class(op) is not OpClass.VIEW:
+            raise RuleError(
+                f"{op} met a PaddedTensor below autograd, where the gradients of its padding cannot be told from real "
+                f"ones: torch.func transforms and ops called from C++ have no rule; unpad before them"
+            )
         if op is torch.ops.aten.copy_.default and isinstance(args[0], PaddedTensor):
             args[0]._dense.copy_(args[1]._dense if isinstance(args[1], PaddedTensor) else args[1])
             return args[0]
@@ -154,10 +169,10 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    inner_args, inner_kwargs = tree_map_only(Tensor, _inner, (args, kwargs))
+    inner_args, inner_kwargs = mapped(Tensor, _inner, (args, kwargs))
     composites.check_overload(op, engine.table)
     out = engine.run(op, inner_args, inner_kwargs)
-    return tree_map_only(Padded, wrap, out)
+    return mapped(Padded, wrap, out)
 
 
 def _inner(t: Tensor) -> Padded:
@@ -182,7 +197,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
             target._dense = target._dense.clone()
     outs = {a.name for a in op._schema.arguments if a.is_out}
     out = _run_any(twin, args, {k: v for k, v in kwargs.items() if k not in outs}, op)
-    values = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    values = found(Tensor, out)
     for target, new in zip(targets, values, strict=False):
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
         if target in through_views:
@@ -216,7 +231,7 @@ def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            targets += [x for x in tree_leaves(given) if isinstance(x, PaddedTensor)]
+            targets += found(PaddedTensor, given)
     return targets
 
 
@@ -279,7 +294,7 @@ class Unwrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient as a PaddedTensor."""
-        return wrap(Padded(gradients[0], ctx.dims, ctx.sizes))
+        return wrapped(Padded(gradients[0], ctx.dims, ctx.sizes))
 
 
 class Wrap(torch.autograd.Function):
@@ -294,7 +309,7 @@ class Wrap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The storage of the gradient; a plain one has the bucket's shape already."""
         gradient = gradients[0]
-        return (gradient._dense if isinstance(gradient, PaddedTensor) else gradient), None
+        return (followed(gradient).dense if isinstance(gradient, PaddedTensor) else gradient), None
 
 
 @torch_private.run_by_the_compiler

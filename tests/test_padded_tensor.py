@@ -209,3 +209,36 @@ def test_autocast_casts_as_it_does_without_padding() -> None:
     torch.testing.assert_close(actual.unpad(), expected)
     (gradient,) = torch.autograd.grad(actual.unpad().square().sum(), weight)
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda x: torch.func.vmap(lambda row: row.sum())(x),
+        lambda x: torch.func.vmap(lambda s: (x * s).sum())(torch.ones(3)),
+        lambda x: torch.func.grad(lambda v: (v * v).sum())(x),
+        lambda x: torch.func.grad(lambda s: (x * s).sum())(torch.ones(())),
+    ],
+)
+def test_transforms_of_torch_func_are_refused_clearly(transformed: Callable[[Any], Any]) -> None:
+    with pytest.raises(st.RuleError, match="unpad before"):
+        transformed(st.pad(torch.randn(2, 5), {1: SEQ}))
+
+
+def test_gradients_of_one_tensor_used_twice_add_up() -> None:
+    source = torch.randn(2, 5, requires_grad=True)
+    x = st.pad(source, {1: SEQ}, value=NAN).requires_grad_()
+    ((x * 2).unpad().sum() + (x * 3).unpad().sum()).backward()
+    assert source.grad is not None
+    assert source.grad.eq(5).all()
+
+
+def test_second_derivatives_flow() -> None:
+    source = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+
+    def penalty(x: Any, leaf: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad((torch.softmax(x, 1) * x).sum(), leaf, create_graph=True)
+        (h,) = torch.autograd.grad((g * g).sum(), leaf)
+        return h
+
+    torch.testing.assert_close(penalty(st.pad(source, {1: SEQ}, value=NAN), source), penalty(source, source))

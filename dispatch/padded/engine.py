@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, op_class, overload_name
+from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.rules import RuleTable
@@ -60,7 +60,7 @@ class Call:
     @property
     def values(self) -> list[Padded]:
         """The tensors among the arguments."""
-        return [x for x in tree_leaves(list(self.named.values())) if isinstance(x, Padded)]
+        return found(Padded, list(self.named.values()))
 
     def dense(self, changed: Mapping[str, Any] | None = None) -> Any:
         """Run the op on the storage.
@@ -71,7 +71,7 @@ class Call:
         Returns:
             What the op gives: tensors, not `Padded`.
         """
-        named = tree_map_only(Padded, lambda x: x.dense, {**self.named, **(changed or {})})
+        named = mapped(Padded, lambda x: x.dense, {**self.named, **(changed or {})})
         args = [named[name] for name in self.named if name in self._positional]
         kwargs = {name: named[name] for name in self.named if name not in self._positional}
         return self.op(*args, **kwargs)
@@ -109,7 +109,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _as_view(out: Any, call: Call) -> Any:
     """The results of a view, which say so: whoever writes to one writes to what it views, or must not."""
     copied = any(x.view == "copy" for x in call.values)
-    return tree_map_only(Padded, lambda x: replace(x, view="copy" if copied or x.view == "copy" else "alias"), out)
+    return mapped(Padded, lambda x: replace(x, view="copy" if copied or x.view == "copy" else "alias"), out)
 
 
 def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 def _wrapped(out: Any) -> Any:
     from subtensors.dispatch.padded.padded_value import plain
 
-    return tree_map_only(torch.Tensor, plain, out)
+    return mapped(torch.Tensor, plain, out)
 
 
 def refuse(call: Call, why: str) -> Inexpressible:

@@ -166,6 +166,7 @@ def _static_dim(size: int) -> Factors:
     return (static(size),)
 
 
+@functools.lru_cache(4096)
 def is_padded(factors: Factors) -> bool:
     """Is any factor's true size other than its bucket's, in any run?"""
     return any(not factor.is_static for factor in factors)

@@ -10,10 +10,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import (
     Inexpressible,
     Number,
@@ -42,10 +42,10 @@ def pointwise(call: Call) -> Any:
     operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
-    named = tree_map_only(Padded, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
+    named = mapped(Padded, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
     out = call.dense(named)
     fill = _fill_after(call, operands)
-    return tree_map_only(Tensor, lambda t: result(t, dims, sizes, fill), out)
+    return mapped(Tensor, lambda t: result(t, dims, sizes, fill), out)
 
 
 @table.register(aten.copy.default)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, result
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import bucket_of
@@ -22,7 +22,7 @@ def drawn(call: Call) -> Any:
     """A draw for each element of the bucket; parameters in the padding are ones that can be drawn with."""
     operands = call.values
     dims, sizes = broadcast(operands)
-    out = call.dense(tree_map_only(Padded, lambda x: x.repeated(), call.named))
+    out = call.dense(mapped(Padded, lambda x: x.repeated(), call.named))
     shape = [bucket_of(f) for f in dims]
 
     def wrapped(t: Tensor) -> Padded:
@@ -30,7 +30,7 @@ def drawn(call: Call) -> Any:
             raise refuse(call, "its result has another shape than its operands")
         return result(t, dims, sizes)
 
-    return tree_map_only(Tensor, wrapped, out)
+    return mapped(Tensor, wrapped, out)
 
 
 @table.register(aten.native_dropout)

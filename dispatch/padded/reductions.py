@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result, static_dims
 from subtensors.dispatch.size_factors import Factors, is_prefix
 
@@ -211,8 +211,8 @@ def wrap_reduced(out: Any, x: Padded, gone: Sequence[int], keepdim: bool) -> Any
     else:
         dims = [f for d, f in enumerate(x.dims) if d not in gone]
     if not any(not f.is_static for factors in dims for f in factors):
-        return tree_map_only(Tensor, plain, out)
-    return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), out)
+        return mapped(Tensor, plain, out)
+    return mapped(Tensor, lambda t: result(t, dims, x.sizes), out)
 
 
 def real_count(x: Padded, gone: Sequence[int]) -> Tensor:

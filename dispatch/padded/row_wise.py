@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, pointwise
 from subtensors.dispatch.size_factors import bucket_of
@@ -95,7 +95,7 @@ def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
     ]
     dims, sizes = _batch_dims(batches)
     safe = {id(x): _safe(x, core, dims, sizes) for x, core in zip(operands, cores, strict=True)}
-    out = call.dense(tree_map_only(Padded, lambda x: safe[id(x)], call.named))
+    out = call.dense(mapped(Padded, lambda x: safe[id(x)], call.named))
     shape = [bucket_of(f) for f in dims]
 
     def wrapped(t: Tensor) -> Padded:
@@ -103,7 +103,7 @@ def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
             raise refuse(call, "its rows are not the first dims of its result")
         return result(t, [*dims, *static_dims(t.shape[len(shape) :])], sizes)
 
-    return tree_map_only(Tensor, wrapped, out)
+    return mapped(Tensor, wrapped, out)
 
 
 def _batch_dims(batches: Sequence[Padded]) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.reductions import greatest, least
 from subtensors.dispatch.size_factors import is_prefix
@@ -54,8 +54,8 @@ def scan(call: Call) -> Any:
     x: Padded = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
-        return tree_map_only(Tensor, x.like, call.dense())
+        return mapped(Tensor, x.like, call.dense())
     if not is_prefix(x.dims[d]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
         raise refuse(call, "a position in a flattened dim counts its padding")
     out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
-    return tree_map_only(Tensor, lambda t: x.like(t).gradient_masked(), out)
+    return mapped(Tensor, lambda t: x.like(t).gradient_masked(), out)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
+from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
 from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
 from subtensors.dispatch.size_factors import is_prefix, static
@@ -34,10 +34,10 @@ def sort(call: Call) -> Any:
     """Elements in order."""
     x: Padded = call["self"]
     if x.dim() == 0:
-        return tree_map_only(Tensor, x.like, call.dense())
+        return mapped(Tensor, x.like, call.dense())
     d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
     if not x.is_padded(d):
-        return tree_map_only(Tensor, x.like, call.dense())
+        return mapped(Tensor, x.like, call.dense())
     values, positions = _sorted(call, x, d, bool(call.get("descending", False)))
     only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
     return only if only is not None else (values, positions)
@@ -51,7 +51,7 @@ def topk(call: Call) -> Any:
     k = static_dims([call["k"]])
     dims = [*x.dims[:d], *k, *x.dims[d + 1 :]] if x.dim() else []
     if x.dim() == 0 or not x.is_padded(d):
-        return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
+        return mapped(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
     _require_enough(x, d, call["k"])
     ranked = _sorted(call, x, d, call["largest"])
     return tuple(result(r.dense.narrow(d, 0, call["k"]), dims, x.sizes) for r in ranked)
