@@ -27,7 +27,7 @@ def samples(op: OpInfo) -> Iterable[SampleInput]:
     if not dtypes:
         return []
     dtype = torch.float64 if torch.float64 in dtypes else next(iter(sorted(dtypes, key=str)))
-    return islice(op.sample_inputs("cpu", dtype, requires_grad=False), 2)
+    return islice(op.sample_inputs("cpu", dtype, requires_grad=False), 1)
 
 
 def place(tree: Any, how: Callable[[Tensor], Tensor]) -> Any:
@@ -103,4 +103,4 @@ def test_every_function_reads_and_writes_static_tensors_as_plain_ones() -> None:
                     if difference := differences(op, form, sample):
                         failures.append(f"{op.formatted_name} {form}: {difference[:300]}")
     assert not failures, "\n".join(failures)
-    assert covered > 2000
+    assert covered > 1000
