@@ -192,10 +192,9 @@ class Arena:
             self._refuse_if_held(census)
             sleep = Sleep(census.tensors)
             try:
+                self._contents.wait()
                 if keep:
                     self._contents.save()
-                else:
-                    self._contents.wait()
                 self._carver.unmap_all()
             except BaseException:
                 sleep.wake()

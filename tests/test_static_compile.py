@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import subtensors as st
 
+# Inductor advises by warning, and torch warns of the empty graph that it makes itself to hold a pool.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 SIZE = 256
 
 
@@ -190,10 +193,8 @@ def test_a_graph_copies_nothing_of_static_parameters_and_buffers_forwards_and_ba
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_static", [False, True])
-def test_a_graph_copies_nothing_of_a_static_optimizer_state(is_static: bool) -> None:
-    place = st.static if is_static else torch.clone
-    p, m, v = (place(torch.zeros(SIZE, SIZE, device="cuda")) for _ in range(3))
+def test_a_graph_copies_nothing_of_a_static_optimizer_state() -> None:
+    p, m, v = (st.static(torch.zeros(SIZE, SIZE, device="cuda")) for _ in range(3))
     g = st.static(torch.ones(SIZE, SIZE, device="cuda"))
 
     def adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
@@ -203,9 +204,7 @@ def test_a_graph_copies_nothing_of_a_static_optimizer_state(is_static: bool) -> 
 
     step = torch.compile(adam, mode="reduce-overhead")
     with torch.no_grad():
-        copied = copies_of(lambda: step(p, m, v, g))
-    if is_static:
-        assert copied == 0
+        assert copies_of(lambda: step(p, m, v, g)) == 0
     assert torch.allclose(m, 1 - torch.full_like(m, 0.9) ** 6)
 
 
