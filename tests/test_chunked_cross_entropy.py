@@ -8,23 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import allocations, check_chunked
+from chunked_programs import allocations, check_chunked, linear_case
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
 import subtensors as st
-
-
-def tensors(rows: int = 12, hidden: int = 6, vocab: int = 20) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return {
-        "h": torch.randn(rows, hidden, generator=g),
-        "w": torch.randn(vocab, hidden, generator=g),
-        "b": torch.randn(vocab, generator=g),
-        "target": torch.randint(0, vocab, (rows,), generator=g),
-    }
 
 
 def plain(logits: Tensor) -> Tensor:
@@ -77,7 +67,7 @@ def test_a_linear_layer_with_softcap_and_temperature_goes_to_the_kernels_and_is_
         assert isinstance(h, st.ChunkedTensor) <= (st.explain(loss).startswith("linear + cross entropy") == lowered)
         return loss
 
-    check_chunked(program, tensors(), {"h": {"rows": 5}}, dtype=dtype)
+    check_chunked(program, linear_case(), {"h": {"rows": 5}}, dtype=dtype)
 
 
 @given(
@@ -94,11 +84,11 @@ def test_what_comes_in_from_behind_the_loss_is_multiplied_into_its_gradients(
         return loss * scale * (1024 if dtype == torch.float16 else 1)
 
     # The gradients are scaled after they were made: a rounding more, where the scale is no power of two.
-    check_chunked(program, tensors(), {"h": {"rows": 5}}, dtype=dtype, needs=needs, passes=2)
+    check_chunked(program, linear_case(), {"h": {"rows": 5}}, dtype=dtype, needs=needs, passes=2)
 
 
 def test_logits_that_were_recorded_without_gradients_have_none() -> None:
-    t = tensors()
+    t = linear_case()
     h, w = st.chunk(t["h"].requires_grad_(), rows=5), t["w"].requires_grad_()
     with torch.no_grad():
         logits = F.linear(h, w)
@@ -111,13 +101,13 @@ def test_hidden_states_that_are_themselves_computed_by_chunks_are_not_gathered_f
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(F.gelu(h @ w[:6]), w, b), target)
 
-    check_chunked(program, tensors(), {"h": {"rows": 5}})
+    check_chunked(program, linear_case(), {"h": {"rows": 5}})
 
 
 def test_a_gradient_scaler_finds_float16_gradients_as_large_as_without_chunks() -> None:
     grads = []
     for chunked in (False, True):
-        t = tensors(64, 6, 500)
+        t = linear_case(64, 6, 500)
         h, w = t["h"].half(), (t["w"] / 8).half().requires_grad_()
         logits = F.linear(st.chunk(h, rows=16) if chunked else h, w)
         (F.cross_entropy(logits, t["target"]) * 1024.0).backward()
@@ -157,11 +147,11 @@ def test_dropout_of_what_was_chunked_drops_what_it_drops_without_chunks(p: float
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(F.dropout(h, p), w, b), target) + torch.rand(())
 
-    check_chunked(program, tensors(), {"h": {"rows": 5}})
+    check_chunked(program, linear_case(), {"h": {"rows": 5}})
 
 
 def test_dropout_of_logits_draws_the_same_in_forward_and_backward_and_never_holds_all_of_them() -> None:
-    t = tensors(64, 4, 96)
+    t = linear_case(64, 4, 96)
     h, w = t["h"].requires_grad_(), t["w"]
     with allocations() as seen:
         dropped = F.dropout(F.linear(st.chunk(h, rows=8), w), 0.5)
@@ -184,7 +174,7 @@ def test_an_op_that_falls_back_has_drawn_no_random_numbers() -> None:
         pooled = F.fractional_max_pool2d(F.linear(h, w)[None, :, :].expand(2, -1, -1), 2, output_size=(3, 4))
         return pooled.sum(), torch.rand(())
 
-    check_chunked(program, tensors(), {"h": {"rows": 5}})
+    check_chunked(program, linear_case(), {"h": {"rows": 5}})
 
 
 @pytest.mark.gpu
