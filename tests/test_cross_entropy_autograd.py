@@ -194,3 +194,55 @@ def test_the_scale_kernel_multiplies_in_place(lowering: Lowering, count: int, mo
         scaled = values.clone()
         scale_by_kernel(scaled, torch.tensor(factor, device=lowering.device))
         assert torch.equal(scaled, values * factor)
+
+
+@pytest.mark.gpu
+@each_schedule
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_host_never_waits_for_the_device(schedule: Schedule, reduction: str) -> None:
+    inputs = leaves(example(), "cuda")
+    target = example().target.to("cuda")
+    options = CrossEntropy(reduction=reduction, z_loss=0.1, label_smoothing=0.1, class_weight=torch.ones(23).cuda())
+    upstream = torch.ones((12,) if reduction == "none" else (), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hidden, weight, bias = inputs
+        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=schedule)
+        (loss * 2).backward(upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@each_schedule
+def test_a_captured_loss_is_right_when_it_is_replayed_with_other_values(schedule: Schedule) -> None:
+    case = example()
+    inputs, target = leaves(case, "cuda"), case.target.to("cuda")
+
+    def step() -> Tensor:
+        for leaf in inputs:
+            leaf.grad = None
+        hidden, weight, bias = inputs
+        loss = differentiable_cross_entropy(hidden, weight, target, bias, schedule=schedule)
+        (3 * loss).backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    with torch.no_grad():
+        inputs[0].mul_(-2)
+        target.copy_(target.roll(1))
+    graph.replay()
+    plain = [t.detach().clone().requires_grad_() for t in inputs]
+    expected = F.cross_entropy(F.linear(*plain), target)
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    for mine, theirs in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
