@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from subtensors.kernels.cross_entropy_autograd import Schedule
 from subtensors.kernels.linear_cross_entropy import Accumulate
 
-ROW_BYTES = 72
+ROW_BYTES = 56
 """Statistics, factors and targets of one row."""
 
 WASTE = 0.1
@@ -44,8 +44,8 @@ class Rates:
     launch: float
 
 
-H200 = Rates(flops=667e12, bandwidth=4.2e12, launch=20e-6)
-"""Fitted to the rows of docs/benchmarks/chunked.json."""
+H200 = Rates(flops=756e12, bandwidth=3.04e12, launch=25.6e-6)
+"""Fitted by least squares of relative errors to the rows of docs/benchmarks/chunked.json."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class ChunkPlan:
     def __str__(self) -> str:
         """One line.
 
-        >>> print(plan_linear_cross_entropy(LossShape(8192, 2304, 256000), memory_limit=1350 * 2**20))
-        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 57 ms
+        >>> print(ChunkPlan(Schedule(columns=8448), 1330 * 2**20, 0.0563, 3.72))
+        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 56 ms
         """
         schedule = self.schedule
         if schedule.columns is None:

@@ -121,7 +121,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """The numbers of the gradient ((on_softmax + on_square L) p - on_target w q - on_all w) of each row, each (N,)."""
+    """The numbers of the gradient (on_softmax + on_square L) p - on_target w q - on_all w of each row, each (N,)."""
 
     on_softmax: Tensor
     on_square: Tensor
@@ -148,21 +148,21 @@ class RowTerms:
     """
 
     def __init__(self, options: CrossEntropy, target: Tensor, classes: int, dtype: torch.dtype) -> None:
-        self.options = options
+        self.options, self.dtype = options, dtype
         weight = options.class_weight
         if weight is not None and weight.shape != (classes,):
             raise ValueError(f"class_weight must have the shape ({classes},); got {tuple(weight.shape)}")
         weight = None if weight is None else weight.detach().to(dtype).contiguous()
-        smoothing = options.label_smoothing
-        count = target.shape[0]
+        self.weight_sum = float(classes) if weight is None else weight.sum()
+        smoothing, count = options.label_smoothing, target.shape[0]
+        self.valid: Tensor | None = None
+        """Which rows are not ignored, (N,); None: all."""
+        self.mass: Tensor | float = 1.0
         if target.dim() == 1:
-            weights = _row_weights(target, weight, classes, options.ignore_index, dtype)
-            valid = target != options.ignore_index
-            self.targets = Targets(torch.where(valid, target, -1).long(), None, weight)
-            self.valid: Tensor | None = valid
-            self.on_target, self.mass = (1 - smoothing) * weights, torch.ones_like(weights)
-            self.on_all = smoothing / classes * valid.to(dtype)
-            self.denominators = weights.sum(), valid.sum().to(dtype)
+            self.valid = target != options.ignore_index
+            self.targets = Targets(torch.where(self.valid, target, -1).long(), None, weight)
+            self.on_target = _row_weights(target, weight, classes, options.ignore_index, dtype)
+            self.denominators = self.on_target.sum(), self.valid.sum().to(dtype)
         else:
             if target.shape[1:] != (classes,) or not target.is_floating_point():
                 raise ValueError(
@@ -173,16 +173,13 @@ class RowTerms:
                 raise ValueError(f"soft targets have no index to ignore; got ignore_index={options.ignore_index}")
             soft = target.detach()
             self.targets = Targets(None, soft, weight)
-            self.valid = None
             self.mass = _weighed_sum(soft, weight, dtype)
-            self.on_target = torch.full_like(self.mass, 1 - smoothing)
-            self.on_all = torch.full_like(self.mass, smoothing / classes)
+            self.on_target = torch.ones_like(self.mass)
             rows = self.mass.new_full((), count)
             self.denominators = rows, rows
-        self.on_square = self.on_all.new_full((count,), options.z_loss)
-        if self.valid is not None:
-            self.on_square = self.on_square * self.valid
-        self.weight_sum = float(classes) if weight is None else weight.sum()
+        if self.is_smoothed:
+            self.on_target = (1 - smoothing) * self.on_target
+        self.on_all = smoothing / classes
 
     @property
     def is_smoothed(self) -> bool:
@@ -194,38 +191,46 @@ class RowTerms:
         """Is there a penalty on the log-sum-exp?"""
         return self.options.z_loss != 0
 
+    def _of_valid(self, rows: Tensor) -> Tensor:
+        """Zero for ignored rows: zero times what is infinite would be no zero."""
+        return rows if self.valid is None else torch.where(self.valid, rows, 0.0)
+
     def loss(self, statistics: Statistics) -> Tensor:
         """The loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
         normaliser = statistics.log_normaliser()
         rows = self.on_target * (self.mass * normaliser - statistics.picked)
         if self.is_smoothed:
             rows = rows + self.on_all * (self.weight_sum * normaliser - statistics.summed)
-        penalty = self.on_square * normaliser.square() if self.is_penalised else torch.zeros_like(rows)
-        if self.valid is not None:  # zero times an infinite loss is no zero
-            rows, penalty = (torch.where(self.valid, t, 0.0) for t in (rows, penalty))
+        parts = [self._of_valid(rows)]
+        if self.is_penalised:
+            parts.append(self._of_valid(self.options.z_loss * normaliser.square()))
         if self.options.reduction == "none":
-            return rows + penalty
-        if self.options.reduction == "sum":
-            return rows.sum() + penalty.sum()
-        loss = rows.sum() / self.denominators[0]
-        return loss + penalty.sum() / self.denominators[1] if self.is_penalised else loss
+            return sum(parts[1:], parts[0])
+        sums = [part.sum() for part in parts]
+        if self.options.reduction == "mean":
+            sums = [part / count for part, count in zip(sums, self.denominators, strict=False)]
+        return sum(sums[1:], sums[0])
 
     def gradient_factors(self, upstream: Tensor | None) -> GradientFactors:
-        """The factors of the gradient of the loss, times `upstream`: (N,) where nothing is reduced, otherwise 0-d."""
-        scales = [torch.ones_like(self.mass)] * 2
-        if self.options.reduction == "mean":
-            scales = [(1 / d).expand_as(self.mass) for d in self.denominators]
+        """The factors of the gradient of the loss, times `upstream`: (N,) where nothing is reduced, otherwise 0-d.
+
+        Where the options make no use of a factor, something else stands in its place.
+        """
+        scales = [torch.ones_like(d) if self.options.reduction != "mean" else 1 / d for d in self.denominators]
         if upstream is not None:
-            scales = [scale * upstream.to(self.mass.dtype) for scale in scales]
-        if self.valid is not None:  # where all are ignored the mean is 0 / 0, and the gradient still zero
-            scales = [torch.where(self.valid, scale, 0.0) for scale in scales]
-        on_entropy, on_penalty = scales
-        return GradientFactors(
-            on_entropy * (self.on_target * self.mass + self.on_all * self.weight_sum),
-            on_penalty * 2 * self.on_square,
-            on_entropy * self.on_target,
-            on_entropy * self.on_all,
-        )
+            scales = [scale * upstream.to(self.dtype) for scale in scales]
+        # Where all rows are ignored the mean is 0 / 0, and the gradient still zero.
+        on_entropy = self._of_valid(scales[0].expand_as(self.on_target))
+        on_target = on_entropy * self.on_target
+        on_softmax = on_all = on_square = on_target
+        if self.valid is None:
+            on_softmax = on_target * self.mass
+        if self.is_smoothed:
+            on_all = on_entropy * self.on_all
+            on_softmax = on_softmax + on_all * self.weight_sum
+        if self.is_penalised:
+            on_square = 2 * self.options.z_loss * self._of_valid(scales[1].expand_as(self.on_target))
+        return GradientFactors(on_softmax, on_square, on_target, on_all)
 
 
 def _row_weights(target: Tensor, weight: Tensor | None, classes: int, ignored: int, dtype: torch.dtype) -> Tensor:

@@ -23,14 +23,15 @@ G has the dtype of Y, as it has under autograd; everything between is float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import CrossEntropy, RowTerms, Statistics
+from subtensors.kernels.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
 from subtensors.kernels.exact_accumulation import ProductSum, product_into
-from subtensors.kernels.logits_block import Block, BlockOps, KernelOps, block_ops
+from subtensors.kernels.logits_block import Block, BlockOps, block_ops, uses_kernels
 
 Accumulate = Literal["exact", "fast"]
 
@@ -103,40 +104,64 @@ def linear_cross_entropy(
         torch.Size([4, 3])
     """
     _check(hidden, weight, target, bias, rows, columns, accumulate)
-    compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    terms = RowTerms(options or CrossEntropy(), target, weight.shape[0], compute)
     task = _Task(
         hidden,
         weight,
+        target,
         bias,
+        options or CrossEntropy(),
         Needs(needs[0], needs[1], needs[2] and bias is not None),
-        terms,
-        Statistics.none(hidden.shape[0], compute, hidden.device),
-        block_ops(terms, hidden, kernels),
+        upstream,
         weight_grad_dtype or weight.dtype,
+        kernels,
     )
     if columns is not None and hidden.shape[0]:
-        return _by_columns(task, min(columns, weight.shape[0]), kept, upstream)
-    return _by_rows(task, rows or max(1, hidden.shape[0]), upstream, accumulate == "exact")
+        return _by_columns(task, min(columns, weight.shape[0]), kept)
+    return _by_rows(task, rows or max(1, hidden.shape[0]), accumulate == "exact")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Task:
-    """What is to be computed, and of what."""
+    """What is to be computed, and of what.
+
+    What there is of each row takes many small kernels. It is computed when it is first asked for, which is after the
+    first logits: the GPU has a product to do while the host prepares them.
+    """
 
     hidden: Tensor
     weight: Tensor
+    target: Tensor
     bias: Tensor | None
+    options: CrossEntropy
     needs: Needs
-    terms: RowTerms
-    statistics: Statistics
-    ops: BlockOps
+    upstream: Tensor | None
     weight_grad_dtype: torch.dtype
+    kernels: bool | None
 
     @property
     def compute(self) -> torch.dtype:
         """The dtype in which sums are kept."""
-        return self.terms.mass.dtype
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def terms(self) -> RowTerms:
+        """The loss as a function of the statistics of rows."""
+        return RowTerms(self.options, self.target, self.weight.shape[0], self.compute)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Those of the rows, as far as logits were seen."""
+        return Statistics.none(self.hidden.shape[0], self.compute, self.hidden.device)
+
+    @cached_property
+    def factors(self) -> GradientFactors:
+        """Those of the gradient of the logits."""
+        return self.terms.gradient_factors(self.upstream)
+
+    @cached_property
+    def ops(self) -> BlockOps:
+        """What works on blocks of logits."""
+        return block_ops(self.terms, self.hidden, self.kernels)
 
     def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
         """The block of these rows and columns at the beginning of some memory."""
@@ -172,24 +197,23 @@ class _Task:
         return LossAndGradients(loss, hidden, weight, bias)
 
 
-def _by_rows(task: _Task, rows: int, upstream: Tensor | None, exact: bool) -> LossAndGradients:
+def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
     count, width = task.hidden.shape
     classes = task.weight.shape[0]
     chunks = _parts(count, rows)
     buffer = task.hidden.new_empty(min(rows, count) * classes)
-    factors = task.terms.gradient_factors(upstream) if any(task.needs) else None
     hidden_grad = task.hidden.new_empty(count, width) if task.needs.hidden else None
     weight_grad, bias_grad = task.weight_grad(), task.bias_grad()
     weight_sum = None
     if weight_grad is not None:
-        kernels = isinstance(task.ops, KernelOps)
+        kernels = uses_kernels(task.hidden, task.kernels)
         weight_sum = ProductSum(weight_grad, task.hidden.dtype, exact, len(chunks), kernels)
     for begin, end in chunks:
         block = task.logits(buffer, (begin, end), (0, classes))
-        if factors is None:
+        if not any(task.needs):
             task.ops.fold(block, task.statistics)
             continue
-        task.ops.fold_and_write_gradient(block, task.statistics, factors)
+        task.ops.fold_and_write_gradient(block, task.statistics, task.factors)
         if hidden_grad is not None:
             torch.mm(block.logits, task.weight, out=hidden_grad[begin:end])
         if weight_sum is not None:
@@ -199,20 +223,22 @@ def _by_rows(task: _Task, rows: int, upstream: Tensor | None, exact: bool) -> Lo
     return task.result(hidden_grad, weight_grad, bias_grad)
 
 
-def _by_columns(task: _Task, columns: int, kept: int, upstream: Tensor | None) -> LossAndGradients:
+def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
     count, width = task.hidden.shape
     blocks = _parts(task.weight.shape[0], columns)
     scratch = task.hidden.new_empty(count * columns)
     if not any(task.needs):
         for part in blocks:
-            task.ops.fold(task.logits(scratch, (0, count), part), task.statistics)
+            block = task.logits(scratch, (0, count), part)
+            task.ops.fold(block, task.statistics)
         return task.result(None, None, None)
     weight_grad, bias_grad = task.weight_grad(), task.bias_grad()
     places = _places(task, blocks, weight_grad, kept)
     whole = (0, count)
     for number, part in enumerate(blocks):
-        task.ops.fold(task.logits(places.get(number, scratch), whole, part), task.statistics)
-    factors, normaliser = task.terms.gradient_factors(upstream), task.statistics.log_normaliser()
+        block = task.logits(places.get(number, scratch), whole, part)
+        task.ops.fold(block, task.statistics)
+    normaliser = task.statistics.log_normaliser()
     hidden_sum = None
     if task.needs.hidden:
         hidden_sum = torch.empty(count, width, dtype=task.compute, device=task.hidden.device)
@@ -228,7 +254,7 @@ def _by_columns(task: _Task, columns: int, kept: int, upstream: Tensor | None) -
         else:
             block = task.logits(place, whole, part)
         gradient = task.block(scratch, whole, part).logits
-        task.ops.write_gradient(block, normaliser, factors, gradient)
+        task.ops.write_gradient(block, normaliser, task.factors, gradient)
         if hidden_sum is not None:
             product_into(hidden_sum, gradient, task.weight[begin:end], accumulate=number != last)
         if weight_grad is not None:

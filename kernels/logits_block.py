@@ -69,7 +69,7 @@ class ReferenceOps:
 
     def _squash(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
         """z and dz / dy, in the dtype of the computation."""
-        y, temperature = logits.to(self.terms.mass.dtype), self.options.temperature
+        y, temperature = logits.to(self.terms.dtype), self.options.temperature
         if self.options.softcap is None:
             return y / temperature, 1 / temperature
         t = torch.tanh(y / self.options.softcap)
@@ -81,10 +81,10 @@ class ReferenceOps:
         begin, end = block.columns
         weight = 1.0 if targets.class_weight is None else targets.class_weight[begin:end]
         if targets.soft is not None:
-            return weight * targets.soft[:, begin:end].to(self.terms.mass.dtype), weight
+            return weight * targets.soft[:, begin:end].to(self.terms.dtype), weight
         assert targets.hard is not None
         classes = torch.arange(begin, end, device=block.logits.device)
-        return (targets.hard[:, None] == classes).to(self.terms.mass.dtype), weight
+        return (targets.hard[:, None] == classes).to(self.terms.dtype), weight
 
     def fold(self, block: Block, statistics: Statistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
@@ -130,8 +130,11 @@ class Tile:
     rows: int = 1
 
 
-WHOLE_ROWS, STATISTICS, GRADIENT = Tile(8192, 16), Tile(2048, 4, rows=2), Tile(2048, 4)
-"""As measured on an H200."""
+WHOLE_ROWS, LONG_ROWS, STATISTICS, GRADIENT = Tile(4096, 8), Tile(8192, 16), Tile(2048, 4, rows=2), Tile(2048, 4)
+"""The fastest of those that were measured on an H200."""
+
+LONG = 2**16
+"""Columns from which on a row is long."""
 
 
 class KernelOps:
@@ -195,7 +198,7 @@ class KernelOps:
             *(scale.on_softmax, scale.on_square, scale.on_target, scale.on_all),
             *(columns, *self.numbers),
             PENALISED=self.terms.is_penalised,
-            **self._shape(WHOLE_ROWS, columns),
+            **self._shape(LONG_ROWS if columns >= LONG else WHOLE_ROWS, columns),
         )
 
     def _shape(self, tile: Tile, columns: int) -> dict[str, Any]:
@@ -208,14 +211,21 @@ def _with_near_columns(soft: Tensor) -> Tensor:
     return soft if soft.stride(1) == 1 else soft.contiguous()
 
 
+def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
+    """Do Triton kernels work on such a tensor? On a GPU, but for float64, where `kernels` doesn't say.
+
+    >>> uses_kernels(torch.ones(3))
+    False
+    """
+    return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
+
+
 def block_ops(terms: RowTerms, logits: Tensor, kernels: bool | None = None) -> BlockOps:
     """What works on blocks of these logits.
 
     Args:
         terms: of all rows.
         logits: any block: its device and dtype decide.
-        kernels: whether by Triton kernels; None: on a GPU, but for float64.
+        kernels: whether by Triton kernels, if it is not for the device and dtype to say.
     """
-    if kernels is None:
-        kernels = logits.is_cuda and logits.dtype != torch.float64
-    return KernelOps(terms) if kernels else ReferenceOps(terms)
+    return KernelOps(terms) if uses_kernels(logits, kernels) else ReferenceOps(terms)

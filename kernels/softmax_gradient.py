@@ -145,7 +145,8 @@ def softmax_gradient_kernel(
 ):  # fmt: skip
     """The statistics of rows that are there in full, then their gradient over them, a program a row.
 
-    The gradient is written from the end of the row to its beginning: what was read last is still in the cache.
+    The gradient is written from the end of the row to its beginning: what was read last is still in the cache, where
+    what is written need not stay.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
@@ -157,7 +158,7 @@ def softmax_gradient_kernel(
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
         inside = k < columns
-        y = tl.load(row_logits + k, mask=inside, other=float("-inf")).to(tl.float32)
+        y = tl.load(row_logits + k, mask=inside, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         z, _ = _squash(y, softcap, per_temperature, CAPPED)
         z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
         above = tl.maximum(top, tl.max(z, 0))
@@ -192,9 +193,9 @@ def softmax_gradient_kernel(
     for i in range(blocks):
         k = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         inside = k < columns
-        y = tl.load(row_logits + k, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(row_logits + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         g = _gradient(
             y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap, per_temperature,
             SOFT, WEIGHTED, SMOOTHED, CAPPED,
         )  # fmt: skip
-        tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside)
+        tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")

@@ -113,8 +113,9 @@ def terms_without_signs(case: Case, upstream: Tensor | None, logits: Tensor) -> 
     else:
         assert terms.targets.hard is not None
         targets = (terms.targets.hard[:, None] == torch.arange(logits.shape[1], device=logits.device)).double()
-    on_softmax = f.on_softmax.abs() + f.on_square.abs() * z.logsumexp(1).abs()
-    size = on_softmax[:, None] * z.softmax(1) + f.on_target.abs()[:, None] * targets + f.on_all.abs()[:, None] * weight
+    on_softmax = f.on_softmax.abs() + terms.is_penalised * f.on_square.abs() * z.logsumexp(1).abs()
+    size = on_softmax[:, None] * z.softmax(1) + f.on_target.abs()[:, None] * targets
+    size = size + terms.is_smoothed * f.on_all.abs()[:, None] * weight
     return size / case.options.temperature
 
 
