@@ -43,21 +43,23 @@ class CudaRange:
     def map(self, start: int, size: int) -> None:
         """Put memory under a part of the range; OutOfMemoryError where there is none, and nothing is mapped then."""
         driver = _driver()
-        handle = _done(driver.cuMemCreate(size, self._kind, 0))
-        try:
-            _done(driver.cuMemMap(self.address + start, size, 0, handle, 0))
+        with torch.cuda.device(self.device):  # a thread's first call needs the context
+            handle = _done(driver.cuMemCreate(size, self._kind, 0))
             try:
-                _done(driver.cuMemSetAccess(self.address + start, size, [self._access], 1))
-            except RuntimeError:
-                driver.cuMemUnmap(self.address + start, size)
-                raise
-        finally:
-            # What is mapped lives until it is unmapped.
-            driver.cuMemRelease(handle)
+                _done(driver.cuMemMap(self.address + start, size, 0, handle, 0))
+                try:
+                    _done(driver.cuMemSetAccess(self.address + start, size, [self._access], 1))
+                except RuntimeError:
+                    driver.cuMemUnmap(self.address + start, size)
+                    raise
+            finally:
+                # What is mapped lives until it is unmapped.
+                driver.cuMemRelease(handle)
 
     def unmap(self, start: int, size: int) -> None:
         """Give the memory of a part back, a part that one `map` mapped; its addresses stay reserved."""
-        _done(_driver().cuMemUnmap(self.address + start, size))
+        with torch.cuda.device(self.device):
+            _done(_driver().cuMemUnmap(self.address + start, size))
 
     def close(self) -> None:
         """Give the addresses back; everything must be unmapped."""

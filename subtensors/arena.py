@@ -207,13 +207,14 @@ class Arena:
         After `release(keep=None)` the contents are whatever the memory holds.
 
         Raises:
-            AddressError: the arena is not released.
+            AddressError: the arena is not released, or a CUDA graph is being captured.
             torch.OutOfMemoryError: the device has not enough memory; MemoryError on a CPU. The arena stays released,
                 what was kept stays kept, and `restore()` can be called again.
         """
         with self._lock:
             if self._sleep is None:
                 raise AddressError("this Arena is not released; release() comes before restore()")
+            refuse_capture(self.device)
             self._contents.load()
             self._contents.forget()
             self._sleep.wake()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from subtensors.carving import Carver
-from subtensors.kept_bytes import HostPages
+from subtensors.host_pages import HostPages
 from subtensors.kernels.address import bytes_at
 
 
@@ -31,10 +31,15 @@ class Contents:
         for chunk, start, size in self._carver.runs():
             kept.setdefault(chunk, []).append((start, size, place))
             place += size
-        self._pages.grow(place)
-        for runs in kept.values():
-            for run in runs:
-                self._copy(*run, to_host=True)
+        try:
+            self._pages.grow(place)
+            for runs in kept.values():
+                for run in runs:
+                    self._copy(*run, to_host=True)
+        except BaseException:
+            self.wait()
+            self.trim()  # what could not be made is asked for anew the next time
+            raise
         self.wait()
         self._kept = kept
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import subtensors as st
-from subtensors import kept_bytes
+from subtensors import host_pages
 from subtensors.free_list import FreeList
 
 MIB = 1 << 20
@@ -108,7 +108,7 @@ def test_parts_dropped_together_join_into_one(device: str) -> None:
 def test_contents_and_addresses_survive_release_and_restore(
     device: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_bytes, "_PIECE", piece)
+    monkeypatch.setattr(host_pages, "_PIECE", piece)
     arena = st.Arena(device, chunk="2MiB")
     torch.manual_seed(0)
     tensors = [arena.static(torch.randn(n, device=device)) for n in (3, 700_000, 1_300_000, 5)]
@@ -370,11 +370,11 @@ def test_no_memory_on_the_host_frees_nothing_and_wakes_the_tensors(
     arena = st.Arena(device)
     t = arena.ones(10)
 
-    def full(size: int) -> None:
+    def full(device: torch.device) -> Tensor:
         raise MemoryError("the host is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena._contents._pages, "grow", full)
+        patch.setattr(host_pages, "_new_piece", full)
         with pytest.raises(MemoryError):
             arena.release()
     assert not arena.released
