@@ -80,9 +80,9 @@ def quantize(x: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     ratio = x.float().abs() * _per_element(inverse, x)
     ratio = torch.where(ratio > 0, ratio, 0).sqrt()
     if is_signed:
-        codes = (127 * ratio + 0.5).to(torch.int8)
+        codes = (127 * ratio).round().to(torch.int8)
         return torch.where(x < 0, -codes, codes).contiguous()
-    return (255 * ratio.sqrt() + 0.5).to(torch.uint8).contiguous()
+    return (255 * ratio.sqrt()).round().to(torch.uint8).contiguous()
 
 
 def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
