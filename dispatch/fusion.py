@@ -36,7 +36,7 @@ from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.lowering import DTYPES
 from subtensors.kernels.program import Extent, Parameter, Scalar
-from subtensors.kernels.tuning import tune, tuned_tiling
+from subtensors.kernels.tuning import default_tiling, tune, tuned_tiling
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -175,7 +175,7 @@ class Fusion:
             label = f"{device}: {group.trace.program}"
             if label in chosen:
                 continue
-            chosen[label] = self.tiling or Tiling()
+            chosen[label] = self.tiling or default_tiling(group.trace.program)
             if isinstance(group, KernelGroup) and self.tiling is None:
                 chosen[label] = tune(group.trace.program, group.device)
                 if chosen[label] != group.kernels.tiling:

@@ -29,14 +29,15 @@ import torch
 import triton
 from torch import Tensor
 
-from subtensors.kernels.blockwise import block_count
+from subtensors.kernels.blockwise import SIZE, block_count
 from subtensors.kernels.launch import Grid, Kernels, Tiling, bits, to_device
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program
 
 logger = logging.getLogger("subtensors.tuning")
 
 CANDIDATES = tuple(
-    Tiling(block, warps) for block, warps in ((256, 2), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 8))
+    Tiling(block, warps)
+    for block, warps in ((256, 1), (256, 2), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 8))
 )
 """What `tune` compares; each thread gets 2 to 16 elements."""
 
@@ -74,7 +75,16 @@ def tuned_tiling(program: Program, device: torch.device) -> Tiling:
     known = _known(program, device)
     if known is None and os.environ.get("SUBTENSORS_TUNE") == "1":
         return tune(program, device)
-    return known or Tiling()
+    return known or default_tiling(program)
+
+
+def default_tiling(program: Program) -> Tiling:
+    """How to cut up a program's sweeps where nothing was measured: a block of codes is a warp's.
+
+    Its scale is then found within the warp, and no one waits.
+    """
+    has_blocks = any(p.extent is Extent.BLOCK for p in program.parameters)
+    return Tiling(SIZE, 1) if has_blocks else Tiling()
 
 
 def _known(program: Program, device: torch.device) -> Tiling | None:
@@ -108,7 +118,7 @@ def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = 
         except torch.OutOfMemoryError:
             obstacle = "not enough free device memory"
     if obstacle:
-        stays = (_known(program, device) if _is_gpu(device) else None) or Tiling()
+        stays = (_known(program, device) if _is_gpu(device) else None) or default_tiling(program)
         logger.info("%s: tile sizes not measured, %s stays: %s", program.name, stays, obstacle)
         return stays
     best = min(times, key=times.__getitem__)

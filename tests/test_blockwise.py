@@ -157,3 +157,8 @@ def test_numbers_per_block_are_for_quantization_alone(maths: Any) -> None:
     codes, scales, _ = columns("cpu", True)
     with pytest.raises(RuleError):
         Fusion(maths)(codes, scales)
+
+
+def test_a_program_of_codes_has_a_warp_for_each_block_unless_it_was_tuned() -> None:
+    codes, scales, g = columns("cpu", True)
+    assert [*Fusion(decayed).tune(codes, scales, g, True, 0.9).values()] == [Tiling(256, 1)]

@@ -276,6 +276,27 @@ def test_the_form_may_change_between_steps(device: str) -> None:
     assert difference <= 0.05 * before.norm()
 
 
+def test_an_instance_of_torchs_is_converted_to_fewer_bits(device: str) -> None:
+    params = start(device)
+    theirs = torch.optim.AdamW(params, lr=0.01)
+    take_steps(theirs, params, range(3))
+    ours = st.optim.convert(theirs, state_dtype="int8")
+    codes, scales = ours.state[params[0]]["exp_avg"], ours.state[params[0]]["exp_avg_absmax"]
+    assert codes.dtype == torch.int8
+    difference = blockwise.dequantize(codes, scales, True) - theirs.state[params[0]]["exp_avg"]
+    assert difference.norm() <= 0.02 * theirs.state[params[0]]["exp_avg"].norm()
+    take_steps(ours, params, range(3, 4))
+    assert ours.state[params[0]]["step"].item() == 4
+
+
+def test_clipping_and_averaged_weights_go_with_codes(device: str) -> None:
+    low, full = start(device), start(device)
+    options: Any = {"lr": 0.01, "max_norm": 1.0, "ema": 0.9}
+    take_steps(st.optim.AdamW(low, state_dtype="int8", **options), low, range(10))
+    take_steps(st.optim.AdamW(full, **options), full, range(10))
+    assert (flat(low) - flat(full)).norm() <= 0.1 * (flat(full) - flat(start())).norm()
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

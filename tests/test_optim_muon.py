@@ -328,3 +328,27 @@ def test_a_step_launches_as_many_kernels_for_many_matrices_as_for_few() -> None:
         counts.append(count_kernels(optimizer.step))
         assert params[0].isfinite().all()
     assert counts[0] == counts[1] <= 4 * 5 * 5 + 8
+
+
+def test_an_instance_of_torchs_is_converted_and_goes_on(device: str) -> None:
+    params, theirs = train(lambda params: torch.optim.Muon(params, lr=0.1, nesterov=False), device, torch.float32, 2)
+    ours = st.optim.convert(theirs)
+    assert isinstance(ours, st.optim.Muon)
+    before = flat(params)
+    buffer = ours.state[params[0]]["momentum_buffer"].clone()
+    assert torch.equal(buffer, theirs.state[params[0]]["momentum_buffer"])
+    take_steps(ours, params, [2])
+    assert not torch.equal(flat(params), before)
+
+
+def test_clipping_within_the_step_is_clipping_before_it(device: str) -> None:
+    clipped, plain = ([Parameter(v) for v in values(device, torch.float32, 0)] for _ in range(2))
+    ours, theirs = st.optim.Muon(clipped, max_norm=0.5), st.optim.Muon(plain)
+    for number in range(2):
+        for params in (clipped, plain):
+            for p, g in zip(params, values("cpu", torch.bfloat16, number + 1), strict=True):
+                p.grad = g.to(device, torch.float32)
+        torch.nn.utils.clip_grad_norm_(plain, 0.5)
+        ours.step()
+        theirs.step()
+    assert (flat(clipped) - flat(plain)).norm() <= 1e-3 * flat(plain).norm()
