@@ -361,3 +361,8 @@ class SymbolicSizes:
 def in_function_transform() -> bool:
     """Is a transform of torch.func, such as vmap, under way? Checked on 2.13."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -280,7 +280,6 @@ _OF_VALUES = {
     torch.Tensor.untyped_storage,
     torch.Tensor.__dlpack__,
     torch.Tensor.__iter__,
-    torch.Tensor.__format__,
     torch.Tensor.__contains__,
 }
 

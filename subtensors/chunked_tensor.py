@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from subtensors.chunked_calls import asks_the_tensor_itself, called, dispatched
-from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import Value, gathered, leaf_value
 from subtensors.dispatch.region.lowering import LoweredPlan, expected_loss
 from subtensors.dispatch.region.plan import Plan
+from subtensors.dispatch.torch_private import is_transformed
 from subtensors.recorded_tensor import RecordedTensor, outer
 from subtensors.traced_chunk import traced_chunk
 
@@ -58,6 +59,11 @@ class ChunkedTensor(RecordedTensor):
         x = x.realize() if isinstance(x, ChunkedTensor) else x
         if not isinstance(x, Tensor):
             raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
+        if is_transformed(x):
+            raise RuleError(
+                "st.chunk inside torch.func transforms (grad, vmap, jvp) has no rule: its chunks run autograd of their "
+                "own; differentiate with torch.autograd, or transform the function of plain tensors"
+            )
         if x.ndim == 0:
             raise SizeError("a tensor of no dims has no rows to chunk")
         if not -x.ndim <= dim < x.ndim:
@@ -94,6 +100,7 @@ class ChunkedTensor(RecordedTensor):
         return f"ChunkedTensor({tuple(value.shape)}, {dtype}, {value.device}{dim}, {recorded})"
 
     __str__ = __repr__
+    __format__ = object.__format__
 
     @classmethod
     def __torch_function__(
@@ -139,6 +146,7 @@ def chunk(
 
     Raises:
         SizeError: a count below one, or a tensor of no dims.
+        RuleError: a tensor under a transform of torch.func.
         ValueError: more than one of the counts, or an unknown word.
         IndexError: no such dim.
 

@@ -376,7 +376,13 @@ def test_numbers_text_and_copies_are_those_of_the_values() -> None:
     assert h.numpy().sum() == 6
     assert [float(x) for x in h] == [0, 1, 2, 3]
     assert type(copy.deepcopy(h)) is Tensor
-    assert repr(h.exp()) == "ChunkedTensor((4,), float32, cpu, rows in dim 0, 1 op recorded)"
+    assert f"{h.exp()}" == repr(h.exp()) == "ChunkedTensor((4,), float32, cpu, rows in dim 0, 1 op recorded)"
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused_clearly(transform: Any) -> None:
+    with pytest.raises(st.RuleError, match=r"inside torch\.func transforms"):
+        transform(lambda x: st.chunk(x, rows=2).exp().sum())(torch.ones(4, 3))
 
 
 def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_axes_agree() -> None:
