@@ -12,6 +12,8 @@ from subtensors.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.fuse import Fused
 from subtensors.list_calls import explain_call
 from subtensors.optim import Optimizer
+from subtensors.padded_explanation import explain_padded_call, explain_padding, has_padding
+from subtensors.padded_tensor import PaddedTensor
 from subtensors.static_tensor import StaticAddressTensor
 from subtensors.tensor_list import TensorList
 
@@ -20,8 +22,8 @@ def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any
     """Say what was done and why: rules applied, groups, chunks, kernels.
 
     Args:
-        subject: a TensorList, a ChunkedTensor or a loss computed from one, a StaticAddressTensor, an Arena, an
-            optimizer, a fused function, or any torch function; the last two with the arguments of a call.
+        subject: a TensorList, a PaddedTensor, a ChunkedTensor or a loss computed from one, a StaticAddressTensor, an
+            Arena, an optimizer, a fused function, or any torch function; the last two with the arguments of a call.
         args: arguments of the call, which is planned but not run.
         kwargs: likewise.
 
@@ -48,8 +50,12 @@ def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any
         return explain_place(subject)
     if isinstance(subject, ChunkedTensor):
         return subject.explain()
+    if isinstance(subject, PaddedTensor):
+        return explain_padding(subject)
     if isinstance(subject, Tensor):
         return explain_loss(subject)
+    if callable(subject) and has_padding(args, kwargs):
+        return explain_padded_call(subject, args, kwargs)
     if callable(subject):
         return explain_call(subject, *args, **kwargs)
     raise TypeError(

@@ -242,3 +242,27 @@ def test_second_derivatives_flow() -> None:
         return h
 
     torch.testing.assert_close(penalty(st.pad(source, {1: SEQ}, value=NAN), source), penalty(source, source))
+
+
+def test_rows_of_a_ragged_batch_are_taken_with_their_lengths() -> None:
+    rows = [torch.arange(float(n)) for n in (5, 3, 7)]
+    x = st.pad(rows, {0: SEQ}, value=NAN)
+    assert x[1].unpad().equal(rows[1])
+    assert x[-1].logical_shape == (7,)
+    assert [row.unpad().tolist() for row in x] == [row.tolist() for row in rows]
+    assert [row.tolist() for row in x[1:].unpad()] == [row.tolist() for row in rows[1:]]
+    assert x[torch.arange(3), torch.tensor([-1, -1, -2])].tolist() == [4.0, 2.0, 5.0]
+
+
+def test_a_reduction_of_the_rows_alone_is_refused() -> None:
+    x = st.pad([torch.ones(5), torch.ones(3)], {0: SEQ})
+    for reduce in (torch.sum, torch.mean, torch.amax, torch.var):
+        with pytest.raises(st.RuleError, match="rows of a ragged batch"):
+            reduce(x, 0)
+    assert x.mean().item() == 1
+
+
+def test_a_tensor_on_another_device_takes_its_sizes_along() -> None:
+    x = st.pad(torch.ones(5), {0: SEQ}).to("meta")
+    assert x.logical_shape == (5,)
+    assert x.exp().mask().device.type == "meta"

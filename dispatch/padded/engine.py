@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,27 @@ from subtensors.dispatch.torch_private import schema_of
 table = RuleTable("PaddedTensor")
 """Rules take the op, then its arguments by their schema's names with `Padded` in place of tensors."""
 
-applied: Counter[str] = Counter()
-"""How often each overload ran by a rule."""
+_REFUSED = "PaddedTensor cannot run"
+
+_observers: list[list[str]] = []
+
+
+@contextmanager
+def observed() -> Iterator[list[str]]:
+    """Note the rules that run meanwhile, a line each.
+
+    Example:
+        >>> with observed() as lines:
+        ...     pass
+        >>> lines
+        []
+    """
+    lines: list[str] = []
+    _observers.append(lines)
+    try:
+        yield lines
+    finally:
+        _observers.remove(lines)
 
 
 class Call:
@@ -101,8 +120,15 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
     if not any(x.padded_dims for x in call.values):
         return _wrapped(call.dense())
-    answer = table.lookup(op)(call)
-    applied[overload_name(op)] += 1
+    rule = table.lookup(op)
+    try:
+        answer = rule(call)
+    except RuleError as refusal:
+        if str(refusal).startswith(_REFUSED):
+            raise
+        raise refuse(call, str(refusal)) from refusal
+    for lines in _observers:
+        lines.append(table.explain(op))
     return _as_view(answer, call) if op_class(op) is OpClass.VIEW else answer
 
 
@@ -127,13 +153,11 @@ def refuse(call: Call, why: str) -> Inexpressible:
     """What a rule raises for a call that it doesn't cover."""
     dims = sorted({str(size) for x in call.values for d in x.padded_dims for size in [*map(_size, x.dims[d])]})
     name = f"{call.op.namespace}.{overload_name(call.op)}"
-    return Inexpressible(
-        f"PaddedTensor cannot run {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}"
-    )
+    return Inexpressible(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}")
 
 
 def _size(factor: Any) -> str:
     return str(factor.size)
 
 
-__all__ = ["Call", "Inexpressible", "RuleError", "applied", "apply", "refuse", "run", "table"]
+__all__ = ["Call", "Inexpressible", "RuleError", "apply", "observed", "refuse", "run", "table"]

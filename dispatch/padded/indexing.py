@@ -199,17 +199,26 @@ def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | 
             continue
         if given.dense.dtype in (torch.bool, torch.uint8):
             raise refuse(call, "how many positions a mask names depends on its values")
-        if not _scalar(x, d) and not is_rows(x, d):
-            raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
         dense = given.dense
         if x.is_padded(d) and not is_rows(x, d):
-            dense = torch.where(dense < 0, dense + torch.as_tensor(x.size(d)), dense)
+            dense = torch.where(dense < 0, dense + _end(call, x, d), dense)
         dense = Padded(dense, given.dims, given.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
     if not at:
         raise refuse(call, "it names no positions")
     return found, at
+
+
+def _end(call: Call, x: Padded, d: int) -> Tensor:
+    """What a negative position of a dim counts from: of a ragged dim the length of the row that the call names."""
+    if _scalar(x, d):
+        return torch.as_tensor(x.size(d))
+    if len(x.dims[d]) == 1:
+        for e, given in enumerate(call["indices"]):
+            if given is not None and is_rows(x, e):
+                return torch.as_tensor(x.size(d))[given.filled(0)]
+    raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
 
 
 def _scalar(x: Padded, d: int) -> bool:

@@ -127,7 +127,8 @@ class Padded:
 
     def like(self, dense: Tensor, fill: Number | None = None) -> Padded:
         """Another storage of the same shape with the same padding."""
-        return Padded(dense, self.dims, self.sizes, fill)
+        sizes = self.sizes if self.sizes is None else self.sizes.to(dense.device)
+        return Padded(dense, self.dims, sizes, fill)
 
 
 class MaskGradient(torch.autograd.Function):
@@ -190,7 +191,7 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
         ragged = any(sizes.is_ragged(factor.size) for factor in factors)
         if ragged and sum(factor.size == ROWS for factor in factors) != 1:
             raise Inexpressible("the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it")
-    return Padded(dense, dims, sizes, fill)
+    return Padded(dense, dims, sizes if sizes is None else sizes.to(dense.device), fill)
 
 
 def prefix_size(value: Padded, dim: int) -> Size:

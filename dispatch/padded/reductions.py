@@ -120,8 +120,7 @@ def variance(call: Call) -> Any:
     count = real_count(x, gone)
     average = values.sum(gone, keepdim=True) / count
     mask = x.mask(gone)
-    assert mask is not None
-    distance = torch.where(mask, values - average, 0)
+    distance = values - average if mask is None else torch.where(mask, values - average, 0)
     squares = (distance * distance).sum(gone, keepdim=True) / (count - correction).clamp(min=0)
     name = call.op.overloadpacket
     spread = squares if name in (aten.var, aten.var_mean) else squares.sqrt()
@@ -218,7 +217,8 @@ def wrap_reduced(out: Any, x: Padded, gone: Sequence[int], keepdim: bool) -> Any
 def real_count(x: Padded, gone: Sequence[int]) -> Tensor:
     """How many real elements each result of a reduction is made of, broadcastable to it with its dims kept."""
     mask = x.mask(gone)
-    assert mask is not None
+    if mask is None:
+        return torch.full((), math.prod(x.shape[d] for d in gone), device=x.dense.device)
     count = mask.sum(list(gone), keepdim=True)
     whole = math.prod(x.shape[d] for d in gone if mask.shape[d] == 1)
     return count * whole

@@ -104,11 +104,29 @@ class TrueSizes:
         """May this size differ from row to row?"""
         return self.rows is not None and any(symbol in size.free_symbols for symbol in self.symbols)
 
+    def of_row(self, row: int) -> TrueSizes:
+        """The sizes of one row of a ragged batch, from the end if negative."""
+        host = None if not self.known_on_host else tuple(_one(size, row) for size in self.host())
+        return TrueSizes(self.symbols, self.buckets, self.values[:, row], host)
+
+    def of_rows(self, rows: slice) -> TrueSizes:
+        """The sizes of some rows of a ragged batch."""
+        host = None if not self.known_on_host else tuple(_some(size, rows) for size in self.host())
+        return TrueSizes(self.symbols, self.buckets, self.values[:, rows], host)
+
     def to(self, device: torch.device) -> TrueSizes:
         """The same sizes on another device."""
         if device == self.values.device:
             return self
         return TrueSizes(self.symbols, self.buckets, self.values.to(device), self._host)
+
+
+def _one(size: HostSize, row: int) -> HostSize:
+    return size if isinstance(size, int) else size[row]
+
+
+def _some(size: HostSize, rows: slice) -> HostSize:
+    return size if isinstance(size, int) else size[rows]
 
 
 def together(operands: Sequence[TrueSizes]) -> TrueSizes | None:

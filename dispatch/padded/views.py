@@ -184,7 +184,7 @@ def select(call: Call) -> Padded:
         return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
     if size == ROWS:
-        raise refuse(call, "it takes one row of a ragged batch, whose length is its own; unpad() gives the rows")
+        return _row(x, d, index)
     _check_index(x, d, index)
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
@@ -206,7 +206,10 @@ def slice_(call: Call) -> Padded:
         return x.like(call.dense(), x.fill)
     size = prefix_size(x, d)
     if size == ROWS:
-        raise refuse(call, "it cuts the rows of a ragged batch")
+        assert x.sizes is not None
+        out = x.dense[(slice(None),) * d + (slice(start, stop, step),)]
+        rows = _with(x.dims, d, padded_dim(out.shape[d], ROWS))
+        return result(out, rows, x.sizes.of_rows(slice(start, stop, step)), x.fill)
     true_size = sliced(size, start, stop, step)[1]
     if start >= 0:
         bucket_stop = x.shape[d] if stop is None else stop
@@ -240,6 +243,8 @@ def unbind(call: Call) -> list[Padded]:
     """Every index of a static dim."""
     x: Padded = call["self"]
     d = call["dim"] % x.dim()
+    if x.is_padded(d) and prefix_size(x, d) == ROWS:
+        return [_row(x, d, index) for index in range(x.shape[d])]
     if x.is_padded(d):
         raise refuse(call, "the number of parts would depend on the true size")
     dims = [factors for i, factors in enumerate(x.dims) if i != d]
@@ -271,6 +276,13 @@ def diagonal(call: Call) -> Padded:
     out = call.dense()
     dims = [factors for i, factors in enumerate(x.dims) if i not in (a, b)]
     return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
+
+
+def _row(x: Padded, d: int, index: int) -> Padded:
+    """One row of a ragged batch, of its own size."""
+    assert x.sizes is not None
+    rest = [factors for i, factors in enumerate(x.dims) if i != d]
+    return result(x.dense.select(d, index), rest, x.sizes.of_row(index), x.fill)
 
 
 def _check_index(x: Padded, d: int, index: int) -> None:

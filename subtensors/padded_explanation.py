@@ -1,0 +1,70 @@
+"""What `st.explain` says of a PaddedTensor, and of a call with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from subtensors import padded_calls
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.padded import engine
+from subtensors.dispatch.padded.nests import found, mapped
+from subtensors.dispatch.padded.padded_value import is_padded
+from subtensors.padded_tensor import PaddedTensor
+
+
+def explain_padding(x: PaddedTensor) -> str:
+    """A line for each padded dim, and one for what ran on logical data so far.
+
+    Args:
+        x: the tensor.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> x = st.pad(torch.ones(2, 3), {1: st.Dim("n", max=8, buckets=4)})
+        >>> print(explain_padding(x).splitlines()[0])
+        dim 1: bucket 4, true size n
+    """
+    lines = []
+    for d, factors in enumerate(x._dims):
+        if is_padded(factors):
+            sizes = " x ".join(str(factor.size) for factor in factors)
+            lines.append(f"dim {d}: bucket {x._dense.shape[d]}, true size {sizes}")
+    lines.append(f"padding: {'undefined' if x._fill is None else f'{x._fill} everywhere'}")
+    for name, count in padded_calls.fallbacks.most_common():
+        lines.append(f"{name}: on the unpadded data, {count} times")
+    return "\n".join(lines)
+
+
+def has_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is a PaddedTensor among the arguments of a call?"""
+    return bool(found(PaddedTensor, (args, kwargs)))
+
+
+def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The rules that a call of a torch function takes, found by running it on shapes alone.
+
+    Args:
+        func: the function.
+        args, kwargs: its arguments.
+
+    Returns:
+        A line for each op that torch makes of it.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> x = st.pad(torch.ones(2, 3), {1: st.Dim("n", max=8, buckets=4)})
+        >>> print(explain_padded_call(torch.softmax, (x, 1), {}))
+        aten.softmax.int on a PaddedTensor: softmax, registered for aten.softmax.int
+        >>> print(explain_padded_call(torch.renorm, (x, 2, 0, 1.0), {}).partition(":")[0])
+        on the unpadded data, in eager mode
+    """
+    shapes = mapped(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+    with engine.observed() as lines:
+        try:
+            func(*shapes[0], **shapes[1])
+        except RuleError as refusal:
+            return f"on the unpadded data, in eager mode: {refusal.__cause__ or refusal}"
+    return "\n".join(lines)
