@@ -54,6 +54,8 @@ class Launch:
     numbers: list[float]
     hosts: list[float]
     arenas: list[Tensor]
+    taken: list[int] = field(default_factory=list)
+    """For each of its numbers which one of its source it is, -1 for one of its own; set by who calls `set_numbers`."""
     number_at: int = 0
     """Where its numbers are in the recording's buffer, and its table."""
     table_at: int = 0
@@ -161,7 +163,8 @@ class Recording:
             The arenas of the program's outputs; they hold nothing before a replay.
         """
         if self._pending is None:
-            arenas = group.new_arenas()
+            # Zeros: what torch makes of them in this pass is thrown away, but must not fail.
+            arenas = [arena.zero_() for arena in group.new_arenas()]
             hosts = [float(columns[i][0].item()) for i in group.hosts]
             self.launches.append(Launch(group, self.source, list(numbers), hosts, arenas))
             self._grids.append(group.grid)
@@ -200,12 +203,15 @@ class Recording:
 
         Args:
             source: as it was when they were recorded.
-            numbers: the live numbers of its calls.
+            numbers: the live numbers of the source.
             hosts: the values of its 0-d tensors on the CPU.
         """
         for launch in self.launches:
-            if launch.source == source and (launch.numbers != numbers or launch.hosts != hosts or 0.0 in numbers):
-                launch.numbers, launch.hosts = numbers, hosts
+            if launch.source != source:
+                continue
+            own = [numbers[i] if i >= 0 else n for i, n in zip(launch.taken, launch.numbers, strict=True)]
+            if launch.numbers != own or launch.hosts != hosts or 0.0 in own:
+                launch.numbers, launch.hosts = own, hosts
                 self._write_numbers(launch)
                 self._is_number_new = True
 

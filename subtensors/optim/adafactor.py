@@ -60,6 +60,7 @@ class Adafactor(MatrixOptimizer):
     placing of eps1.
     """
 
+    is_replayable = True
     optional = ("weight_decay",)
     state = {  # noqa: RUF012  (read by the base class)
         "row_var": lambda p: torch.zeros_like(p[..., :1]),

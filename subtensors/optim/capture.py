@@ -10,10 +10,15 @@ import torch
 
 from subtensors.dispatch.errors import AddressError
 from subtensors.optim.packed_memory import PackedMemory
-from subtensors.optim.recorded_step import RecordedStep
+from subtensors.optim.recorded_step import HELD_GRADIENT, HELD_NUMBER, RecordedStep
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
+
+FUTILE = (
+    "each step brings other numbers or gradients than its graph holds: keep gradients in their place, as packed does, "
+    "and give a number that changes as a tensor on the device"
+)
 
 logger = logging.getLogger("subtensors.optim")
 
@@ -29,13 +34,19 @@ class Capture:
     # Which parameters have a gradient may alternate, as with layers that are dropped in turn.
     KEPT = 8
 
+    # So many recordings that served one step each are enough to see that the next would serve one too.
+    FUTILE = 3
+
     # Packed memory is looked at in full in the first steps, where a program shows what it does, and every so often.
     FIRST_LOOKS = 3
     GLANCES = 64
 
     def __init__(self, check: bool, packed: PackedMemory | None = None) -> None:
         self.check, self.packed = check, packed
-        self._looks = self._glances = 0
+        self._looks = self._glances = self._futile = 0
+        self._is_fresh = False
+        """Was the last step recorded for itself alone, so far?"""
+        self._last: RecordedStep | None = None
         self._is_packed = False
         """Did the last full look find the last step's tensors where they are packed?"""
         self.replays = self.recordings = self.eager_steps = 0
@@ -67,6 +78,8 @@ class Capture:
         if self.check:
             step.check()
         step.replay(optimizer)
+        self._is_fresh = step is not self._last
+        self._last = step
         # A graph tells autograd of nothing that it writes.
         if self._is_packed and self.packed is not None:
             self.packed.tell_autograd()
@@ -118,7 +131,9 @@ class Capture:
                         self._steps.insert(0, self._steps.pop(position))
                     return step
                 reason = reason or difference
-            step = RecordedStep(optimizer, gradients)
+            self._futile = self._futile + 1 if reason in (HELD_NUMBER, HELD_GRADIENT) and self._is_fresh else 0
+            step = RecordedStep(optimizer, gradients, FUTILE if self._futile >= self.FUTILE else "")
+            self._is_fresh = True
         except RuntimeError:
             for own in gradients:
                 optimizer._refuse_sparse(own)

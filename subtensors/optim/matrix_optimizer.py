@@ -48,6 +48,8 @@ class MatrixOptimizer(Optimizer):
 
     state: Any
 
+    is_replayable = False  # `update` may be anything; a class that knows better says so
+
     WORKSPACE: ClassVar[int] = 2**28
     """Elements a batch: what `update` makes in passing is a few times as many, however many parameters there are."""
 

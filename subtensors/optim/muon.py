@@ -61,6 +61,7 @@ class Muon(MatrixOptimizer):
     Scalable for LLM Training" (2025) for `match_rms_adamw`. The form is torch's.
     """
 
+    is_replayable = True
     state = {"momentum_buffer": torch.zeros_like}  # noqa: RUF012  (read by the base class)
 
     def __init__(

@@ -82,6 +82,9 @@ class Optimizer(Stepping):
     state: Any
     optional: ClassVar[Collection[str]] = ()
 
+    is_replayable: ClassVar[bool] = True
+    """Does a step do the same whatever numbers and state hold, and write them in fused functions alone?"""
+
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Gradients = list[Elements]
 """Those of each group, in the order of its parameters; None where there is none."""
 
+HELD_NUMBER = "a number changed that the graph of this optimizer holds"
+HELD_GRADIENT = "a gradient moved whose address the graph of this optimizer holds"
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
@@ -39,12 +41,13 @@ class RecordedStep:
     Args:
         optimizer: whose step; state that a parameter lacks is made.
         gradients: what the step finds.
+        obstacle: why not to record it.
 
     Raises:
         AddressError: parameters, state or gradients moved while the step was recorded.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, obstacle: str = "") -> None:
         self.recording: Recording | None = None
         self.obstacle = ""
         """Why there is no recording; such steps run eagerly."""
@@ -74,8 +77,14 @@ class RecordedStep:
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = _stream(self.device)
         self.paths = [_number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
-        self.signatures = [_signature(optimizer, group, self.device)[0] for group in optimizer.param_groups]
+        taken = [_signature(optimizer, group, self.device) for group in optimizer.param_groups]
+        self.signatures = [signature for signature, _, _ in taken]
+        self.numbers = [numbers for _, numbers, _ in taken]
+        self.is_whole = not isinstance(optimizer._fusion, Fusion)
+        """Is the step more than fused calls, so that its graph holds whatever else it was given?"""
         try:
+            if obstacle:
+                raise NotRecordable(obstacle)
             self._record(optimizer, own, devices)
         except NotRecordable as reason:
             self.recording, self.obstacle = None, str(reason)
@@ -87,8 +96,13 @@ class RecordedStep:
             raise NotRecordable("the parameters are on several devices")
         if self.device.type != "cuda" and not interprets_kernels():
             raise NotRecordable(CPU_REASON)
-        if not isinstance(optimizer._fusion, Fusion):
+        if self.is_whole and not (optimizer.is_replayable and self.device.type == "cuda"):
             raise NotRecordable(f"a step of {type(optimizer).__name__} is more than fused calls")
+        if self.is_whole:
+            for group in optimizer.param_groups:
+                # Numbers are then known by identity, wherever the step hands them on.
+                group.update({name: _another(value) for name, value in group.items() if name != "params"})
+            self.options = [_options(group) for group in optimizer.param_groups]
         self.recording = recording = Recording(self.device)
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
@@ -103,13 +117,22 @@ class RecordedStep:
             vars(optimizer).update(given)
         if moved := self.moved() or not self.gradient_places.matches(_present(optimizer._gradients())):
             raise AddressError(f"{moved if isinstance(moved, str) else 'a gradient'} moved while a step was recorded")
+        self.held = [set(range(len(paths))) for paths in self.paths]
+        """Of each group's numbers those that are the graph's: another value is another step."""
         for launch in recording.launches:
             if launch.source is None:  # of the norm, which takes no numbers
                 continue
             assert isinstance(launch.source, int)
             _, numbers, hosts = _signature(optimizer, optimizer.param_groups[launch.source], self.device)
-            if (launch.numbers, launch.hosts) != (numbers, hosts):
-                raise NotRecordable(f"a number of {type(optimizer).__name__}'s step is not one of its parameter group")
+            if self.is_whole:
+                launch.taken = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
+            else:
+                launch.taken = [*range(len(numbers))]
+                if launch.numbers != numbers:
+                    raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
+            if launch.hosts not in ([], hosts):
+                raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
+            self.held[launch.source] -= set(launch.taken)
 
     def moved(self) -> str:
         """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
@@ -158,16 +181,24 @@ class RecordedStep:
                 if all(map(is_, options, self.options[i])):
                     continue
                 if all(map(_are_numbers, options, self.options[i])):
+                    if held := self._take(i, [_at(group, path) for path in self.paths[i]], []):
+                        return held
                     self.options[i] = options
-                    if self.recording is not None:
-                        self.recording.set_numbers(i, [_at(group, path) for path in self.paths[i]], [])
                     continue
             signature, numbers, hosts = _signature(optimizer, group, self.device)
             if signature != self.signatures[i]:
                 return "an option changed that decides the maths"
+            if held := self._take(i, numbers, hosts):
+                return held
             self.options[i] = options
-            if self.recording is not None:
-                self.recording.set_numbers(i, numbers, hosts)
+        return ""
+
+    def _take(self, index: int, numbers: list[float], hosts: list[float]) -> str:
+        """Hand one group's numbers to the recording."""
+        if self.recording is not None:
+            if any(numbers[i] != self.numbers[index][i] for i in self.held[index]):
+                return HELD_NUMBER
+            self.recording.set_numbers(index, numbers, hosts)
         return ""
 
     def _take_gradients(self, own: list[Tensor]) -> str:
@@ -175,6 +206,8 @@ class RecordedStep:
         has_moved = not self.gradient_places.matches(own)
         if (has_moved or not self.are_plain) and not self.gradients_alike.matches(own):
             return "a gradient has another layout or dtype"
+        if has_moved and self.is_whole and self.recording is not None:
+            return HELD_GRADIENT
         if has_moved:
             places = torch_private.AddressGuard(own)
             if self.recording is not None and not self.recording.move(places.addresses):
@@ -254,6 +287,13 @@ def _number_paths(optimizer: Optimizer, group: dict[str, Any], device: torch.dev
     paths = optree.tree_paths(values, none_is_leaf=True)
     leaves = optree.tree_leaves(values, none_is_leaf=True)
     return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
+
+
+def _another(value: Any) -> Any:
+    """An equal number that is an object of its own, alone or in a tuple; other values as they are."""
+    if type(value) is tuple:
+        return tuple([_another(v) for v in value])
+    return value * 1.0 if type(value) is float else value
 
 
 def _at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
