@@ -77,6 +77,22 @@ class Capture:
             return False
         if self.check:
             step.check()
+        self._replay(optimizer, step)
+        if self.check and step.recording is not None and not step.recording.is_what_the_device_has():
+            raise AddressError("the numbers or addresses that a replay read on the device are not the ones given to it")
+        return True
+
+    def take_glance(self, optimizer: Optimizer) -> bool:
+        """As `take_step`, done only where a glance is enough: what most steps over packed memory cost the host."""
+        if self.packed is None or self.check or _obstacle():
+            return False
+        step = self._at_a_glance(optimizer)
+        if step is None or step.recording is None:
+            return False
+        self._replay(optimizer, step)
+        return True
+
+    def _replay(self, optimizer: Optimizer, step: RecordedStep) -> None:
         step.replay(optimizer)
         self._is_fresh = step is not self._last
         self._last = step
@@ -86,7 +102,6 @@ class Capture:
         elif step.recording is not None:
             torch.autograd.graph.increment_version(step.recording.written)
         self.replays += 1
-        return True
 
     def _at_a_glance(self, optimizer: Optimizer) -> RecordedStep | None:
         """The last step, where packed memory shows that it is this one too; None where a full look is due."""

@@ -59,7 +59,7 @@ class RecordedStep:
         self.batches = batches
         self.lists: list[GroupLists] = [optimizer._lists[i] for i in range(len(gradients))]
         self.mark = optimizer.state.changes.mark
-        self.modes = modes()
+        self.modes = _modes()
         self.params = [p for batch in batches for p in batch.params]
         self.param_places = torch_private.AddressGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
@@ -73,6 +73,8 @@ class RecordedStep:
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
         self.options = [_options(group) for group in optimizer.param_groups]
+        self.values: list[list[Any]] = [[] for _ in optimizer.param_groups]
+        """What each group held in the last step, where it is enough to see the same objects again; else nothing."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = _stream(self.device)
@@ -158,39 +160,42 @@ class RecordedStep:
             return "state was added or replaced"
         if len(optimizer.param_groups) != len(self.lists):
             return "a parameter group was added or removed"
-        for i, (group, lists) in enumerate(zip(optimizer.param_groups, self.lists, strict=True)):
-            if not lists.has_params(group["params"]):
+        for i, group in enumerate(optimizer.param_groups):
+            if not self.lists[i].has_params(group["params"]):
                 return f"the parameters of group {i} are others"
-            if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
-                return f"group {i} keeps other state"
+            values = self.values[i]
+            if len(group) == len(values) and all(map(is_, group.values(), values)):
+                continue  # the very objects of the last step: none of them changed
+            if difference := self._take_options(optimizer, i, group):
+                return difference
         if any(batch.has_moved() for batch in self.batches):
             return "state moved"
-        if modes() != self.modes:
+        if _modes() != self.modes:
             return "a mode of torch changed"
         if self.stream != _stream(self.device):
             return "the current stream is another one"
         if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
             return "a loss scale came or went"
-        return self._take_numbers(optimizer)
+        return ""
 
-    def _take_numbers(self, optimizer: Optimizer) -> str:
-        """Hand the groups' numbers to the recording; why it can't take them, if it can't."""
-        for i, group in enumerate(optimizer.param_groups):
-            options = _options(group)
-            if _are_immutable(options):
-                if all(map(is_, options, self.options[i])):
-                    continue
-                if all(map(_are_numbers, options, self.options[i])):
-                    if held := self._take(i, [_at(group, path) for path in self.paths[i]], []):
-                        return held
-                    self.options[i] = options
-                    continue
+    def _take_options(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
+        """Hand the numbers of a group to the recording; why it can't take them, if it can't."""
+        lists = self.lists[index]
+        if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
+            return f"group {index} keeps other state"
+        options = _options(group)
+        are_immutable = _are_immutable(options)
+        if are_immutable and all(map(_are_numbers, options, self.options[index])):
+            numbers = [_at(group, path) for path in self.paths[index]]
+            hosts: list[float] = []
+        else:
             signature, numbers, hosts = _signature(optimizer, group, self.device)
-            if signature != self.signatures[i]:
+            if signature != self.signatures[index]:
                 return "an option changed that decides the maths"
-            if held := self._take(i, numbers, hosts):
-                return held
-            self.options[i] = options
+        if held := self._take(index, numbers, hosts):
+            return held
+        self.options[index] = options
+        self.values[index] = list(group.values()) if are_immutable else []
         return ""
 
     def _take(self, index: int, numbers: list[float], hosts: list[float]) -> str:
@@ -231,7 +236,7 @@ class RecordedStep:
         """Look at everything that the next replay reads and writes.
 
         Raises:
-            AddressError: a tensor moved, or the device's tables are not what they should be.
+            AddressError: a tensor moved.
         """
         if moved := self.moved():
             raise AddressError(
@@ -241,6 +246,11 @@ class RecordedStep:
 
 
 _SCALES = ("grad_scale", "found_inf")
+
+
+def _modes() -> tuple[Any, ...]:
+    """The modes of torch that decide the maths; whether autograd records does not, within a step."""
+    return modes()[1:]
 
 
 def _stream(device: torch.device) -> int:

@@ -51,7 +51,6 @@ class Stepping(SavedState):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @with_hooks
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
@@ -64,6 +63,19 @@ class Stepping(SavedState):
         Raises:
             RuntimeError: a gradient is sparse.
         """
+        if (
+            closure is None
+            and self._capture is not None
+            and type(self.state) is States
+            and self.param_groups[0].get("accumulate", 1) == 1
+            and self._capture.take_glance(cast("Optimizer", self))
+        ):
+            self._passes += 1
+            return None
+        return self._take_step(closure)
+
+    @torch.no_grad()
+    def _take_step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
