@@ -157,7 +157,12 @@ class PaddedTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddedTensor:
         if id(self) not in memo:
-            new = wrap(Padded(copy.deepcopy(self._dense, memo), self._dims, self._sizes, self._fill))
+            sizes = None
+            if self._sizes is not None:
+                # Tensors of one copied nest go on sharing their sizes.
+                sizes = memo.setdefault(id(self._sizes), self._sizes.clone())
+                memo.setdefault(id(memo), []).append(self._sizes)
+            new = wrap(Padded(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
             memo[id(self)] = new.requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 

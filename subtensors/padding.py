@@ -64,7 +64,7 @@ def unpad(x: PaddedTensor) -> Any:
     sizes = value.sizes
     if sizes is None:
         return value.dense
-    if not sizes.known_on_host and torch_private.is_traced(sizes.values):
+    if sizes.is_captured or (not sizes.known_on_host and torch_private.is_traced(sizes.values)):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
     return logical(value)
 

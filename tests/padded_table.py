@@ -47,6 +47,7 @@ def ways(index: int) -> tuple[str, str, str, list[str]]:
     """An op's name, its best way forward and backward, and its wrong results."""
     op = OPS[index]
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     logging.disable(logging.CRITICAL)
     found = outcomes(op, SAMPLES, values=op.name not in WITHOUT_VALUES)
     wrong = [f"{op.formatted_name} {o.plan}: {o.why}" for o in found if "wrong" in (o.how, o.backward)]

@@ -78,3 +78,37 @@ def test_an_op_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(Exception, match=r"renorm.*cannot run at the true sizes either") as refused:
         program(st.pad(torch.ones(3, 2), {0: SEQ}))
     assert "class other" in str(refused.value)
+
+
+def test_there_is_one_compilation_a_bucket() -> None:
+    compiled = torch.compile(lambda x: torch.softmax(x, 1).amax(1), fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for n in (5, 20, 9, 32, 16):
+        t = torch.randn(2, n, 3)
+        torch.testing.assert_close(compiled(st.pad(t, {1: SEQ})), torch.softmax(t, 1).amax(1))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(SEQ.buckets)
+
+
+def test_running_statistics_learn_of_real_elements() -> None:
+    norm, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    compiled = torch.compile(lambda x: norm(x).square().mean(), fullgraph=True, backend="aot_eager")
+    for n in (5, 9):
+        t = torch.randn(2, 4, n)
+        torch.testing.assert_close(compiled(st.pad(t, {2: SEQ}, value=float("nan"))), plain(t).square().mean())
+        torch.testing.assert_close(norm.running_mean, plain.running_mean)
+        torch.testing.assert_close(norm.running_var, plain.running_var)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_unmodified_model_compiles_once_for_every_length() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    compiled = torch.compile(
+        lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="aot_eager"
+    )
+    for i, n in enumerate((5, 16, 9)):
+        ids = torch.randint(1, 50, (2, n))
+        with torch._dynamo.config.patch(error_on_recompile=i > 0), torch.no_grad():
+            logits = compiled(st.pad(ids, {1: SEQ}, value=10**6))
+            torch.testing.assert_close(logits.unpad(), model(input_ids=ids).logits)

@@ -79,6 +79,7 @@ def test_copies_and_pickles_keep_values_and_sizes(clone: Callable[[Any], Any]) -
     again = clone(x)
     assert again.logical_shape == x.logical_shape
     assert again.requires_grad
+    assert (again._sizes.values is x._sizes.values) == (clone is copy.copy)  # type: ignore[union-attr]
     assert [row.tolist() for row in again.unpad()] == [row.tolist() for row in x.unpad()]
 
 

@@ -104,6 +104,10 @@ class TrueSizes:
         """May this size differ from row to row?"""
         return self.rows is not None and any(symbol in size.free_symbols for symbol in self.symbols)
 
+    def clone(self) -> TrueSizes:
+        """The same sizes in memory of their own."""
+        return TrueSizes(self.symbols, self.buckets, self.values.clone(), self._host)
+
     def of_row(self, row: int) -> TrueSizes:
         """The sizes of one row of a ragged batch, from the end if negative."""
         host = None if not self.known_on_host else tuple(_one(size, row) for size in self.host())
