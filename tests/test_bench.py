@@ -174,12 +174,11 @@ def test_a_foreach_call_counts_once() -> None:
 
 def test_the_static_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "static", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--sets", "llama1b"]
-    assert main([*options, "--variants", "eager,captured-packed,fused-graph"]) == 0
+    assert main([*options, "--variants", "captured-packed,fused-graph"]) == 0
     assert [row.sleep for row in load_lent(tmp_path / "lend.json")] == ["first", "next", "next"]
     rows = load(tmp_path / "static.json")
     assert [(row.set, row.variant) for row in rows] == [
         ("copy", "copy"),
-        ("llama1b", "eager"),
         ("llama1b", "captured-packed"),
     ]
     assert "copied B" in capsys.readouterr().out
