@@ -68,6 +68,8 @@ def parts(out: Any) -> list[Tensor]:
     return list(out)
 
 
+SIZES = some.integers(2, 5)
+
 programs = {
     "names": some.lists(some.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
     "end": some.sampled_from(sorted(ENDS)),
@@ -101,6 +103,28 @@ def total_gradients(outs: list[Tensor], weights: list[Tensor], wanted: list[Tens
     total = torch.stack([(o * v).sum() for o, v in zip(outs, weights, strict=True)]).sum()
     found = torch.autograd.grad(total, wanted, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+@given(
+    dims=some.sets(some.sampled_from([0, 1, 2]), min_size=1), shape=some.tuples(*[some.integers(2, 5)] * 2), **programs
+)
+def test_a_random_program_padded_on_any_dims_is_the_unpadded_one(
+    dims: set[int], shape: tuple[int, int], names: list[str], end: str, lengths: list[int], step: int, poison: float,
+    seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    t = torch.randn(*shape, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    named = {d: st.Dim(f"d{d}", max=12, buckets=st.Linear(step)) for d in dims}
+    padded_w = st.pad(w, {0: named[2]}, value=poison) if 2 in dims else w
+    expected = run(names, end, t, w)
+    actual = run(names, end, st.pad(t, named, value=poison), padded_w)
+    actual = actual.unpad() if isinstance(actual, st.PaddedTensor) else actual
+    torch.testing.assert_close(actual, expected)
+    weights = [torch.randn_like(expected)]
+    wanted = total_gradients([expected], weights, [t, w])
+    for a, e in zip(total_gradients([actual], weights, [t, w]), wanted, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-8)
 
 
 @given(dtype=some.sampled_from([torch.float32, torch.bfloat16, torch.float16]), n=some.integers(2, 12), **programs)

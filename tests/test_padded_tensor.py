@@ -267,3 +267,34 @@ def test_a_tensor_on_another_device_takes_its_sizes_along() -> None:
     x = st.pad(torch.ones(5), {0: SEQ}).to("meta")
     assert x.logical_shape == (5,)
     assert x.exp().mask().device.type == "meta"
+
+
+@pytest.mark.parametrize("n", [3, 5, 8])
+def test_dropout_draws_for_the_bucket(n: int) -> None:
+    t = torch.randn(2, n, 3)
+    torch.manual_seed(1)
+    expected = torch.nn.functional.dropout(torch.ones(2, 8, 3), 0.5)[:, :n] * t
+    torch.manual_seed(1)
+    actual = torch.nn.functional.dropout(st.pad(t, {1: SEQ}, value=NAN), 0.5)
+    torch.testing.assert_close(actual.unpad(), expected)
+
+
+@given(n=some.integers(1, 6), m=some.integers(1, 4))
+def test_gradients_are_those_of_finite_differences(n: int, m: int) -> None:
+    dims = {0: st.Dim("n", max=8, buckets=4), 1: st.Dim("m", max=8, buckets=4)}
+
+    def program(t: Tensor, w: Tensor) -> Tensor:
+        x = st.pad(t, dims, value=NAN)
+        out: Tensor = (torch.softmax(x * w, 0).cumsum(1) @ x.transpose(0, 1)).unpad()
+        return out
+
+    t = torch.randn(n, m, dtype=torch.float64, requires_grad=True)
+    w = torch.randn((), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(program, (t, w))
+
+
+def test_a_call_may_write_to_an_out_argument() -> None:
+    x, out = st.pad(torch.ones(5), {0: SEQ}), st.pad(torch.zeros(5), {0: SEQ}, value=7)
+    assert torch.add(x, 1, out=out) is out
+    assert out.unpad().tolist() == [2.0] * 5
+    assert out.dense[5:].eq(7).all()

@@ -18,6 +18,7 @@ from torch import Tensor
 from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, result, static_dims
+from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.padded.reductions import accumulated, real_count
 
 aten = torch.ops.aten
@@ -29,29 +30,26 @@ def layer_norm(call: Call) -> Any:
     x: Padded = call["input"]
     first = x.dim() - len(call["normalized_shape"])
     over = range(first, x.dim())
-    if any(w is not None and w.padded_dims for w in (call["weight"], call["bias"])):
-        raise refuse(call, "its weight is padded")
+    weight, bias = (_parameter(call, call[name], x, first) for name in ("weight", "bias"))
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)
     if call.op.overloadpacket is aten.layer_norm:
-        by_kernel = fused.normed(x, len(over), call["weight"], call["bias"], call["eps"], is_rms=False)
+        by_kernel = fused.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
         if by_kernel is not None:
             return by_kernel
     if call.op.overloadpacket is aten.native_layer_norm:
         raise refuse(call, "its statistics are over padded dims")
     normal, _, _ = _normalised(x, list(over), call["eps"])
-    return _scaled(x, normal, call["weight"], call["bias"], [1] * first + list(x.shape[first:]))
+    return _scaled(x, normal, weight, bias, [1] * first + list(x.shape[first:]))
 
 
 @table.register(aten.rms_norm)
 def rms_norm(call: Call) -> Padded:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dims."""
     x: Padded = call["input"]
-    weight: Padded | None = call["weight"]
     first = x.dim() - len(call["normalized_shape"])
     over = list(range(first, x.dim()))
-    if weight is not None and weight.padded_dims:
-        raise refuse(call, "its weight is padded")
+    weight = _parameter(call, call["weight"], x, first)
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)  # type: ignore[no-any-return]
     eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
@@ -107,6 +105,15 @@ def instance_norm(call: Call) -> Padded:
         raise refuse(call, "the channels are padded, or it keeps running statistics")
     normal, _, _ = _normalised(x, list(range(2, x.dim())), call["eps"])
     return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
+
+
+def _parameter(call: Call, weight: Padded | None, x: Padded, first: int) -> Padded | None:
+    """A weight or bias, padded as the dims that it scales are, or not at all; its padding then scales by zero."""
+    if weight is None or not weight.padded_dims:
+        return weight
+    if not all(same_factors(a, b, call.sizes()) for a, b in zip(weight.dims, x.dims[first:], strict=True)):
+        raise refuse(call, "its weight is padded otherwise than its input")
+    return weight.cleaned()
 
 
 def _by_torch(call: Call, x: Padded, rows: int) -> Any:
