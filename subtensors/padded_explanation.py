@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from subtensors import padded_calls
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded import engine
 from subtensors.dispatch.padded.nests import found, mapped
@@ -16,7 +15,7 @@ from subtensors.padded_tensor import PaddedTensor
 
 
 def explain_padding(x: PaddedTensor) -> str:
-    """A line for each padded dim, and one for what ran on logical data so far.
+    """A line for each padded dim, and one for what is known of the padding.
 
     Args:
         x: the tensor.
@@ -33,8 +32,6 @@ def explain_padding(x: PaddedTensor) -> str:
             sizes = " x ".join(str(factor.size) for factor in factors)
             lines.append(f"dim {d}: bucket {x._dense.shape[d]}, true size {sizes}")
     lines.append(f"padding: {'undefined' if x._fill is None else f'{x._fill} everywhere'}")
-    for name, count in padded_calls.fallbacks.most_common():
-        lines.append(f"{name}: on the unpadded data, {count} times")
     return "\n".join(lines)
 
 
