@@ -225,6 +225,35 @@ def test_an_added_group_is_looked_at_in_full(device: str) -> None:
     assert not torch.equal(new[0], torch.ones_like(new[0]))
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_parameters_that_came_later_are_forgotten_too(device: str, set_to_none: bool) -> None:
+    training = Training(device)
+    new = nn.Parameter(torch.ones(3, device=device))
+    training.captured.add_param_group({"params": [new]})
+    for _ in range(2):
+        training.captured.zero_grad(set_to_none)
+        new.sum().backward()
+    assert torch.equal(new.grad, torch.ones_like(new))  # type: ignore[arg-type]
+
+
+def test_a_frozen_parameter_is_left_alone_and_noticed_when_it_thaws(device: str) -> None:
+    training = Training(device)
+    frozen = [next(iter(model.parameters())) for model in training.models]
+    for p in frozen:
+        p.requires_grad_(False)
+    training.capture = training.captured.capture(packed=True)
+    before = frozen[1].detach().clone()
+    for _ in range(5):
+        training.step()
+    assert torch.equal(frozen[1], before)
+    for p in frozen:
+        p.requires_grad_(True)
+    for _ in range(3):
+        training.step()
+    training.assert_equal()
+    assert not torch.equal(frozen[1], before)
+
+
 def test_a_checked_replay_looks_at_packed_memory_each_time(device: str) -> None:
     training = Training(device)
     training.capture = training.captured.capture(packed=True, check=True)

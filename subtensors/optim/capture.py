@@ -123,7 +123,10 @@ class Capture:
             return self._step(optimizer)
         self.packed.check()
         step = self._step(optimizer)
-        self._is_packed = step.gradient_places.addresses == self.packed.gradient_addresses
+        # A parameter that has no gradient may be given one: no glance would show it.
+        self._is_packed = not any(lists.missing for lists in step.lists) and (
+            step.gradient_places.addresses == self.packed.gradient_addresses
+        )
         self._looks += 1
         self._glances = 0
         if self._is_packed:

@@ -12,7 +12,8 @@ every so often sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import optree
@@ -68,19 +69,21 @@ class PackedMemory:
         self.attach()
         self.take_note()
 
-    @torch.no_grad()
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
+        self.gradient_addresses = self._attach()
+        self._gradient_ends = [(first.grad, last.grad) for first, last in self._ends]
+        self._gradient_counts = list(map(torch_private.sharers, self._gradient_storages))
+
+    @torch.no_grad()
+    def _attach(self) -> list[int]:
         places = self._layout.view(self._gradient_flats)
-        self.gradient_addresses = [g.data_ptr() for g in places]
         for p, place in zip(self.params, places, strict=True):
             if p.grad is None:
                 p.grad = place.zero_()
             elif p.grad.data_ptr() != place.data_ptr() or p.grad.stride() != place.stride():
                 p.grad = place.copy_(p.grad)
-        del places, place
-        self._gradient_ends = [(first.grad, last.grad) for first, last in self._ends]
-        self._gradient_counts = list(map(torch_private.sharers, self._gradient_storages))
+        return [g.data_ptr() for g in places]
 
     def take_note(self) -> None:
         """Take what shares the flat memory now for what should: after a full look."""
@@ -129,6 +132,14 @@ class PackedMemory:
         with torch.no_grad():
             for flat in self._gradient_flats:
                 flat.zero_()
+
+    def others(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Of these parameters, those that are not packed."""
+        given = list(params)
+        if len(given) == len(self.params) and all(map(is_, given, self.params)):
+            return []
+        own = set(map(id, self.params))
+        return [p for p in given if id(p) not in own]
 
     def tell_autograd(self) -> None:
         """Count a write to all parameters."""

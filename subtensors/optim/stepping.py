@@ -146,10 +146,10 @@ class Stepping(SavedState):
         """
         if check is None:
             check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if any(map(is_sharded, params)):
             raise RuleError("capture() takes parameters that are whole, and one is a DTensor: its steps run eagerly")
-        self._capture = Capture(check, PackedMemory(params) if packed else None)
+        self._capture = Capture(check, PackedMemory(params) if packed and params else None)
         return self._capture
 
     @property
@@ -165,10 +165,16 @@ class Stepping(SavedState):
         """
         if self._is_accumulating():
             return
-        if self._capture is not None and self._capture.packed is not None:
-            self._capture.packed.zero_gradients()
-        else:
+        packed = None if self._capture is None else self._capture.packed
+        if packed is None:
             super().zero_grad(set_to_none)
+            return
+        packed.zero_gradients()
+        for p in packed.others(p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None and not set_to_none:
+                p.grad.detach_().zero_()
+            else:
+                p.grad = None
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
