@@ -257,6 +257,8 @@ class Fusion:
             is_shared = isinstance(columns[parameter], Repeated) and len(columns[parameter]) > 1
             if is_shared or route.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
+        if any(route.parameters[parameter].expanded for parameter in traced.program.stores):
+            return mapped  # torch's own ops refuse that, each with its reason
         if traced.unlowered:
             return TorchGroup(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not route.triton:
@@ -321,6 +323,7 @@ def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
     sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
     if any(t.shape != sized[0].shape for t in sized):
         return _Route(reason="an element's tensors have several shapes")
+    expanded = _expanded(row, is_scales)
     device = devices.pop()
     triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
     parameters = tuple(
@@ -328,13 +331,30 @@ def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
             f"x{i}",
             t.dtype,
             Extent.BLOCK if scales else Extent.ELEMENT if t.dim() else Extent.TENSOR,
+            expanded[i],
             on_host=host and device.type != "cpu",
         )
         for i, (t, host, scales) in enumerate(zip(row, on_host, is_scales, strict=True))
     )
     triton = triton and all(p.dtype in DTYPES for p in parameters)
+    sized = [t for t, scales, e in zip(row, is_scales, expanded, strict=True) if t.dim() > 0 and not scales and not e]
     alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or torch_private.is_dense(sized[0]))
     return _Route("", str(device), parameters, triton, copies=triton and not alike)
+
+
+def _expanded(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
+    """For each tensor, along what of its matrices it repeats its values; beside others only that lie row after row."""
+    kinds = ["" if scales or t.dim() < 2 else _repeats(t) for t, scales in zip(row, is_scales, strict=True)]
+    others = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
+    return kinds if others and all(t.is_contiguous() for t in others) else [""] * len(row)
+
+
+def _repeats(t: Tensor) -> str:
+    """Is this a value a row, or a value a column, of contiguous matrices, expanded to all of each?"""
+    for kind, dim in (("row", -1), ("column", -2)):
+        if t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():
+            return kind
+    return ""
 
 
 def _merge(parts: list[tuple[list[int], Leaves]], count: int) -> Leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,12 +66,12 @@ class KernelGroup(Group):
         self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
         self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
         self.parameters = trace.program.parameters
-        pattern = next(
-            (c for c, p in zip(columns, self.parameters, strict=True) if p.extent is Extent.ELEMENT), columns[0]
-        )
+        whole = [p.extent is Extent.ELEMENT and not p.expanded for p in self.parameters]
+        pattern = next(itertools.compress(columns, whole), columns[0])
         self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
         self.is_cuda = self.device.type == "cuda"
-        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device)
+        matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
+        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices)
         self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern]
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
         self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]

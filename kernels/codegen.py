@@ -8,6 +8,8 @@ The table has one column a tensor and these rows, all int64::
     3 OUTPUT      where its part of an output arena starts, in elements
     4 ...         the address of each parameter, in order
 
+and, where a parameter is expanded, two more: the columns of each tensor's matrices, and the elements of one.
+
 An element segment runs one tile a program: `tiles[program] = tensor << 32 | tile of the tensor`. A full,
 aligned tile reads and writes 16 bytes a thread without masks; any other one is masked. A tensor segment
 runs one lane a tensor. Numbers per tensor travel between segments in slots, as int64 bits.
@@ -98,7 +100,7 @@ def _compile(source: str, name: str) -> Any:
 
 
 _TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
-tile_amin load_tile store_tile to_bits arrive combine""".split()
+tile_amin row_of column_of load_tile store_tile to_bits arrive combine""".split()
 _BLOCK_FUNCTIONS = "blockwise_absmax quantize_blockwise dequantize_blockwise load_blocks store_blocks".split()
 
 
@@ -246,6 +248,8 @@ class _TileWriter(_Writer):
     def load(self, index: int, parameter: int) -> str:
         if self.program.parameters[parameter].on_host:
             return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
+        if expanded := self.program.parameters[parameter].expanded:
+            return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, WHOLE)", parameter, index)
         if self.is_tile(index):
             return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
         if self.value(index).extent is Extent.BLOCK:
@@ -261,8 +265,16 @@ class _TileWriter(_Writer):
         if self.seeded():
             body += ["seed = tl.load(seed_pointer)", "which = tensor"]
         touched = {*self.segment.memory.values(), *self.segment.stores}
+        expanded = {self.program.parameters[p].expanded for p in touched} - {""}
+        if expanded:
+            first = POINTERS + len(self.program.parameters)
+            body.append(f"columns = tl.load(table + {first} * N + tensor)")
+            body.append(f"matrix = tl.load(table + {first + 1} * N + tensor)")
+            body += [f"{kind} = {kind}_of(lane, start, columns, matrix, BLOCK)" for kind in sorted(expanded)]
         for p in sorted(touched):
-            if self.program.parameters[p].extent is Extent.ELEMENT:
+            if self.program.parameters[p].expanded:
+                body.append(f"p{p} = {self.pointer(p)}")
+            elif self.program.parameters[p].extent is Extent.ELEMENT:
                 start = self.aligned(f"{self.pointer(p)} + start", self.program.parameters[p].dtype)
                 body.append(f"p{p} = {start}")
             elif self.program.parameters[p].extent is Extent.BLOCK:

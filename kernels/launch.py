@@ -59,10 +59,24 @@ def _identifier(name: str) -> str:
 
 
 class Grid:
-    """The tiles of a list of tensor sizes, on the device. Depends on no address."""
+    """The tiles of a list of tensor sizes, on the device. Depends on no address.
 
-    def __init__(self, kernels: Kernels, sizes: Sequence[int], device: torch.device) -> None:
+    Args:
+        kernels: that run over them.
+        sizes: elements of each tensor.
+        device: where they are.
+        matrices: the last two dimensions of each, for programs with expanded parameters; a row each by default.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        sizes: Sequence[int],
+        device: torch.device,
+        matrices: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self.kernels, self.device = kernels, device
+        self._matrices = self._matrix_rows(sizes, matrices)
         self._launchers: dict[int, Any] = {}
         self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
         self.count = len(sizes)
@@ -80,6 +94,14 @@ class Grid:
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
+
+    def _matrix_rows(self, sizes: Sequence[int], matrices: Sequence[tuple[int, int]] | None) -> list[list[int]]:
+        """The rows of the table that say where rows and columns of matrices are, if the program asks for them."""
+        if not any(p.expanded for p in self.kernels.program.parameters):
+            return []
+        matrices = matrices or [(1, size) for size in sizes]
+        # Never 0: they divide, also where there is nothing to divide.
+        return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
 
     def workspace(self, key: int) -> list[int]:
         """Addresses of slots, of partial results of tiles, and of the arrival counters, which launches leave at zero.
@@ -103,7 +125,7 @@ class Grid:
     @property
     def table_size(self) -> int:
         """How many numbers `rows` gives."""
-        return (4 + len(self.kernels.program.parameters)) * self.count
+        return (4 + len(self.kernels.program.parameters) + len(self._matrices)) * self.count
 
     def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
         """The pointer table on the device: `rows` of these pointers."""
@@ -116,9 +138,13 @@ class Grid:
             pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
         """
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
-        elements = [i for i, p in enumerate(self.kernels.program.parameters) if p.extent is Extent.ELEMENT]
+        parameters = self.kernels.program.parameters
+        elements = [i for i, p in enumerate(parameters) if p.extent is Extent.ELEMENT and not p.expanded]
         aligned = (addresses[elements] % ALIGNMENT == 0).all(axis=0)
-        return np.concatenate([self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses])
+        matrices = np.asarray(self._matrices, dtype=np.int64).reshape(-1, self.count)
+        return np.concatenate(
+            [self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses, matrices]
+        )
 
     def launch(
         self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int

@@ -52,6 +52,8 @@ class Parameter:
     name: str
     dtype: torch.dtype
     extent: Extent
+    expanded: str = ""
+    """Of its last two dimensions it holds one value a "row", or one a "column", and repeats it along the other."""
     on_host: bool = False
     """A 0-d CPU tensor given to elements on a GPU: its value is handed over with the live numbers."""
 

@@ -9,6 +9,30 @@ from subtensors.kernels.libdevice import libdevice
 
 
 @triton.jit
+def _wraps(first, lane, period, BLOCK: tl.constexpr):
+    """How many whole periods lie before each lane, counted from the one that `first` is in; `first` < `period`."""
+    if period >= BLOCK:
+        wraps = (first + lane >= period).to(tl.int32)
+    else:
+        wraps = (first.to(tl.int32) + lane) // period.to(tl.int32)
+    return wraps
+
+
+@triton.jit
+def row_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
+    """Which row each lane of the tile from `start` on is in, counted through all matrices of the tensor."""
+    return start // columns + _wraps(start % columns, lane, columns, BLOCK)
+
+
+@triton.jit
+def column_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
+    """Which column each lane is in, counted through all matrices of the tensor."""
+    first = start % columns
+    column = first + lane - _wraps(first, lane, columns, BLOCK) * columns
+    return (start // matrix + _wraps(start % matrix, lane, matrix, BLOCK)) * columns + column
+
+
+@triton.jit
 def div(a, b):
     """a / b rounded to nearest, as torch divides; Triton's own `/` on float32 is off by up to two units."""
     if b.dtype == tl.float64:
