@@ -19,6 +19,7 @@ from subtensors.optim.adafactor import _descend_factored
 (INFO,) = (info for info in optim_db if info.optim_cls is torch.optim.Adafactor)
 # torch's divides by the root of a tensor's size: none is empty here.
 SHAPES = [(), (1,), (7,), (3, 5), (3, 5), (2, 3, 4), (65, 33), (1, 4)]
+SHAPE_SETS = {"many tensors": SHAPES, "one matrix": [(13, 5)], "one vector": [(65,)]}
 SAMPLES = [sample.kwargs for sample in INFO.optim_inputs_func(device="cpu")]
 
 
@@ -29,7 +30,7 @@ def exact(kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     return lambda p: torch.optim.Adafactor(p, **{**kwargs, "eps": eps})
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, [(13, 5)], [(65,)]], ids=["many tensors", "one matrix", "one vector"])
+@pytest.mark.parametrize("shapes", SHAPE_SETS.values(), ids=SHAPE_SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_twenty_steps_end_where_torch_does_for_every_sample_of_optim_db(
     dtype: torch.dtype, shapes: list[tuple[int, ...]], device: str

@@ -21,7 +21,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65, 33)]
 STEPS = 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPE_SETS = {"many tensors": SHAPES, "one tensor": [(5, 3)]}
-INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in TORCH_NAMES}
+INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in [*TORCH_NAMES, "Adafactor"]}
 
 MakeOptimizer = Callable[[list[Parameter]], torch.optim.Optimizer]
 

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import torch
-from optim_parity_page import PAGE, largest_share, samples
-from small_models import TORCH_NAMES
+from optim_parity_page import NAMES, PAGE, largest_share, samples
 from test_optim_parity import DTYPES
 
 TABLES = [
@@ -19,7 +18,7 @@ TABLES = [
 def test_every_class_has_a_figure_for_every_dtype_and_none_is_out_of_bounds() -> None:
     header, _, *rows = TABLES[0]
     assert header[1:] == [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    assert [row[0] for row in rows] == [f"`{name}`" for name in TORCH_NAMES]
+    assert [row[0] for row in rows] == [f"`{name}`" for name in NAMES]
     assert all(0 <= int(figure.removesuffix("%")) <= 100 for row in rows for figure in row[1:])
 
 
@@ -27,7 +26,7 @@ def test_every_sample_of_optim_db_is_listed() -> None:
     if (version := torch.__version__.partition("+")[0]) not in PAGE.read_text():
         pytest.skip(f"the page is of another torch than {version}")
     rows = {row[0]: row[1] for row in TABLES[1][2:]}
-    assert rows == {f"`{name}`": ", ".join(samples(name)) for name in TORCH_NAMES}
+    assert rows == {f"`{name}`": ", ".join(samples(name)) for name in NAMES}
 
 
 def test_a_figure_is_what_is_measured() -> None:
