@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
-from subtensors.dispatch.padded import composites, engine, rules
+from subtensors.dispatch.padded import composites, engine
 from subtensors.dispatch.padded.nests import found, mapped
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain, static_dims
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
+from subtensors.dispatch.padded.rules import table
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.size_arithmetic import is_watching, watched_shape
@@ -49,6 +50,10 @@ _BELOW_AUTOGRAD = frozenset(
     for name in """add.Tensor add_.Tensor clone copy_ _to_copy zeros_like ones_like empty_like new_empty new_zeros
     new_empty_strided zero_""".split()
 )
+
+
+fallbacks: Counter[str] = Counter()
+"""How often each function ran on logical data."""
 
 
 class _State(threading.local):
@@ -170,7 +175,7 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = mapped(Tensor, _inner, (args, kwargs))
-    composites.check_overload(op, engine.table)
+    composites.check_overload(op, table)
     out = engine.run(op, inner_args, inner_kwargs)
     return mapped(Padded, wrap, out)
 
@@ -333,12 +338,6 @@ def count_of(x: PaddedTensor, dim: int) -> Tensor:
     if not -x._dense.dim() <= dim < x._dense.dim():
         raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
     size = value_of(x).size(dim % x._dense.dim())
-    return torch.tensor(size, device=x._dense.device) if isinstance(size, int) else size.clone()
-
-
-fallbacks: Counter[str] = Counter()
-"""How often each function ran on logical data."""
-
-RULES = rules
-
-__all__ = ["RULES", "Unwrap", "Wrap", "call", "count_of", "dense_of", "dispatch", "mask_of", "static_dims", "wrapped"]
+    if isinstance(size, int):
+        return torch.full((), size, dtype=torch.int64, device=x._dense.device)
+    return size.clone()

@@ -117,6 +117,3 @@ def _true_positions(call: Call, x: Padded, positions: Tensor, rank: int) -> Tens
 def _each(given: int | Sequence[int], rank: int) -> list[int]:
     listed = [given] if isinstance(given, int) else list(given)
     return listed * rank if len(listed) == 1 else listed
-
-
-__all__ = ["average_pool", "convolution", "max_pool"]

@@ -158,6 +158,3 @@ def refuse(call: Call, why: str) -> Inexpressible:
 
 def _size(factor: Any) -> str:
     return str(factor.size)
-
-
-__all__ = ["Call", "Inexpressible", "RuleError", "apply", "observed", "refuse", "run", "table"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -21,7 +20,6 @@ from subtensors.dispatch.padded.padded_value import (
     is_padded,
     masked_gradient,
     result,
-    static_dims,
 )
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of, static
@@ -149,6 +147,3 @@ def _fill_after(call: Call, operands: Sequence[Padded]) -> Number | None:
 
 def _sizes(factors: Factors) -> str:
     return " x ".join(str(factor.size) for factor in factors)
-
-
-__all__ = ["broadcast", "gradient_safe", "met", "pointwise", "replace", "static_dims"]

@@ -7,7 +7,6 @@ ones, so that an op which needs a positive matrix, or a number in range, meets w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
-from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, pointwise
+from subtensors.dispatch.padded.pointwise import gradient_safe, pointwise
 from subtensors.dispatch.size_factors import bucket_of
 
 aten = torch.ops.aten
@@ -196,6 +195,3 @@ def fourier(call: Call) -> Any:
     out = call.dense({"self": x.repeated()})
     dims = [factors if d not in mixed else static_dims([out.shape[d]])[0] for d, factors in enumerate(x.dims)]
     return result(out, dims, x.sizes)
-
-
-__all__ = ["broadcast", "by_last_dims", "fourier", "replace", "row_wise"]

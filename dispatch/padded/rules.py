@@ -1,4 +1,4 @@
-"""Every family of rules, imported so that it is registered."""
+"""The table of rules with every family registered, which importing a family does."""
 
 from subtensors.dispatch.padded import (
     attention,
@@ -17,6 +17,7 @@ from subtensors.dispatch.padded import (
     sorting,
     views,
 )
+from subtensors.dispatch.padded.engine import table
 
 __all__ = [
     "attention",
@@ -33,5 +34,6 @@ __all__ = [
     "row_wise",
     "softmax",
     "sorting",
+    "table",
     "views",
 ]
