@@ -321,7 +321,7 @@ def test_no_tensor_is_larger_than_a_part_of_the_logits(schedule: dict[str, int],
     assert sizes.largest <= max(given, 2 * 16 * 256 * 4)
 
 
-@pytest.mark.parametrize("schedule", [{"rows": 4}, {"columns": 8}], ids=str)
+@pytest.mark.parametrize("schedule", [{"rows": 4}, {"columns": 8}, {"columns": 8, "kept": 8}], ids=str)
 @pytest.mark.parametrize(
     "needs", [(h, w, b) for h in (True, False) for w in (True, False) for b in (True, False)], ids=str
 )
