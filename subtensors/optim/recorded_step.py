@@ -115,6 +115,13 @@ class RecordedStep:
         try:
             vars(optimizer).update(self.buffers)
             recording.record(optimizer._update_all, gradients)
+        except AddressError:
+            raise
+        except RuntimeError as error:
+            if not self.is_whole:
+                raise
+            # Torch says of any of its functions, only when it meets one, that a graph can't hold it.
+            raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
         if moved := self.moved() or not self.gradient_places.matches(_present(optimizer._gradients())):
