@@ -289,8 +289,8 @@ def run_by_the_compiler(function: F) -> F:
 class SymbolicSizes:
     """Sizes that a program sees as numbers, while every decision it takes on them is noted.
 
-    Tensors made of them within `running()` are stand-ins without values; zero and one are sizes like any other.
-    Checked on 2.11, 2.13.
+    Tensors made of them within `mode` are stand-ins without values; zero and one are sizes like any other.
+    Checked on 2.13.
     """
 
     def __init__(self, sizes: dict[str, int]) -> None:
