@@ -270,9 +270,10 @@ def check_norm(
     # What is added up has the size of (x - mean) * scale before it cancels.
     amplified = p.x.masked_fill(~p.mask, 0).double().abs().amax() * normed.scale.amax()
     terms = g.masked_fill(~p.mask, 0).double().abs().sum() * amplified.clamp(min=1)
-    for number, (actual, plain, truth) in enumerate(zip(results, *truths, strict=True)):
-        size = (amplified if number == 0 else terms).expand(truth.shape)
-        assert_exact(actual, plain, truth, size, lowering)
+    largest = w.double().abs().amax().clamp(min=1)
+    sizes = [amplified * largest + b.double().abs().amax(), terms * largest * normed.scale.amax(), terms, terms]
+    for actual, plain, truth, size in zip(results, *truths, sizes, strict=True):
+        assert_exact(actual, plain, truth, size.expand(truth.shape), lowering)
 
 
 def oracle_norm(
