@@ -18,7 +18,7 @@ from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
-from subtensors.dispatch.region.graph import NeedsValues, Value, constant, leaf_value, recording
+from subtensors.dispatch.region.graph import NeedsValues, Value, constant, gathered, leaf_value, recording
 from subtensors.dispatch.region.lowering import lowered_cross_entropy
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
@@ -109,7 +109,9 @@ def _recorded(
             return users[key]
         if key in lent:
             return lent[key]
-        return evaluate(x._cell.value) if x._cell.value.layout is None else outer(kind, x._cell)
+        # A view that has lost the rows may yet be written through.
+        is_plain = x._cell.value.layout is None and x._cell.base is None
+        return evaluate(x._cell.value) if is_plain else outer(kind, x._cell)
 
     return optree.tree_map(lift, out, none_is_leaf=True)
 
@@ -126,11 +128,16 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
             decomposed = op.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-    cells = optree.tree_map(
-        lambda v: Cell(v) if isinstance(v, Value) else v,
-        record(op, *_values(args), **_values(kwargs)),
-        none_is_leaf=True,
-    )
+    values, named = _values(args), _values(kwargs)
+    try:
+        results = record(op, *values, **named)
+    except NeedsValues as missing:
+        if not op.is_view or op.overloadpacket is torch.ops.aten.as_strided:
+            raise
+        # A view of the whole may be written through, as a realised copy may not.
+        _note(missing)
+        results = record(op, *(gathered(v) if isinstance(v, Value) else v for v in values), **named)
+    cells = optree.tree_map(lambda v: Cell(v) if isinstance(v, Value) else v, results, none_is_leaf=True)
     if op.is_view and args and isinstance(args[0], RecordedTensor):
         made = [c for c in optree.tree_leaves(cells) if isinstance(c, Cell)]
         for place, cell in enumerate(made):
@@ -207,9 +214,16 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     users: dict[int, RecordedTensor] = {}
     for x, tensor, version in realised.values():
         layout = x._cell.value.layout
-        if layout is not None and (tensor.is_inference() or tensor._version != version):
-            axis = Axis(tensor.shape[layout.dim], layout.axis.policy, tensor.numel())
-            x._cell.write(leaf_value(tensor, layout.dim, axis))
+        if tensor.is_inference() or tensor._version != version:
+            value = constant(tensor)
+            if layout is not None:
+                axis = Axis(tensor.shape[layout.dim], layout.axis.policy, tensor.numel())
+                value = leaf_value(tensor, layout.dim, axis)
+            try:
+                x._cell.write(value)
+            except NeedsValues as missing:
+                advice = "write to what it is a view of"
+                raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
             show_gradient(x)
             users[id(tensor)] = x
     return optree.tree_map(lambda y: users.get(id(y), y), out, none_is_leaf=True)

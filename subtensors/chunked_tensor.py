@@ -13,8 +13,8 @@ from subtensors.chunked_calls import asks_the_tensor_itself, called, dispatched
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
-from subtensors.dispatch.region.evaluation import evaluate
-from subtensors.dispatch.region.graph import Value, gathered, leaf_value
+from subtensors.dispatch.region.evaluation import evaluate, passes_for
+from subtensors.dispatch.region.graph import Value, leaf_value
 from subtensors.dispatch.region.lowering import LoweredPlan, expected_loss
 from subtensors.dispatch.region.plan import Plan
 from subtensors.dispatch.torch_private import is_transformed
@@ -87,9 +87,9 @@ class ChunkedTensor(RecordedTensor):
 
     def explain(self) -> str:
         """The pass over the chunks that `realize()` would run: chunks, bytes, what it reads, ops; and a loss's plan."""
-        whole = gathered(self._cell.value)
-        lines = [repr(self) if whole.node is None else Plan([whole]).describe(), expected_loss(self._cell.value)]
-        return "\n".join(line for line in lines if line is not None)
+        plans = passes_for(self._cell.value)
+        lines = [*(plan.describe() for plan in plans), expected_loss(self._cell.value)]
+        return "\n".join(line for line in lines if line is not None) or repr(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         value = self._cell.value

@@ -60,7 +60,9 @@ def largest(truth: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def assert_as_exact(actual: Any, plain: Sequence[Any], truth: Any, what: str, passes: int = 1) -> None:
+def assert_as_exact(
+    actual: Any, plain: Sequence[Any], truth: Any, what: str, passes: int = 1, scale: float = 0.0
+) -> None:
     """Whether a tensor errs no more than plain torch's may; the first of `plain` is the run without moved roundings."""
     expected = plain[0]
     if expected is None:
@@ -74,7 +76,7 @@ def assert_as_exact(actual: Any, plain: Sequence[Any], truth: Any, what: str, pa
         assert torch.equal(actual, expected), f"{what} differs"
         return
     rounding = torch.finfo(expected.dtype).eps
-    allowed = passes * (1.5 * max(error(p, truth) for p in plain) + rounding * largest(truth))
+    allowed = passes * (1.5 * max(error(p, truth) for p in plain) + rounding * max(largest(truth), scale))
     found = error(actual, truth)
     assert found <= allowed, f"{what}: error {found:.3g}, and {allowed:.3g} is allowed"
 
@@ -125,6 +127,7 @@ def check_chunked(
     dtype: torch.dtype = torch.float32,
     needs: set[str] | None = None,
     passes: int = 1,
+    scale: float = 0.0,
 ) -> None:
     """Compare a program's results and gradients, chunked, with those on plain tensors.
 
@@ -134,6 +137,7 @@ def check_chunked(
         chunks: for each name to be chunked, the arguments of `st.chunk`.
         dtype: what both runs compute in.
         needs: names whose gradients are wanted; all floating tensors by default.
+        scale: the size of values that may cancel out: one rounding of it is allowed, too.
         passes: how often the region is gone through; each pass rounds gradients that autograd then adds.
     """
     rounded = {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
@@ -146,9 +150,11 @@ def check_chunked(
     found, grads = run(program, in_dtype(rounded, dtype, needs), chunks)
     assert len(found) == len(truth)
     for place in range(len(found)):
-        assert_as_exact(found[place], [p[0][place] for p in plain], truth[place], f"result {place}", passes)
+        assert_as_exact(found[place], [p[0][place] for p in plain], truth[place], f"result {place}", passes, scale)
     for name in tensors:
-        assert_as_exact(grads[name], [p[1][name] for p in plain], truth_grads[name], f"gradient of {name}", passes)
+        assert_as_exact(
+            grads[name], [p[1][name] for p in plain], truth_grads[name], f"gradient of {name}", passes, scale
+        )
 
 
 class Allocations(TorchDispatchMode):

@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.region.graph import NeedsValues, Value, recording, tensors_of
+from subtensors.dispatch.region.graph import NeedsValues, Value, cut_again, gathered, recording, tensors_of
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules.table import record
 
@@ -60,7 +60,17 @@ class Cell:
             raise NeedsValues("an in-place op", "it writes to a plain tensor")
         if self.base is not None and self.made is not None:
             op, args, kwargs, place = self.made
-            self.base.write(_written_through(op, args, kwargs, place, self.base.value, value))
+            base = self.base.value
+            try:
+                written = _written_through(op, args, kwargs, place, base, value)
+            except NeedsValues:
+                if base.layout is None:
+                    raise
+                # What no chunk can write by itself is written to the whole.
+                written = _written_through(op, args, kwargs, place, gathered(base), gathered(value))
+            if base.layout is not None and written.layout is None:
+                written = cut_again(written, base.layout)
+            self.base.write(written)
             self.stamp = self.base.writes
         self._value = value
         self.writes += 1

@@ -13,6 +13,7 @@ from subtensors.dispatch.region.accumulation import GradientSum, ProductInto
 from subtensors.dispatch.region.compiled import CompiledRun, compiled_program
 from subtensors.dispatch.region.graph import Join, PerChunk, Span, Value, tensors_of
 from subtensors.dispatch.region.plan import Input, Plan, Step
+from subtensors.dispatch.torch_private import is_dense
 
 aten = torch.ops.aten
 
@@ -50,7 +51,11 @@ class Results:
                 held.append(part.detach())
             elif value.join is Join.CAT:
                 if held is None:
-                    held = self.tensors[place] = part.new_empty(value.shape)
+                    strides = value.meta.stride() if is_dense(value.meta) else None
+                    held = (
+                        part.new_empty(value.shape) if strides is None else part.new_empty_strided(value.shape, strides)
+                    )
+                    self.tensors[place] = held
                 assert value.source is not None
                 value.source.put(held, span, part.detach())
             else:

@@ -38,6 +38,11 @@ def evaluate(value: Value) -> Tensor:
     return tensor
 
 
+def passes_for(value: Value) -> list[Plan]:
+    """The passes over chunks that it would take to have a value whole, those that others need first."""
+    return [plan for level in _levels(gathered(value)) for plan in _passes(level)]
+
+
 def _levels(asked: Value) -> list[list[Value]]:
     """The partials that a value depends on and that aren't known, those that others depend on first."""
     level_of: dict[int, int] = {}

@@ -111,6 +111,7 @@ class Together(torch.autograd.Function):
         tensors = ctx.saved_tensors
         if grad is None:
             return (None,) * (3 + len(tensors))
+        grad = grad.reshape(())
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             needed = ctx.needs_input_grad[3 : 3 + ctx.count]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from subtensors.dispatch.region.graph import PerChunk, Value
+from subtensors.dispatch.region.graph import PerChunk, Value, emit
 from subtensors.dispatch.region.placing import Call, along, largest, wrapped
-from subtensors.dispatch.region.rules.table import RULES
+from subtensors.dispatch.region.rules.table import RULES, record
 
 aten = torch.ops.aten
 
@@ -90,7 +92,27 @@ def put_back(call: Call) -> Any:
 
 
 def _rows_replaced(call: Call, value: Value, selects: bool) -> Any:
-    raise call.unchunkable("it replaces rows")
+    """Each chunk replaces those of the rows that it has."""
+    layout, source = value.layout, call["src"]
+    if layout is None or layout.outer != 1:
+        raise call.unchunkable("it replaces rows of a whole value, or of several runs")
+    dim, size = layout.dim, value.shape[layout.dim]
+    if selects:
+        start = wrapped(call["index"], size)
+        stop, step = start + 1, 1
+        source = record(aten.unsqueeze.default, source, dim)
+    else:
+        start, stop, step = slice(call["start"], call["end"], call["step"]).indices(size)
+    if step != 1 or not 0 <= start < stop <= size:
+        raise call.unchunkable("it replaces rows by steps, or none")
+    rows = replace(layout, size=stop - start, low=layout.low + start)
+
+    def replaced(part: Tensor, source: Tensor, first: int) -> Tensor:
+        count = source.shape[dim]
+        return torch.slice_scatter(part, source, dim, first, first + count) if count else part
+
+    first = PerChunk(lambda span: max(rows.window(span)[0] + start - layout.window(span)[0], 0))
+    return emit(replaced, (value, along(source, rows), first), {}, value.meta, [layout], layout.axis)
 
 
 @RULES.register(aten.one_hot)
