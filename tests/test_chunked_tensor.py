@@ -385,6 +385,22 @@ def test_transforms_of_functions_are_refused_clearly(transform: Any) -> None:
         transform(lambda x: st.chunk(x, rows=2).exp().sum())(torch.ones(4, 3))
 
 
+def test_chunks_without_any_of_the_rows_that_are_reduced_give_no_part() -> None:
+    def program(h: Tensor) -> tuple[Tensor, ...]:
+        return h[:2].amax(0), h[3:].logsumexp(0), h[2:4].softmax(0)[0], h[4:].max(0).indices, h[1:2].norm(dim=0)
+
+    check_chunked(program, {"h": torch.randn(6, 3)}, {"h": {"rows": 1}}, passes=2)
+
+
+def test_a_row_of_a_chunked_tensor_is_a_view_that_can_be_written_through() -> None:
+    h = st.chunk(torch.arange(12.0).view(6, 2), rows=2) * 1
+    row, rows = h[3], h[:2]
+    row.mul_(10)
+    rows[1] = -1.0
+    assert row.realize().tolist() == [60, 70]
+    assert h.realize().flatten().tolist() == [0, 1, -1, -1, 4, 5, 60, 70, 8, 9, 10, 11]
+
+
 def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_axes_agree() -> None:
     a, b = Axis(12, Policy(chunks=2)), Axis(12, Policy(rows=5))
     a.meet(b)

@@ -43,12 +43,13 @@ class Results:
         self.plan = plan
         self.tensors: list[Any] = [[] if v.join is Join.STACK else None for v in plan.outputs]
 
-    def add(self, span: Span, parts: Sequence[Tensor]) -> None:
+    def add(self, span: Span, parts: Sequence[Any]) -> None:
         """Take in the results of one chunk."""
         for place, (value, part) in enumerate(zip(self.plan.outputs, parts, strict=True)):
             held = self.tensors[place]
             if value.join is Join.STACK:
-                held.append(part.detach())
+                if part is not None:
+                    held.append(part.detach())
             elif value.join is Join.CAT:
                 if held is None:
                     strides = value.meta.stride() if is_dense(value.meta) else None
@@ -68,10 +69,12 @@ class Results:
         ]
 
 
-def tangent_of(value: Value, index: int, span: Span, whole: Tensor) -> Tensor:
+def tangent_of(plan: Plan, value: Value, span: Span, whole: Tensor) -> Tensor:
     """A chunk's part of the gradient of a result."""
     if value.join is Join.STACK:
-        return whole[index]
+        assert value.node is not None
+        rows = value.node.rows
+        return whole[sum(rows is None or rows.local(s) > 0 for s in plan.spans if s < span)]
     if value.join is Join.CAT:
         assert value.source is not None
         return value.source.cut(whole, span)
@@ -134,7 +137,7 @@ def chunk_leaves(plan: Plan, span: Span, tensors: Sequence[Tensor], needed: Sequ
     return out
 
 
-def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None) -> list[Tensor]:
+def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None) -> list[Any]:
     """The results of one chunk, differentiable where `gradients` wants them so.
 
     Args:
@@ -144,9 +147,9 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
         gradients: what products with whole operands add to; None where nothing is differentiated.
 
     Returns:
-        for each output of the pass, this chunk's part.
+        for each output of the pass, this chunk's part; None of a stack where the chunk has none of its rows.
     """
-    known: dict[int, Tensor] = {}
+    known: dict[int, Any] = {}
     inputs = {id(read): leaf for read, leaf in zip(plan.inputs, leaves, strict=True)}
     places = {id(read): n for n, read in enumerate(plan.inputs)}
 
@@ -165,6 +168,9 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
             del results
             for value in step.last:
                 known.pop(id(value), None)
+            continue
+        if step.node.rows is not None and not step.node.rows.local(span):
+            known.update({id(v): None for v in step.node.outputs})
             continue
         with torch.set_grad_enabled(gradients is not None and step.node.grad):
             product = None if gradients is None else _product(step, places, gradients)

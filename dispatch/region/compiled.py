@@ -77,9 +77,9 @@ def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable
 def _named(step: Step) -> bool:
     """Can the op and its arguments be written down?"""
     op = step.node.op
-    known = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
+    nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
     plain = (Input, Value, PerChunk, bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
-    return known and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
+    return nameable and step.node.rows is None and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
 
 
 def _compiled(run: list[Step], later: Sequence[Step], kept: Collection[int]) -> CompiledRun:

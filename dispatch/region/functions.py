@@ -46,11 +46,12 @@ def differentiate(plan: Plan, tensors: Sequence[Tensor], needed: Sequence[bool],
     """The gradients of a pass for given gradients of its results (None where a result has none)."""
     gradients = Gradients(plan, tensors, needed)
     with torch.no_grad(), as_recorded():
-        for index, span in enumerate(plan.spans):
+        for span in plan.spans:
             leaves = chunk_leaves(plan, span, tensors, needed)
             outputs = run_chunk(plan, span, leaves, gradients)
-            flows = [(o, v, u) for o, v, u in zip(outputs, plan.outputs, upstream, strict=True) if u is not None]
-            tangents = [tangent_of(v, index, span, u).to(o.dtype) for o, v, u in flows]
+            results = zip(outputs, plan.outputs, upstream, strict=True)
+            flows = [(o, v, u) for o, v, u in results if o is not None and u is not None]
+            tangents = [tangent_of(plan, v, span, u).to(o.dtype) for o, v, u in flows]
             gradients.add(span, leaves, [o for o, _, _ in flows], tangents)
             del leaves, outputs, flows, tangents
     return gradients

@@ -120,12 +120,14 @@ class Node:
         grad: whether it is differentiated.
     """
 
-    __slots__ = ("args", "axis", "grad", "kwargs", "name", "op", "outputs")
+    __slots__ = ("args", "axis", "grad", "kwargs", "name", "op", "outputs", "rows")
 
     def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: Axis | None, grad: bool) -> None:
         self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
         self.outputs: list[Value] = []
+        self.rows: Layout | None = None
+        """Of an op whose parts are stacked: the rows that a chunk must have some of to give a part."""
 
     def operands(self) -> list[Value | Cut]:
         """The values and cuts among its arguments."""
@@ -239,6 +241,8 @@ def emit(
     recorded = _recording.get() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
+    if Join.STACK in layouts:
+        node.rows = max((v for v in operands if v.layout is not None), key=lambda v: v.meta.numel()).layout
     placed = iter(layouts)
 
     def value(meta: Any) -> Any:
