@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ from subtensors.kernels.lowering import (
     ABSENT,
     CONDITIONS,
     FLOATS,
-    HALF,
     INTEGERS,
     TRITON_TYPES,
     Text,
@@ -44,6 +42,7 @@ from subtensors.kernels.lowering import (
 )
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref, Scalar
 from subtensors.kernels.segments import Segment
+from subtensors.kernels.source_text import arithmetic, cast, constant, wrapped
 
 SIZE, ALIGNED, FIRST_TILE, OUTPUT, POINTERS = range(5)
 
@@ -136,7 +135,7 @@ class _Writer:
                     continue
                 text = self.formula(index, step)
                 if self.is_rounded(index, step):
-                    text = _cast(_cast(text, self.register(index), step.dtype), step.dtype, self.register(index))
+                    text = cast(cast(text, self.register(index), step.dtype), step.dtype, self.register(index))
             yield f"v{index} = {text}"
 
     def is_rounded(self, index: int, step: Instruction) -> bool:
@@ -158,7 +157,7 @@ class _Writer:
         if step.name in _FREE:
             # Nothing to compute: the operand's own register converts straight to the result's.
             source = self.register(step.args[0].index)
-            return _cast(f"v{step.args[0].index}", source, self.register(index))
+            return cast(f"v{step.args[0].index}", source, self.register(index))
         rule = template(step.name, step.compute)
         assert rule is not None
         arity = _ARITY.get(step.name, len(operands))
@@ -169,11 +168,11 @@ class _Writer:
             if self.value(step.args[0].index).extent is Extent.TENSOR:
                 text = "tl.full([], 1, tl.int64)"
         if text.isdigit():
-            text = f"tl.full([], {text}, {TRITON_TYPES[_arithmetic(made)]})"
-        text = _cast(text, made, self.register(index))
+            text = f"tl.full([], {text}, {TRITON_TYPES[arithmetic(made)]})"
+        text = cast(text, made, self.register(index))
         if step.extent is Extent.ELEMENT and not any(self.is_tile(r) for r in step.reads()):
-            kind = _arithmetic(self.register(index))
-            text = _cast(f"tl.full([BLOCK], {text}, {TRITON_TYPES[kind]})", kind, self.register(index))
+            kind = arithmetic(self.register(index))
+            text = cast(f"tl.full([BLOCK], {text}, {TRITON_TYPES[kind]})", kind, self.register(index))
         return text
 
     def is_tile(self, index: int) -> bool:
@@ -190,22 +189,22 @@ class _Writer:
         # Truths compute as int8, where 0.5 would be 0: it is true first.
         through = torch.bool if step.compute == torch.bool else wanted
 
-        def cast(text: str, source: torch.dtype) -> Text:
-            return Text(_cast(_cast(text, source, through), through, wanted))
+        def converted(text: str, source: torch.dtype) -> Text:
+            return Text(cast(cast(text, source, through), through, wanted))
 
         match operand:
             case Ref(index):
                 if index not in self.segment.steps:
                     return ABSENT
-                return cast(f"v{index}", self.register(index))
+                return converted(f"v{index}", self.register(index))
             case Scalar(index, kind):
-                return cast(f"s{index}", torch.int64 if kind is int else torch.float64)
+                return converted(f"s{index}", torch.int64 if kind is int else torch.float64)
             case bool() | int() | float():
                 if through == torch.bool:
                     operand = bool(operand)
                 if wanted in INTEGERS:
-                    operand = _wrapped(int(operand), torch.iinfo(wanted))
-                return Text(_constant(operand, _arithmetic(wanted)), operand)
+                    operand = wrapped(int(operand), torch.iinfo(wanted))
+                return Text(constant(operand, arithmetic(wanted)), operand)
             case None:
                 return ABSENT
             case _:
@@ -221,11 +220,11 @@ class _Writer:
         kind = self.register(index)
         if kind in FLOATS:
             return f"{bits}.to(tl.float64, bitcast=True)"
-        return _cast(bits, torch.int64, kind)
+        return cast(bits, torch.int64, kind)
 
     def in_memory(self, index: int, dtype: torch.dtype) -> str:
         """Value `index` as the bits memory of `dtype` holds."""
-        return _cast(f"v{index}", self.register(index), torch.int8 if dtype == torch.bool else dtype)
+        return cast(f"v{index}", self.register(index), torch.int8 if dtype == torch.bool else dtype)
 
     def pointer(self, parameter: int, mask: str = "") -> str:
         dtype = self.program.parameters[parameter].dtype
@@ -234,7 +233,7 @@ class _Writer:
 
     def loaded(self, text: str, parameter: int, index: int) -> str:
         dtype = self.program.parameters[parameter].dtype
-        return _cast(text, torch.int8 if dtype == torch.bool else dtype, self.register(index))
+        return cast(text, torch.int8 if dtype == torch.bool else dtype, self.register(index))
 
     def host_slot(self, parameter: int) -> int:
         """Where the scalars hold a parameter that lives on the host."""
@@ -409,39 +408,6 @@ _COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf logical_and logical_or l
 # Ops whose last arguments say where or how the result is stored, which is already known.
 _ARITY = {"full_like": 2, "copy": 2, "full": 2}
 _ARITY |= dict.fromkeys(("scalar_tensor", "zeros_like", "ones_like", "sum", "prod", "amax", "amin", "numel"), 1)
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.int8 if dtype == torch.bool else dtype
-
-
-def _cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
-    if source == target:
-        return text
-    if target == torch.bool:
-        return f"({text} != 0)"
-    if source == torch.float64 and target in HALF:
-        return f"{text}.to(tl.float32).to({TRITON_TYPES[target]})"
-    return f"{text}.to({TRITON_TYPES[target]})"
-
-
-def _wrapped(number: int, info: torch.iinfo) -> int:
-    """The number as an integer type of so many bits holds it: torch's -1 is 255 beside an uint8."""
-    return (number - info.min) % (1 << info.bits) + info.min
-
-
-def _constant(number: float, dtype: torch.dtype) -> str:
-    """A scalar of this dtype; -0.0 by its bits, as Triton takes every zero for 0.0."""
-    if number == 0 and math.copysign(1, number) < 0 and dtype in (torch.float32, torch.float64):
-        bits = torch.finfo(dtype).bits
-        return f"tl.full([], {-(2 ** (bits - 1))}, tl.int{bits}).to({TRITON_TYPES[dtype]}, bitcast=True)"
-    return f"tl.full([], {_literal(number)}, {TRITON_TYPES[dtype]})"
-
-
-def _literal(number: float) -> str:
-    if isinstance(number, float) and not math.isfinite(number):
-        return f"float('{number}')"
-    return repr(int(number) if isinstance(number, bool) else number)
 
 
 def _function(name: str, arguments: str, body: list[str], kernel: bool = False) -> str:
