@@ -58,7 +58,7 @@ def rms_norm(call: Call) -> Padded:
         return by_kernel
     values = x.filled(0).to(accumulated(x.dense.dtype))
     normal = values * torch.rsqrt((values * values).sum(over, keepdim=True) / _count(x, over) + eps)
-    return _scaled(x, normal, weight, None, [1] * first + list(x.shape[first:]))
+    return _scaled(x, _without_padding(x, normal), weight, None, [1] * first + list(x.shape[first:]))
 
 
 @table.register(aten.group_norm)
@@ -134,7 +134,13 @@ def _normalised(x: Padded, over: list[int], eps: float) -> tuple[Tensor, Tensor,
     mask = x.mask(over)
     distance = values - mean if mask is None else torch.where(mask, values - mean, 0)
     squares = (distance * distance).sum(over, keepdim=True) / count
-    return distance * torch.rsqrt(squares + eps), mean, squares
+    return _without_padding(x, distance * torch.rsqrt(squares + eps)), mean, squares
+
+
+def _without_padding(x: Padded, normal: Tensor) -> Tensor:
+    """Zero in padded rows, which may have no deviation to divide by: a weight's gradient multiplies with them."""
+    mask = x.mask()
+    return normal if mask is None else torch.where(mask, normal, 0)
 
 
 def _count(x: Padded, over: list[int]) -> Tensor | int:
