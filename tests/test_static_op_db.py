@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import optree
+import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -18,16 +19,19 @@ import subtensors as st
 # What these give is whatever the memory held.
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 
+# LAPACK's last bits here depend on where its work area happens to lie.
+LAST_BITS_VARY = {"linalg_lstsq"}
+
 # These move or grow their argument, which is what a static tensor refuses.
 MOVERS = {"resize_", "resize_as_", "set_", "as_strided_", "as_strided"}
 
 
-def samples(op: OpInfo) -> Iterable[SampleInput]:
+def samples(op: OpInfo, count: int) -> Iterable[SampleInput]:
     dtypes = op.supported_dtypes("cpu")
     if not dtypes:
         return []
     dtype = torch.float64 if torch.float64 in dtypes else next(iter(sorted(dtypes, key=str)))
-    return islice(op.sample_inputs("cpu", dtype, requires_grad=False), 1)
+    return islice(op.sample_inputs("cpu", dtype, requires_grad=False), count)
 
 
 def place(tree: Any, how: Callable[[Tensor], Tensor]) -> Any:
@@ -50,7 +54,8 @@ def bits(t: Tensor) -> Tensor:
     """The tensor's bytes, NaNs included."""
     if t.layout is not torch.strided:
         t = t.to_dense()
-    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    t = t.detach()
+    return torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -79,19 +84,20 @@ def differences(op: OpInfo, form: Callable[..., Any], sample: SampleInput) -> st
     leaves = [optree.tree_leaves(x, none_is_leaf=True) for x in (wants, gets)]
     if len(leaves[0]) != len(leaves[1]):
         return f"{wants} became {gets}"
-    if op.name not in UNINITIALISED and not all(map(same, *leaves)):
+    if op.name not in UNINITIALISED | LAST_BITS_VARY and not all(map(same, *leaves)):
         return f"{wants} became {gets}"
     odd = [x for x in leaves[1] if type(x) is st.StaticAddressTensor and not any(x is t for t in held)]
     return "" if not odd or op.name in ("to", "float", "double", "half", "bfloat16") else "a result is static"
 
 
-def test_every_function_reads_and_writes_static_tensors_as_plain_ones() -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_every_function_reads_and_writes_static_tensors_as_plain_ones(count: int) -> None:
     failures, covered = [], 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in op_db:
             try:
-                found = list(samples(op))
+                found = list(samples(op, count))
             except RuntimeError:
                 continue
             forms = [f for f in (op.op, op.method_variant, op.inplace_variant) if f is not None]
