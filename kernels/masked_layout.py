@@ -35,6 +35,9 @@ NO_BATCH = -1
 TILE = 4096
 """Elements that a program holds at once, where the tensor has as many: 32 a thread of four warps."""
 
+NEIGHBOURS = 64
+"""Rows of a tile where rows lie side by side in memory: 128 bytes of half precision, the width of a memory access."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -66,22 +69,22 @@ class Layout:
     order: tuple[int, ...]
     row_shape: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def row_count(self) -> int:
         """How many rows there are."""
         return math.prod(self.rows)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The sizes and strides in the order in which every kernel takes them."""
         return (*self.rows, *self.columns, *self.row_strides, *self.column_strides)
 
-    @property
+    @functools.cached_property
     def statics(self) -> tuple[tuple[int, bool, int, bool], ...]:
         """Of each slot what a kernel is compiled for: its levels, and whether the index wraps around in them."""
         return tuple((s.level, s.mod > 0, s.batch_level, s.batch_mod > 0) for s in self.slots)
 
-    @property
+    @functools.cached_property
     def row_slots(self) -> int:
         """How many slots, the first ones, are the same for all columns."""
         return sum(slot.is_of_rows for slot in self.slots)
@@ -96,18 +99,24 @@ class Layout:
     @property
     def _neighbours(self) -> int:
         """How many rows a tile has at least, so that its loads are wide where rows lie side by side in memory."""
-        return 32 if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
+        return NEIGHBOURS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
 
     def fits_whole_rows(self, limit: int) -> bool:
         """Can a tile of at most so many elements hold its rows whole?"""
         return self.columns[0] == 1 and _power_of_two(self.columns[1]) * self._neighbours <= limit
 
-    def tile(self, whole_rows: bool = False) -> tuple[int, int]:
+    @property
+    def bounds_vary(self) -> bool:
+        """Does it depend on `c1` which part of `c0` is real?"""
+        return any(C1 in (slot.level, slot.batch_level) for slot in self.slots[self.row_slots :])
+
+    def tile(self, whole_rows: bool = False, elements: int | None = None) -> tuple[int, int]:
         """Rows and columns of a tile, powers of two; `whole_rows` when one has to hold all of `c0`."""
         rows, columns = _power_of_two(self.rows[1]), _power_of_two(self.columns[1])
         least = min(rows, self._neighbours)
-        wide = columns if whole_rows else min(columns, max(TILE // least, 1))
-        return max(min(rows, TILE // wide), least), wide
+        most = min(elements or TILE, TILE)
+        wide = columns if whole_rows else min(columns, max(most // least, 1))
+        return max(min(rows, most // wide), least), wide
 
 
 def warps(elements: int) -> int:
@@ -119,13 +128,17 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def plan(x: Tensor, columns: Sequence[int], extents: Sequence[Extent]) -> tuple[Tensor, Layout]:
+def plan(
+    x: Tensor, columns: Sequence[int], extents: Sequence[Extent], whole_columns: bool = False
+) -> tuple[Tensor, Layout]:
     """How a kernel walks `x` along some dimensions.
 
     Args:
         x: the padded tensor.
         columns: the dimensions that the kernel goes along.
         extents: the padded dimensions.
+        whole_columns: whether columns that lie in memory as one are one level. Otherwise, and in rows, a padded
+            dimension rather starts a level, so that what is real of it comes first.
 
     Returns:
         `x`, or a copy that can be walked, and the layout of its shape and strides.
@@ -144,12 +157,12 @@ def plan(x: Tensor, columns: Sequence[int], extents: Sequence[Extent]) -> tuple[
     wanted = tuple(sorted({d % x.dim() for d in columns}))
     if not is_dense(x):
         x = x.contiguous()
-    layout = _layout(tuple(x.shape), x.stride(), wanted, shapes)
+    layout = _layout(tuple(x.shape), x.stride(), wanted, shapes, whole_columns)
     if layout is None:
         # Rows first, then columns: as one level each.
         order = [d for d in range(x.dim()) if d not in wanted] + list(wanted)
         x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
-        layout = _layout(tuple(x.shape), x.stride(), wanted, shapes)
+        layout = _layout(tuple(x.shape), x.stride(), wanted, shapes, whole_columns)
         assert layout is not None, "a copy in the order of rows and columns has one level of each"
     return x, layout
 
@@ -172,8 +185,9 @@ def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], extents: tuple[tuple[int, int], ...]
-) -> Layout | None:
+    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], extents: tuple[tuple[int, int], ...],
+    whole_columns: bool,
+) -> Layout | None:  # fmt: skip
     """The layout; None where rows or columns need more than two levels."""
     rows = tuple(d for d in range(len(shape)) if d not in columns)
     levels: list[list[int]] = []
@@ -181,6 +195,8 @@ def _layout(
         merged = _merged_dims(dims, shape, strides)
         if len(merged) > 2:
             return None
+        if len(merged) == 1 and not (whole_columns and dims is columns):
+            merged = _split(merged[0], shape, {dim for dim, _ in extents})
         levels += [[]] * (2 - len(merged)) + merged
     places = {
         d: (level, math.prod(shape[e] for e in dims[dims.index(d) + 1 :]))
@@ -220,6 +236,14 @@ def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[in
         else:
             runs.append([d])
     return runs
+
+
+def _split(run: list[int], shape: Sequence[int], padded: set[int]) -> list[list[int]]:
+    """A run of dimensions cut before the last padded one, where what comes after is enough to fill tiles."""
+    for at in range(len(run) - 1, 0, -1):
+        if run[at] in padded and math.prod(shape[d] for d in run[at:]) >= NEIGHBOURS:
+            return [run[:at], run[at:]]
+    return [run]
 
 
 def _step(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -27,6 +27,13 @@ LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
 
 
+BACKWARD_TILE = 2048
+"""Elements that a program of the backward holds of each tensor: half of the forward's, since it holds more tensors."""
+
+PROGRAMS = 8
+"""Programs of the backward for each multiprocessor; each adds up the gradients of the parameters over its rows."""
+
+
 class Normed(NamedTuple):
     """A normalized tensor, and what its gradient needs.
 
@@ -100,13 +107,13 @@ def masked_norm_forward(
     dims = range(x.dim() - normalized, x.dim())
     if math.prod(x.shape[d] for d in dims) > LONGEST:
         return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)
-    x, layout = plan(x.contiguous(), dims, extents)
+    x, layout = plan(x.contiguous(), dims, extents, whole_columns=True)
     y = torch.empty_like(x)
     means, scales = (x.new_zeros(layout.row_shape, dtype=_arithmetic_dtype(x)) for _ in range(2))
     if not x.numel():
         return Normed(y, means, scales)
     high, wide = layout.tile(whole_rows=True)
-    norm_kernel[(-(-layout.rows[1] // high),)](
+    norm_kernel[(layout.rows[0] * -(-layout.rows[1] // high),)](
         x, _or(weight, x), _or(bias, x), y, means, scales, layout.slot_arguments(extents), layout.rows[1],
         layout.columns[1], layout.statics, layout.row_slots, float(eps), float(fill), is_rms, weight is not None,
         bias is not None, high, wide,
@@ -132,12 +139,12 @@ def masked_norm_backward(
     """
     if math.prod(x.shape[x.dim() - normalized :]) > LONGEST:
         return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, extents, is_rms)
-    x, layout = plan(x.contiguous(), range(x.dim() - normalized, x.dim()), extents)
+    x, layout = plan(x.contiguous(), range(x.dim() - normalized, x.dim()), extents, whole_columns=True)
     gx = torch.empty_like(x)
     shape = x.shape[x.dim() - normalized :]
-    high, wide = layout.tile(whole_rows=True)
-    tiles = -(-layout.rows[1] // high)
-    programs = min(tiles, _multiprocessors(x.device) * 4)
+    high, wide = layout.tile(whole_rows=True, elements=BACKWARD_TILE)
+    tiles = layout.rows[0] * -(-layout.rows[1] // high)
+    programs = min(tiles, _multiprocessors(x.device) * PROGRAMS)
     parts = [x.new_zeros((programs, *shape), dtype=mean.dtype) for _ in range(2)]
     if x.numel():
         # Of a norm without weight the parts are those of a weight of ones.

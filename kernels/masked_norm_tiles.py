@@ -20,12 +20,15 @@ def norm_kernel(
 ):  # fmt: skip
     """y[row, :], and the mean and the reciprocal standard deviation (of rms norm, root mean square) of each row."""
     kind: tl.constexpr = means.dtype.element_ty
-    r0 = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
+    high = tl.cdiv(R0, BM)
+    r1 = tl.program_id(0) // high
+    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
     c0 = tl.arange(0, BN)[None, :]
-    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, 0, r0, R0)
-    near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, 0, r0, 0, c0, R0, C0, True)
-    real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, 0, r0, 0, c0, R0, C0, False)
-    at = r0.to(tl.int64) * C0 + c0
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
+    real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
+    row = r1.to(tl.int64) * R0 + r0
+    at = row * C0 + c0
     value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), 0.0)
     count = tl.maximum(tl.sum(real.to(tl.int32), 1, keep_dims=True), 1).to(kind)
     if RMS:
@@ -33,10 +36,10 @@ def norm_kernel(
     else:
         mean = div(tl.sum(value, 1, keep_dims=True), count)
         apart = tl.where(real, value - mean, 0.0)
-        tl.store(means + r0, tl.where(in_rows, mean, 0.0), mask=r0 < R0)
+        tl.store(means + row, tl.where(in_rows, mean, 0.0), mask=r0 < R0)
     variance = div(tl.sum(apart * apart, 1, keep_dims=True), count)
     scale = div(1.0, sqrt(variance + EPS))
-    tl.store(scales + r0, tl.where(in_rows, scale, 0.0), mask=r0 < R0)
+    tl.store(scales + row, tl.where(in_rows, scale, 0.0), mask=r0 < R0)
     result = apart * scale
     if WEIGHTED:
         result *= tl.load(weight + c0, mask=c0 < C0, other=0).to(kind)
@@ -57,23 +60,26 @@ def norm_backward_kernel(
     layer norm only; weight gets the sum over rows of g * h, bias that of g.
     """
     kind: tl.constexpr = scales.dtype.element_ty
+    high = tl.cdiv(R0, BM)
     c0 = tl.arange(0, BN)[None, :]
     weight_part = tl.zeros([BM, BN], kind)
     bias_part = tl.zeros([BM, BN], kind)
     if WEIGHTED:
         w = tl.load(weight + c0, mask=c0 < C0, other=0).to(kind)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        r0 = (tile * BM + tl.arange(0, BM))[:, None]
-        in_rows = rows_inside(slots, STATICS, ROW_SLOTS, 0, r0, R0)
-        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, 0, r0, 0, c0, R0, C0, True)
-        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, 0, r0, 0, c0, R0, C0, False)
-        at = r0.to(tl.int64) * C0 + c0
+        r1 = tile // high
+        r0 = (tile % high * BM + tl.arange(0, BM))[:, None]
+        in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
+        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
+        row = r1.to(tl.int64) * R0 + r0
+        at = row * C0 + c0
         upstream = tl.where(real, tl.load(g + at, mask=near, other=0).to(kind), 0.0)
         value = tl.load(x + at, mask=near, other=0).to(kind)
-        scale = tl.load(scales + r0, mask=r0 < R0, other=0)
+        scale = tl.load(scales + row, mask=r0 < R0, other=0)
         count = tl.maximum(tl.sum(real.to(tl.int32), 1, keep_dims=True), 1).to(kind)
         if not RMS:
-            value = value - tl.load(means + r0, mask=r0 < R0, other=0)
+            value = value - tl.load(means + row, mask=r0 < R0, other=0)
         unit = tl.where(real, value * scale, 0.0)
         if WEIGHTED:
             weight_part += upstream * unit

@@ -43,7 +43,7 @@ def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float =
 
 def masked_reduction(
     x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
-    fill: float = 0.0,
+    fill: float = 0.0, for_gradient: bool | None = None,
 ) -> reductions.Reduced:  # fmt: skip
     """Reduce the real elements along dimensions.
 
@@ -55,6 +55,8 @@ def masked_reduction(
         p: the order of a norm, at least 0.
         correction: of a variance, what is subtracted from the count.
         fill: what the result holds where a kept dimension is padded.
+        for_gradient: whether a gradient will be asked for, which takes some counting; unless given, whether autograd
+            is recording.
 
     Returns:
         The result without the reduced dimensions, what its gradient needs, and the counts of real elements.
@@ -73,8 +75,9 @@ def masked_reduction(
         raise ValueError("a masked reduction takes at least one dimension, got none")
     if kind == "norm" and not p >= 0:
         raise ValueError(f"a masked norm has an order of at least 0, got {p}")
+    counted = x.requires_grad and torch.is_grad_enabled() if for_gradient is None else for_gradient
     return reductions.Reduced(
-        *torch.ops.subtensors.masked_reduction(x, kind, dims, *apart(extents), p, correction, fill)
+        *torch.ops.subtensors.masked_reduction(x, kind, dims, *apart(extents), p, correction, fill, counted)
     )
 
 
@@ -158,11 +161,11 @@ torch.library.register_autograd("subtensors::masked_softmax", _softmax_gradient,
 
 def _reduction(
     x: Tensor, kind: str, dims: list[int], d: list[int], s: list[Tensor], b: list[int],
-    p: float, correction: float, fill: float,
+    p: float, correction: float, fill: float, for_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     by_kernel = has_kernel(x, FLOAT_DTYPES + INTEGER_DTYPES)
     run = reductions.masked_reduction_forward if by_kernel else reductions.masked_reduction_reference
-    return tuple(run(x, kind, dims, together(d, s, b), p, correction, fill))  # type: ignore[return-value]
+    return tuple(run(x, kind, dims, together(d, s, b), p, correction, fill, for_gradient))  # type: ignore[return-value]
 
 
 def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +187,7 @@ def _reduction_backward(
 
 define(
     "masked_reduction",
-    f"Tensor x, str kind, int[] reduced, {EXTENTS}, float p, float correction, float fill",
+    f"Tensor x, str kind, int[] reduced, {EXTENTS}, float p, float correction, float fill, bool for_gradient",
     "(Tensor, Tensor, Tensor)",
     _reduction,
     _reduction_fake,
@@ -200,7 +203,7 @@ define(
 
 
 def _reduction_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction, _ = inputs
+    x, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction, *_ = inputs
     # Of a sum and a mean the gradient needs no value, only where they go.
     ctx.save_for_backward(x, *output, *sizes)
     ctx.mark_non_differentiable(*output[1:])
@@ -211,7 +214,7 @@ def _reduction_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
     gx = torch.ops.subtensors.masked_reduction_backward(
         gradient, x, out, aux, counts, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction
     )
-    return gx, None, None, None, [None] * len(sizes), None, None, None, None
+    return gx, None, None, None, [None] * len(sizes), None, None, None, None, None
 
 
 torch.library.register_autograd("subtensors::masked_reduction", _reduction_gradient, setup_context=_reduction_context)

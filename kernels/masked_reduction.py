@@ -20,7 +20,7 @@ from subtensors.kernels.masked_reduction_tiles import merge_kernel, reduction_ba
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
-PARTS = 256
+PARTS = 1024
 """The most parts that a row is cut into."""
 
 PROGRAMS = 1024
@@ -33,7 +33,7 @@ class Reduced(NamedTuple):
     Args:
         out: the result, without the reduced dimensions.
         aux: one number a row in the dtype of the arithmetic: of var the mean, of amax, amin and an infinite norm how
-            many elements are equal to it, of prod the product of what is not zero.
+            many elements are equal to it (counted for a gradient only), of prod the product of what is not zero.
         counts: int64, how many real elements a row has.
     """
 
@@ -70,7 +70,7 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 def masked_reduction_reference(
     x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
-    fill: float = 0.0,
+    fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """What `masked_reduction` gives, in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
@@ -184,12 +184,14 @@ def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction:
 
 def masked_reduction_forward(
     x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
-    fill: float = 0.0,
+    fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """`masked_reduction` by its kernels; arguments as there."""
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
-        return _as_bool(masked_reduction_forward(x.to(torch.uint8), kind, dims, extents, p, correction, fill))
+        return _as_bool(
+            masked_reduction_forward(x.to(torch.uint8), kind, dims, extents, p, correction, fill, for_gradient)
+        )
     x, layout = plan(x, dims, extents)
     accumulated = arithmetic_dtype(x.dtype)
     out = x.new_empty(layout.row_shape, dtype=dtype)
@@ -210,14 +212,15 @@ def masked_reduction_forward(
         fill if dtype.is_floating_point else int(fill),
     )
     slots = layout.slot_arguments(extents)
+    tile = (high, wide, for_gradient, layout.bounds_vary)
     results: tuple[Tensor, ...] = (out, aux, counts)
     if parts > 1:
         states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
-        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, high, wide)
+        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile)
         merged = 1 << (parts - 1).bit_length()
         merge_kernel[(layout.row_count,)](*states, *results, slots, parts, *layout.rows, *statics, merged)
     else:
-        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, high, wide)
+        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile)
     return Reduced(out, aux, counts)
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from subtensors.kernels.libdevice import libdevice
-from subtensors.kernels.masked_tiles import columns_inside, exp, rows_inside
+from subtensors.kernels.masked_tiles import column_bounds, columns_inside, exp, rows_inside
 from subtensors.kernels.tile_math import div, sqrt
 
 INFINITY = tl.constexpr(float("inf"))
@@ -75,35 +75,53 @@ def _magnitude(x, P: tl.constexpr):
 
 
 @triton.jit
-def _absorb(KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, real):
-    """The state with one more element in each lane that is real; x is the kind's identity in the others."""
-    n += real.to(tl.int32)
+def _or_else(x, real, other, WHOLE: tl.constexpr):
+    """x where it is real."""
+    if WHOLE:
+        return x
+    else:
+        return tl.where(real, x, other)
+
+
+@triton.jit
+def _absorb(
+    KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, real, WHOLE: tl.constexpr, TIES: tl.constexpr, FAST: tl.constexpr
+):
+    """The state with one more element in each lane that is real; in a `WHOLE` tile that is each."""
+    if KIND == "var":
+        n += real.to(tl.int32)
+    elif WHOLE:
+        n += x.shape[1]
+    else:
+        n += tl.sum(real.to(tl.int64), 1, keep_dims=True)
     if KIND == "sum" or KIND == "mean":
-        a += x
+        a += _or_else(x, real, 0, WHOLE)
     elif KIND == "prod":
         b += (real & (x == 0)).to(b.dtype)
-        a *= tl.where(x == 0, 1, x)
+        a *= tl.where(real & (x != 0), x, 1)
     elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
         x = tl.abs(x) if KIND == "norm" else x
-        higher = _largest(a, tl.where(real, x, _lowest(a.dtype)))
-        b = tl.where(higher == a, b, 0) + (real & (x == higher)).to(b.dtype)
+        higher = _largest(a, _or_else(x, real, _lowest(a.dtype), WHOLE))
+        if TIES:
+            b = tl.where(higher == a, b, 0) + (real & (x == higher)).to(b.dtype)
         a = higher
     elif KIND == "logsumexp":
-        higher = _largest(a, tl.where(real, x, float("-inf")))
+        higher = _largest(a, _or_else(x, real, float("-inf"), WHOLE))
         shift = tl.where(tl.abs(higher) == INFINITY, 0.0, higher)
-        b = b * exp(a - shift) + tl.where(real, exp(x - shift), 0.0)
+        b = b * exp(a - shift, FAST) + _or_else(exp(x - shift, FAST), real, 0.0, WHOLE)
         a = higher
     elif KIND == "var":
-        delta = tl.where(real, x - a, 0.0)
-        a += div(delta, tl.maximum(n, 1).to(a.dtype))
-        b += delta * tl.where(real, x - a, 0.0)
+        delta = _or_else(x - a, real, 0.0, WHOLE)
+        # The quotient may be rounded loosely: it only moves the point that deviations are taken from.
+        a += delta / tl.maximum(n, 1).to(a.dtype)
+        b += delta * _or_else(x - a, real, 0.0, WHOLE)
     else:
-        a += tl.where(real, _magnitude(x, P), 0.0)
+        a += _or_else(_magnitude(x, P), real, 0.0, WHOLE)
     return a, b, n
 
 
 @triton.jit
-def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n):
+def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n, FAST: tl.constexpr):
     """The state of all lanes of a row together, (BM, 1)."""
     count = tl.sum(n.to(tl.int64), 1, keep_dims=True)
     if KIND == "prod":
@@ -115,7 +133,7 @@ def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n):
         highest = tl.reduce(a, 1, _largest, keep_dims=True)
         shift = tl.where(tl.abs(highest) == INFINITY, 0.0, highest)
         lanes = tl.where(tl.abs(a) == INFINITY, 0.0, a)
-        return highest, tl.sum(b * exp(lanes - shift), 1, keep_dims=True), count
+        return highest, tl.sum(b * exp(lanes - shift, FAST), 1, keep_dims=True), count
     elif KIND == "var":
         weight = n.to(a.dtype)
         mean = div(tl.sum(a * weight, 1, keep_dims=True), tl.maximum(count, 1).to(a.dtype))
@@ -156,7 +174,8 @@ def _finish(KIND: tl.constexpr, P: tl.constexpr, a, b, n, CORRECTION: tl.constex
 def reduction_kernel(
     x, out, aux, counts, slots, parts, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
-    CORRECTION: tl.constexpr, FILL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, TIES: tl.constexpr, VARY: tl.constexpr,
 ):  # fmt: skip
     """Reduce x over its columns; with `SPLIT`, write the state of one part of each row: (parts, rows) of a, b and n."""
     kind: tl.constexpr = aux.dtype.element_ty
@@ -167,20 +186,35 @@ def reduction_kernel(
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
     lane = tl.arange(0, BN)[None, :]
-    identity = _identity(KIND, P, kind)
-    a = tl.full([BM, BN], identity, kind)
+    fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
+    a = tl.full([BM, BN], _identity(KIND, P, kind), kind)
     b = tl.zeros([BM, BN], kind)
-    n = tl.zeros([BM, BN], tl.int32)
+    # Only a running mean needs to know how many elements each lane has met.
+    if KIND == "var":
+        n = tl.zeros([BM, BN], tl.int32)
+    else:
+        n = tl.zeros([BM, 1], tl.int64)
+    all_real = tl.full([BM, BN], 1, tl.int1)
     tiles = C1 * wide
+    every, some = column_bounds(slots, STATICS, ROW_SLOTS, r1, r0, 0, in_rows, R0, C0)
     for tile in range(part * tiles // parts, (part + 1) * tiles // parts):
-        c1, c0 = tile // wide, tile % wide * BN + lane
-        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
-        at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-        value = tl.load(x + at, mask=near, other=0).to(kind)
-        value = tl.where(real, -value if NEGATE else value, identity)
-        a, b, n = _absorb(KIND, P, a, b, n, value, real)
-    a, b, count = _merge(KIND, P, a, b, n)
+        c1, first = tile // wide, tile % wide * BN
+        c0 = first + lane
+        if VARY:
+            every, some = column_bounds(slots, STATICS, ROW_SLOTS, r1, r0, c1, in_rows, R0, C0)
+        if first < some:
+            at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
+            if first + BN <= every:
+                value = tl.load(x + at).to(kind)
+                value = -value if NEGATE else value
+                a, b, n = _absorb(KIND, P, a, b, n, value, all_real, True, TIES, fast)
+            else:
+                near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+                real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+                value = tl.load(x + at, mask=near, other=0).to(kind)
+                value = -value if NEGATE else value
+                a, b, n = _absorb(KIND, P, a, b, n, value, real, False, TIES, fast)
+    a, b, count = _merge(KIND, P, a, b, n, fast)
     row = r1.to(tl.int64) * R0 + r0
     if SPLIT:
         row += part.to(tl.int64) * R1 * R0
@@ -221,12 +255,12 @@ def merge_kernel(
     b = tl.load(states_b + at, mask=part < parts, other=0)
     n = tl.load(states_n + at, mask=part < parts, other=0)
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
-    a, b, count = _merge(KIND, P, a, b, n)
+    a, b, count = _merge(KIND, P, a, b, n, False)
     _write(row, r0 < R0, in_rows, a, b, count, out, aux, counts, KIND, P, NEGATE, CORRECTION, FILL)
 
 
 @triton.jit
-def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g):
+def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g, FAST: tl.constexpr):
     """The gradient of an element, from its row's result, what was kept beside it, and the row's scaled gradient."""
     if KIND == "sum" or KIND == "mean":
         return g + x * 0
@@ -236,7 +270,7 @@ def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g):
         # Of a NaN nothing is equal to the extreme, and g is divided by that count: inf, then NaN, as in torch.
         return tl.where(x == out, g, g * 0)
     elif KIND == "logsumexp":
-        return g * exp(x - out)
+        return g * exp(x - out, FAST)
     elif KIND == "var":
         return g * (x - aux)
     else:
@@ -275,8 +309,9 @@ def reduction_backward_kernel(
         # Nothing of x is needed, so it is not read.
         result = upstream + tl.zeros([BM, BN], kind)
     else:
+        fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
         value = tl.load(x + at, mask=near, other=0).to(kind)
         whole = tl.load(out + row, mask=in_rows, other=0).to(kind)
         beside = tl.load(aux + row, mask=in_rows, other=0).to(kind)
-        result = _row_gradient(KIND, P, value, whole, beside, upstream)
+        result = _row_gradient(KIND, P, value, whole, beside, upstream, fast)
     tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))

@@ -20,6 +20,15 @@ def _safe(m):
 
 
 @triton.jit
+def _quotient(e, total, FAST: tl.constexpr):
+    """e / total, by way of the reciprocal where half precision does not see the difference."""
+    if FAST:
+        return e * (1.0 / total)
+    else:
+        return div(e, total)
+
+
+@triton.jit
 def softmax_kernel(
     x, y, slots, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, LOG: tl.constexpr, ONE_PASS: tl.constexpr,
@@ -27,6 +36,7 @@ def softmax_kernel(
 ):  # fmt: skip
     """y[row, :] = softmax of x[row, :] over its real elements, `fill` elsewhere."""
     kind: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
     high = tl.cdiv(R0, BM)
     r1 = tl.program_id(0) // high
     r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
@@ -40,12 +50,12 @@ def softmax_kernel(
         value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), float("-inf"))
         m = tl.max(value, 1, keep_dims=True)
         shifted = value - m
-        e = tl.where(real, exp(shifted), 0.0)
+        e = tl.where(real, exp(shifted, fast), 0.0)
         total = tl.sum(e, 1, keep_dims=True)
         if LOG:
             result = shifted - tl.log(total)
         else:
-            result = div(e, total)
+            result = _quotient(e, total, fast)
         tl.store(y + at, tl.where(real, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (lane < C0))
     else:
         wide = tl.cdiv(C0, BN)
@@ -59,10 +69,10 @@ def softmax_kernel(
             value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), float("-inf"))
             higher = tl.maximum(maxima, value)
             # inf - inf is NaN, as in torch; -inf stands for a lane that has met nothing yet.
-            totals = totals * exp(maxima - _safe(higher)) + tl.where(real, exp(value - _safe(higher)), 0.0)
+            totals = totals * exp(maxima - _safe(higher), fast) + tl.where(real, exp(value - _safe(higher), fast), 0.0)
             maxima = higher
         m = tl.max(maxima, 1, keep_dims=True)
-        total = tl.sum(totals * exp(maxima - _safe(m)), 1, keep_dims=True)
+        total = tl.sum(totals * exp(maxima - _safe(m), fast), 1, keep_dims=True)
         for tile in range(C1 * wide):
             c1, c0 = tile // wide, tile % wide * BN + lane
             near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
@@ -72,17 +82,17 @@ def softmax_kernel(
             if LOG:
                 result = shifted - tl.log(total)
             else:
-                result = div(exp(shifted), total)
+                result = _quotient(exp(shifted, fast), total, fast)
             tl.store(y + at, tl.where(real, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
 
 
 @triton.jit
-def _products(g, y, at, near, real, kind: tl.constexpr, LOG: tl.constexpr):
+def _products(g, y, at, near, real, kind: tl.constexpr, fast: tl.constexpr, LOG: tl.constexpr):
     """The gradient and the result of a tile, and what of them is summed over the row."""
     upstream = tl.where(real, tl.load(g + at, mask=near, other=0).to(kind), 0.0)
     result = tl.where(real, tl.load(y + at, mask=near, other=0).to(kind), 0.0)
     if LOG:
-        return upstream, exp(result), upstream
+        return upstream, exp(result, fast), upstream
     else:
         return upstream, result, upstream * result
 
@@ -103,6 +113,7 @@ def softmax_backward_kernel(
 ):  # fmt: skip
     """gx[row, :] = the gradient of the softmax that gave y[row, :], zero in padding."""
     kind: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
+    fast: tl.constexpr = y.dtype.element_ty == tl.float16 or y.dtype.element_ty == tl.bfloat16
     high = tl.cdiv(R0, BM)
     r1 = tl.program_id(0) // high
     r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
@@ -113,7 +124,7 @@ def softmax_backward_kernel(
         near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
         real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
         at = base + lane.to(tl.int64) * sc0
-        upstream, probability, part = _products(g, y, at, near, real, kind, LOG)
+        upstream, probability, part = _products(g, y, at, near, real, kind, fast, LOG)
         result = _gradient(upstream, probability, tl.sum(part, 1, keep_dims=True), LOG)
         tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (lane < C0))
     else:
@@ -124,7 +135,7 @@ def softmax_backward_kernel(
             near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
             real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-            _, _, part = _products(g, y, at, near, real, kind, LOG)
+            _, _, part = _products(g, y, at, near, real, kind, fast, LOG)
             parts += part
         total = tl.sum(parts, 1, keep_dims=True)
         for tile in range(C1 * wide):
@@ -132,6 +143,6 @@ def softmax_backward_kernel(
             near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
             real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-            upstream, probability, _ = _products(g, y, at, near, real, kind, LOG)
+            upstream, probability, _ = _products(g, y, at, near, real, kind, fast, LOG)
             result = _gradient(upstream, probability, total, LOG)
             tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))

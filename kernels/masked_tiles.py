@@ -12,9 +12,9 @@ from subtensors.kernels.libdevice import libdevice
 
 
 @triton.jit
-def exp(x):
-    """e ** x; Triton's own `exp` on float32 errs in proportion to the size of x."""
-    if x.dtype == tl.float64:
+def exp(x, FAST: tl.constexpr):
+    """e ** x; Triton's own `exp` on float32 errs in proportion to the size of x, which half precision does not see."""
+    if FAST or x.dtype == tl.float64:
         return tl.exp(x)
     else:
         return libdevice.exp(x)
@@ -81,3 +81,36 @@ def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0
     for i in tl.static_range(ROW_SLOTS, len(STATICS)):
         inside &= _is_inside(slots[i], STATICS, i, r1, r0, c1, c0, R0, C0, COARSE)
     return inside
+
+
+@triton.jit
+def column_bounds(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, in_rows, R0, C0):
+    """Up to which column all elements of a tile's rows are real, and from which on none is."""
+    every = tl.min(in_rows.to(tl.int64)) * C0
+    some = tl.max(in_rows.to(tl.int64)) * C0
+    for i in tl.static_range(ROW_SLOTS, len(STATICS)):
+        sizes, div, mod, batch_div, batch_mod = slots[i]
+        if STATICS[i][2] == 3 or STATICS[i][0] < 2 or (STATICS[i][0] == 3 and STATICS[i][1]):
+            # What is real comes and goes along the columns.
+            every = every * 0
+        else:
+            if STATICS[i][2] == 1:
+                size = tl.load(sizes + _index(r0, batch_div, batch_mod, STATICS[i][3]), mask=in_rows, other=0)
+                most = tl.max(size)
+                least = tl.min(tl.where(in_rows, size, most))
+            else:
+                if STATICS[i][2] == 0:
+                    least = tl.load(sizes + _index(r1, batch_div, batch_mod, STATICS[i][3]))
+                elif STATICS[i][2] == 2:
+                    least = tl.load(sizes + _index(c1, batch_div, batch_mod, STATICS[i][3]))
+                else:
+                    least = tl.load(sizes)
+                most = least
+            if STATICS[i][0] == 3:
+                every = tl.minimum(every, least * div)
+                some = tl.minimum(some, most * div)
+            else:
+                at = _index(c1, div, mod, STATICS[i][1])
+                every = every * (at < least).to(tl.int64)
+                some = some * (at < most).to(tl.int64)
+    return every, some

@@ -69,7 +69,7 @@ def test_the_ops_keep_the_rules_of_torch_ops() -> None:
     padded = ([1, 2], [e.sizes for e in extents("cpu", least=1)], [0, 0])
     ops = torch.ops.subtensors
     torch.library.opcheck(ops.masked_softmax, (x, 2, *padded, 0.0, False))
-    torch.library.opcheck(ops.masked_reduction, (x, "var", [2], *padded, 2.0, 1.0, 0.0))
+    torch.library.opcheck(ops.masked_reduction, (x, "var", [2], *padded, 2.0, 1.0, 0.0, True))
     torch.library.opcheck(ops.masked_norm, (x, 1, w, w, 1e-5, *padded, 0.0, False))
 
 
