@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from subtensors.arena import Arena, explain_place
-from subtensors.chunked_tensor import ChunkedTensor, explain_loss
-from subtensors.fuse import Fused
-from subtensors.list_calls import explain_call
+from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
+from subtensors.fused_maths.fuse import Fused
+from subtensors.lists.list_calls import explain_call
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import Optimizer
-from subtensors.padded_explanation import explain_padded_call, explain_padding, has_padding
-from subtensors.padded_tensor import PaddedTensor
-from subtensors.static_tensor import StaticAddressTensor
-from subtensors.tensor_list import TensorList
+from subtensors.padded.explanation import explain_padded_call, explain_padding, has_padding
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.static_memory.arena import Arena, explain_place
+from subtensors.static_memory.static_tensor import StaticAddressTensor
 
 
 def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:

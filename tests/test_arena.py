@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import subtensors as st
-from subtensors import host_pages
-from subtensors.free_list import FreeList
+from subtensors.static_memory import host_pages
+from subtensors.static_memory.free_list import FreeList
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from chunked_programs import allocations, check_chunked, in_dtype
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked_calls import fallbacks
+from subtensors.chunked.calls import fallbacks
 
 BATCH, LENGTH, HIDDEN, VOCAB = 4, 10, 6, 160
 

@@ -87,7 +87,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 def sweep(ops: Iterable[OpInfo], count: int) -> tuple[list[str], int]:
     failures, covered = [], 0
-    logging.getLogger("subtensors.chunked_tensor").setLevel(logging.ERROR)
+    logging.getLogger("subtensors.chunked").setLevel(logging.ERROR)
     for op in ops:
         if op.name in UNINITIALISED | UP_TO_A_FACTOR | STATISTICS:
             continue

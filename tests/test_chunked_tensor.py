@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked_calls import fallbacks
+from subtensors.chunked.calls import fallbacks
 from subtensors.dispatch.region.axis import Axis, Policy
 
 
@@ -101,7 +101,7 @@ def test_an_op_without_a_rule_realizes_its_operands_says_so_once_and_goes_on(cap
     with caplog.at_level(logging.WARNING, "subtensors"):
         check_chunked(program, given_tensors, {"h": {"rows": 5}}, dtype=torch.float32)
         check_chunked(program, given_tensors, {"h": {"rows": 5}}, dtype=torch.float32)
-    assert [r.name for r in caplog.records] == ["subtensors.chunked_tensor"]
+    assert [r.name for r in caplog.records] == ["subtensors.chunked"]
     assert "_linalg_svd" in caplog.text
     assert sum(fallbacks.values()) == 2
 

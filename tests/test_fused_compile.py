@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import subtensors as st
-from subtensors import fused_op
+from subtensors.fused_maths import fused_op
 
 
 @st.fused

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import subtensors as st
-from subtensors import padded_calls
+from subtensors.padded import calls as padded_calls
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]

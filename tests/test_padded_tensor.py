@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 import subtensors as st
-from subtensors import padded_calls
+from subtensors.padded import calls as padded_calls
 
 SEQ = st.Dim("seq", max=24, buckets=st.Linear(8))
 NAN = float("nan")

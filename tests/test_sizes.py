@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import subtensors as st
-from subtensors.bucket_policies import BucketPolicy
-from subtensors.sizes import SizeAgreement
+from subtensors.sizes.bucket_policies import BucketPolicy
+from subtensors.sizes.dims import SizeAgreement
 
 POLICIES = some.one_of(
     some.integers(1, 40).map(st.Linear),

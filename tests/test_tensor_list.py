@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import subtensors as st
-from subtensors.list_calls import explain_call
+from subtensors.lists.list_calls import explain_call
 
 
 class Pair(NamedTuple):

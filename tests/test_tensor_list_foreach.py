@@ -15,7 +15,7 @@ import subtensors as st
 from subtensors.dispatch.batched import ROWS
 from subtensors.dispatch.flat_rules import acts_on_values
 from subtensors.dispatch.foreach import TARGETS
-from subtensors.list_calls import explain_call
+from subtensors.lists.list_calls import explain_call
 
 DTYPES = [
     torch.float64,

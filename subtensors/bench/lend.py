@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from subtensors.arena import Arena
 from subtensors.bench.rows import Setting
 from subtensors.bench.table import figure
 from subtensors.bench.timing import synchronize
+from subtensors.static_memory.arena import Arena
 
 _NUMEL = 1 << 24  # of a parameter: 64 MiB in float32
 _COPY = 1 << 30

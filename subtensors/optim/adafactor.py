@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.calls import interprets_kernels
-from subtensors.fuse import fused
+from subtensors.fused_maths.fuse import fused
 from subtensors.kernels.row_column_means import reference, row_column_means
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
-from subtensors.tensor_list import TensorList
 
 
 class Adafactor(MatrixOptimizer):

@@ -11,11 +11,11 @@ from torch import Tensor
 from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.stacks import run_by_shape
-from subtensors.fuse import fused
+from subtensors.fused_maths.fuse import fused
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import IN_STEP
 from subtensors.optim.single_tensor import SQUARES, is_narrow, taken_gradient
-from subtensors.tensor_list import TensorList
 
 
 class MatrixOptimizer(Optimizer):

@@ -10,14 +10,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.fuse import fused
+from subtensors.fused_maths.fuse import fused
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.newton_schulz import Coefficients, newton_schulz
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
 from subtensors.optim.single_tensor import is_narrow
-from subtensors.tensor_list import TensorList
 
 
 class Muon(MatrixOptimizer):

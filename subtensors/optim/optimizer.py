@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.arena import Arena
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
@@ -23,6 +22,7 @@ from subtensors.optim.shards import sharding_of
 from subtensors.optim.single_tensor import SQUARES, is_narrow, single_tensor
 from subtensors.optim.stepping import Stepping
 from subtensors.optim.watched_state import States
+from subtensors.static_memory.arena import Arena
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 

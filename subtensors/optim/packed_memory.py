@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
-from subtensors.packing import pack
+from subtensors.lists.packing import pack
 
 
 class PackedMemory:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.fuse import fused
+from subtensors.fused_maths.fuse import fused
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.single_tensor import is_narrow
-from subtensors.tensor_list import TensorList
 
 SIDES = ("left", "right")
 

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.fuse import fused
+from subtensors.fused_maths.fuse import fused
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import check_fractions, check_not_negative
 from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.optimizer import Params
@@ -26,7 +27,6 @@ from subtensors.optim.preconditioners import (
     square,
     widened,
 )
-from subtensors.tensor_list import TensorList
 
 
 class SOAP(MatrixOptimizer):

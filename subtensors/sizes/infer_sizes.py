@@ -12,11 +12,11 @@ import sympy
 import torch
 from torch import Tensor
 
-from subtensors.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.size_guards import Way, way_through
 from subtensors.dispatch.torch_private import SymbolicSizes
-from subtensors.sizes import Dim
+from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
+from subtensors.sizes.dims import Dim
 
 logger = logging.getLogger("subtensors.sizes")
 

@@ -29,8 +29,8 @@ from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
 from subtensors.dispatch.padded.rules import table
 from subtensors.dispatch.size_factors import size_of
-from subtensors.padded_tensor import PaddedTensor, value_of, wrap
-from subtensors.size_arithmetic import is_watching, watched_shape
+from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.padded.size_arithmetic import is_watching, watched_shape
 
 # Questions about a tensor itself, which its wrapper answers, and what drives autograd.
 _OF_THE_WRAPPER = frozenset(
@@ -99,7 +99,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         return _by_rules(func, args, kwargs)
     except RuleError as missing:
-        from subtensors.padded_fallback import on_logical_data
+        from subtensors.padded.fallback import on_logical_data
 
         return on_logical_data(func, args, kwargs, missing)
 

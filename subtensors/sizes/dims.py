@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import sympy
 
-from subtensors.bucket_policies import BucketPolicy, Geometric, Sizes, bucket_policy
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.size_expressions import size_symbol
+from subtensors.sizes.bucket_policies import BucketPolicy, Geometric, Sizes, bucket_policy
 
 logger = logging.getLogger("subtensors.sizes")
 

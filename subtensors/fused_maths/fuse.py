@@ -11,10 +11,10 @@ import torch
 
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.fused_op import call_opaque, register
+from subtensors.fused_maths.fused_op import call_opaque, register
 from subtensors.kernels.launch import Tiling
-from subtensors.tensor_list import TensorList
-from subtensors.tree_structure import first_difference
+from subtensors.lists.tensor_list import TensorList
+from subtensors.lists.tree_structure import first_difference
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded import engine
 from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import is_padded
-from subtensors.padded_tensor import PaddedTensor
+from subtensors.padded.padded_tensor import PaddedTensor
 
 
 def explain_padding(x: PaddedTensor) -> str:

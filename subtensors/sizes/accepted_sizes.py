@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import sympy
 
-from subtensors.bucket_policies import BucketPolicy, Sizes, bucket_policy
 from subtensors.dispatch.errors import SizeError
-from subtensors.sizes import Dim
+from subtensors.sizes.bucket_policies import BucketPolicy, Sizes, bucket_policy
+from subtensors.sizes.dims import Dim
 
 
 @dataclass(frozen=True)

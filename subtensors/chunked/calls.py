@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from subtensors.chunked.recorded_tensor import RecordedTensor, outer, shell, show_gradient
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
@@ -23,9 +24,8 @@ from subtensors.dispatch.region.lowering import lowered_cross_entropy
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
 from subtensors.dispatch.torch_private import schema_of
-from subtensors.recorded_tensor import RecordedTensor, outer, shell, show_gradient
 
-_log = logging.getLogger("subtensors.chunked_tensor")
+_log = logging.getLogger("subtensors.chunked")
 
 fallbacks: Counter[str] = Counter()
 """How often each op had its operands realised, since it has no rule or its rule didn't hold."""

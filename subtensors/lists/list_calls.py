@@ -16,11 +16,11 @@ from subtensors.dispatch.foreach import foreach_call
 from subtensors.dispatch.mapping import ListCall, gather, list_call
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.rules import RuleTable
-from subtensors.packing import Layout
-from subtensors.tree_structure import first_difference, leaf_name
+from subtensors.lists.packing import Layout
+from subtensors.lists.tree_structure import first_difference, leaf_name
 
 if TYPE_CHECKING:
-    from subtensors.tensor_list import TensorList
+    from subtensors.lists.tensor_list import TensorList
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def explain_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         >>> explain_call(torch.add, TensorList([torch.ones(2), torch.ones(3)]), 1)
         'foreach aten._foreach_add.Scalar (1 group)'
     """
-    from subtensors.tensor_list import TensorList
+    from subtensors.lists.tensor_list import TensorList
 
     call = list_call(func, args, kwargs, TensorList)
     if not call.positions:
@@ -146,7 +146,7 @@ def _describe_flats(arena: Layout) -> str:
 
 
 def _run_on_flats(call: ListCall, arena: Layout) -> Any:
-    from subtensors.tensor_list import _of_flats
+    from subtensors.lists.tensor_list import _of_flats
 
     lists: list[TensorList] = call.lists
     flats = [x._flats or [] for x in lists]

@@ -12,16 +12,23 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from subtensors.arena_pool import pool_over, segments_of
 from subtensors.byte_sizes import in_units, parse_bytes
-from subtensors.carving import AddressRange, Carver, Carving
-from subtensors.contents import Contents
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.sleeping import Census, Sleep
 from subtensors.kernels.address import bytes_at
 from subtensors.kernels.cuda_range import CudaRange
 from subtensors.kernels.host_range import HostRange
-from subtensors.static_tensor import StaticAddressTensor, of_memory, refuse_capture, refuse_other, shaped, with_role
+from subtensors.static_memory.arena_pool import pool_over, segments_of
+from subtensors.static_memory.carving import AddressRange, Carver, Carving
+from subtensors.static_memory.contents import Contents
+from subtensors.static_memory.static_tensor import (
+    StaticAddressTensor,
+    of_memory,
+    refuse_capture,
+    refuse_other,
+    shaped,
+    with_role,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from subtensors.dispatch.errors import AddressError
-from subtensors.free_list import FreeList
+from subtensors.static_memory.free_list import FreeList
 
 
 class AddressRange(Protocol):

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.tree_structure import leaf_name
+from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, static_dims
 from subtensors.dispatch.padded.true_sizes import ROWS
-from subtensors.padded_tensor import PaddedTensor
-from subtensors.padding import extended, pad, true_sizes
-from subtensors.sizes import Dim
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.padding import extended, pad, true_sizes
+from subtensors.sizes.dims import Dim
 
 
 def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
@@ -101,7 +101,7 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     shape = (t.shape[0], bucket, *t.shape[2:])
     dense = extended(t[:, :bucket], shape, 0 if value is None else value)
     held = Padded(dense, factors, sizes)
-    from subtensors.padded_calls import wrapped
+    from subtensors.padded.calls import wrapped
 
     out: Any = wrapped(held if value is None else held.cleaned(value))
     return out  # type: ignore[no-any-return]

@@ -18,8 +18,8 @@ from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import SHARED_ADVICE, Fusion
 from subtensors.dispatch.mapping import ListCall
-from subtensors.list_calls import RULES
-from subtensors.tensor_list import TensorList
+from subtensors.lists.list_calls import RULES
+from subtensors.lists.tensor_list import TensorList
 
 
 class _Signature(NamedTuple):

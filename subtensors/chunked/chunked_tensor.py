@@ -9,7 +9,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from subtensors.chunked_calls import asks_the_tensor_itself, called, dispatched
+from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched
+from subtensors.chunked.recorded_tensor import RecordedTensor, outer
+from subtensors.chunked.traced_chunk import traced_chunk
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
@@ -18,8 +20,6 @@ from subtensors.dispatch.region.graph import Value, leaf_value
 from subtensors.dispatch.region.lowering import LoweredPlan, expected_loss
 from subtensors.dispatch.region.plan import Plan
 from subtensors.dispatch.torch_private import is_transformed
-from subtensors.recorded_tensor import RecordedTensor, outer
-from subtensors.traced_chunk import traced_chunk
 
 
 class ChunkedTensor(RecordedTensor):

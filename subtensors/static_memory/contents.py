@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from subtensors.carving import Carver
-from subtensors.host_pages import HostPages
 from subtensors.kernels.address import bytes_at
+from subtensors.static_memory.carving import Carver
+from subtensors.static_memory.host_pages import HostPages
 
 
 class Contents:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from subtensors.bucket_policies import Sizes
+from subtensors.sizes.bucket_policies import Sizes
 
 
 def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, multiple_of: int = 1) -> Sizes:

@@ -16,8 +16,8 @@ from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import bucket_of
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.padding_ops import pad_list, pad_to
-from subtensors.padded_tensor import PaddedTensor, value_of
-from subtensors.sizes import Dim, SizeAgreement
+from subtensors.padded.padded_tensor import PaddedTensor, value_of
+from subtensors.sizes.dims import Dim, SizeAgreement
 
 
 def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Number = 0) -> PaddedTensor:
@@ -44,7 +44,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         >>> st.pad([torch.ones(3), torch.ones(5)], {0: st.Dim("n", max=8, buckets=4)})
         PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: rows, 1: n}, float32 cpu)
     """
-    from subtensors.padded_calls import wrapped
+    from subtensors.padded.calls import wrapped
 
     if isinstance(t, PaddedTensor):
         return _repad(t, dims)
@@ -58,7 +58,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
 
 def unpad(x: PaddedTensor) -> Any:
     """`PaddedTensor.unpad`."""
-    from subtensors.padded_calls import followed
+    from subtensors.padded.calls import followed
 
     value = followed(x)
     sizes = value.sizes

@@ -14,7 +14,7 @@ from subtensors.dispatch.padded.padded_value import Number, Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import Factors, size_of
-from subtensors.sizes import Dim
+from subtensors.sizes.dims import Dim
 
 
 class PaddedTensor(Tensor):
@@ -48,7 +48,7 @@ class PaddedTensor(Tensor):
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
         """`st.pad(t, dims)`."""
-        from subtensors.padding import pad
+        from subtensors.padded.padding import pad
 
         return pad(t, dims)
 
@@ -58,7 +58,7 @@ class PaddedTensor(Tensor):
     @property
     def dense(self) -> Tensor:
         """The padded storage, of the bucket shape; autograd follows. What stands in the padding is undefined."""
-        from subtensors.padded_calls import dense_of
+        from subtensors.padded.calls import dense_of
 
         return dense_of(self)
 
@@ -73,7 +73,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        from subtensors.padded_calls import mask_of
+        from subtensors.padded.calls import mask_of
 
         return mask_of(self)
 
@@ -92,7 +92,7 @@ class PaddedTensor(Tensor):
             >>> x.sum() / x.count(0)
             tensor(1.)
         """
-        from subtensors.padded_calls import count_of
+        from subtensors.padded.calls import count_of
 
         return count_of(self, dim)
 
@@ -121,7 +121,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.arange(3), {0: st.Dim("n", max=8, buckets=4)}).exp().unpad().shape
             torch.Size([3])
         """
-        from subtensors.padding import unpad
+        from subtensors.padded.padding import unpad
 
         return unpad(self)
 
@@ -181,7 +181,7 @@ class PaddedTensor(Tensor):
         if torch.compiler.is_dynamo_compiling():
             # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        from subtensors import padded_calls
+        from subtensors.padded import calls as padded_calls
 
         return padded_calls.call(func, args, kwargs or {})
 
@@ -189,7 +189,7 @@ class PaddedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from subtensors import padded_calls
+        from subtensors.padded import calls as padded_calls
 
         return padded_calls.dispatch(func, args, kwargs or {})
 

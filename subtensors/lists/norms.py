@@ -10,7 +10,7 @@ from torch import Tensor
 
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.tensor_list import TensorList
+from subtensors.lists.tensor_list import TensorList
 
 
 def total_norm(tensors: TensorList, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

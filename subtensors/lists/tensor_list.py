@@ -11,12 +11,12 @@ from typing import Any, NoReturn, cast
 import optree
 import torch
 
-from subtensors import list_calls
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import list_call
-from subtensors.packing import Layout, pack
-from subtensors.tree_structure import Structure, flatten_tensors, list_structure, subtree
+from subtensors.lists import list_calls
+from subtensors.lists.packing import Layout, pack
+from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree
 
 _log = logging.getLogger(__name__)
 

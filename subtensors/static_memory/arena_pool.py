@@ -16,8 +16,8 @@ import torch
 from subtensors.dispatch import torch_private
 
 if TYPE_CHECKING:
-    from subtensors.arena import Arena
-    from subtensors.carving import Carving
+    from subtensors.static_memory.arena import Arena
+    from subtensors.static_memory.carving import Carving
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""`st.fused`: single-tensor maths over whole lists, eagerly and in compiled graphs."""

@@ -1,0 +1,1 @@
+"""Many tensors as one value: `TensorList`, and what its calls become."""

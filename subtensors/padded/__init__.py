@@ -1,0 +1,1 @@
+"""`PaddedTensor`: a tensor whose true size varies, and what its calls become."""

@@ -1,0 +1,1 @@
+"""`StaticAddressTensor` and `Arena`: addresses that hold, memory that can be lent away."""
