@@ -6,14 +6,10 @@ refused with the line of the user's source that asked for it.
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -25,14 +21,13 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
 from subtensors.dispatch.op_classes import OpClass, op_class
+from subtensors.dispatch.refusals import refuse, refuse_value, source_line
+from subtensors.dispatch.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.kernels import blockwise
 from subtensors.kernels.lowering import can_lower
 from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form
 
 aten = torch.ops.aten
-
-# Any shape would do; an odd one shows up in an error that should have been caught here.
-_SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: (), Extent.BLOCK: (blockwise.block_count(3 * 5),)}
 
 # A view that keeps all of these keeps any shape: they differ in rank, one holds a 1, one is larger than any slice.
 _VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
@@ -72,118 +67,6 @@ class Returned:
 
 
 @dataclass
-class _Cell:
-    """The number of the value a tensor holds now; aliases share it, so an in-place write reaches them all."""
-
-    value: int
-
-
-class Traced(torch.Tensor):
-    """A stand-in for one element of a list."""
-
-    cell: _Cell
-    extent: Extent
-    tracer: _Tracer
-
-    @staticmethod
-    def __new__(cls, cell: _Cell, dtype: torch.dtype, extent: Extent, tracer: _Tracer) -> Traced:
-        """A stand-in for what `cell` holds."""
-        self: Traced = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, _SHAPES[extent], dtype=dtype, device=tracer.device
-        )
-        self.cell, self.extent, self.tracer = cell, extent, tracer
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse to speak of shapes; let `torch.where` take live numbers."""
-        if func in _SHAPE_READERS and isinstance(args[0], Traced) and args[0].tracer.depth == 0:
-            _refuse(
-                f"it reads the shape of a tensor ({_SHAPE_READERS[func]}), and elements differ in shape",
-                "use a reduction such as x.mean(), or pass the number as an argument",
-            )
-        if func in _VALUE_READERS:
-            _refuse_value(f"{func.__name__}()")
-        if func in _LIKE_ANOTHER and all(isinstance(a, Traced) and a.extent is args[0].extent for a in args):
-            return aten.alias.default(args[0])
-        if func is torch.where and len(args) == 3:
-            args = [args[0], _wrapped(args[1], args[2]), _wrapped(args[2], args[1])]
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        """Nothing reaches a stand-in outside its trace."""
-        raise RuleError(f"{func}: a tensor of fused maths outlived the call that made it")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Its number and dtype."""
-        return f"Traced(v{self.cell.value}, {self.dtype}, {self.extent.value})"
-
-
-_EXAMPLES: dict[type, float] = {torch.SymFloat: 0.5, torch.SymInt: 2}
-"""What stands for a live number where only its type matters."""
-
-
-def _wrapped(value: Any, other: Any) -> Any:
-    """A live number as the tensor `torch.where` makes of a plain one beside `other`."""
-    if type(value) not in _EXAMPLES:
-        return value
-    dtype = torch.result_type(_EXAMPLES.get(type(other), other), _EXAMPLES[type(value)])
-    return torch.scalar_tensor(value, dtype=dtype)
-
-
-# Views whose new shape is that of another tensor.
-_LIKE_ANOTHER = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as})
-
-_VALUE_READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
-
-
-def _refuse_value(how: str) -> NoReturn:
-    _refuse(
-        f"it needs the value of a tensor on the host ({how})",
-        "keep the decision on the device: torch.where(condition, a, b)",
-    )
-
-
-_SHAPE_READERS: dict[Any, str] = {
-    torch.Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__: "nbytes",  # type: ignore[attr-defined]
-    torch.Tensor.storage_offset: "storage_offset()",
-    torch.Tensor.is_contiguous: "is_contiguous()",
-    torch.Tensor.__len__: "len()",
-    torch.Tensor.__iter__: "iter()",
-    torch.numel: "numel()",
-    **{getattr(torch.Tensor, name): f"{name}()" for name in ("size", "numel", "nelement", "dim", "stride")},
-}
-
-_INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
-
-
-def _is_users(filename: str) -> bool:
-    """Is this source file neither torch's, nor Python's, nor the tracer's?"""
-    path = Path(filename).resolve()
-    in_packages = "site-packages" in path.parts
-    internal = any(path.is_relative_to(folder.resolve()) for folder in _INTERNAL[: 2 if in_packages else 3])
-    return not internal and not filename.startswith("<frozen")
-
-
-def _source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The innermost line of the user's own source, as `file:line: text`."""
-    own = [f for f in traceback.StackSummary.extract(iter(frames)) if _is_users(f.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
-
-
-def _refuse(reason: str, advice: str) -> NoReturn:
-    frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
-    raise RuleError(f"this maths cannot be fused: {reason}\n  at {_source_line(frames)}\n  instead: {advice}")
-
-
-@dataclass
 class _Tracer(TorchDispatchMode):
     """Records every op on the stand-ins as instructions."""
 
@@ -202,7 +85,7 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = _schema_order(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:
-            _refuse_value("item(), float(), or an `if` on it")
+            refuse_value("item(), float(), or an `if` on it")
         if func is aten.lift_fresh.default and not isinstance(arguments[0], Traced):
             return self._constant(arguments[0])
         if func in _IDENTITIES:
@@ -219,7 +102,7 @@ class _Tracer(TorchDispatchMode):
             func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
         if op_class(func) is OpClass.COPY and self.depth == 0:
-            _refuse(f"{func} (copy) has no rule here", _ADVICE[OpClass.COPY])
+            refuse(f"{func} (copy) has no rule here", _ADVICE[OpClass.COPY])
         if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
             return self._view(func, arguments)
         instruction = self._instruction(func, arguments) if self._is_simple(func) else None
@@ -237,7 +120,7 @@ class _Tracer(TorchDispatchMode):
                 self._forget(recorded)
         if instruction is None or op_class(func) is not OpClass.POINTWISE:
             kind = op_class(func)
-            _refuse(f"{func} ({kind.value}) has no rule here", _ADVICE.get(kind, "call it on the TensorList itself"))
+            refuse(f"{func} ({kind.value}) has no rule here", _ADVICE.get(kind, "call it on the TensorList itself"))
         self.unlowered.append(str(func))
         return self._emit(instruction)
 
@@ -245,7 +128,7 @@ class _Tracer(TorchDispatchMode):
         """A view that keeps the shape is its input under another name."""
         source = arguments[0]
         # A user's own view must keep any shape; one inside a decomposition was written for the stand-ins' shape.
-        for shape in [_SHAPES[source.extent]] if source.extent is Extent.TENSOR or self.depth else _VIEWED_SHAPES:
+        for shape in [SHAPES[source.extent]] if source.extent is Extent.TENSOR or self.depth else _VIEWED_SHAPES:
             viewed = torch.empty(shape, dtype=source.dtype, device="meta")
             positional, keywords = call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
             try:
@@ -253,9 +136,9 @@ class _Tracer(TorchDispatchMode):
             except (RuntimeError, IndexError):
                 result = None
             if not isinstance(result, Tensor) or (result.shape, result.stride()) != (viewed.shape, viewed.stride()):
-                _refuse(f"{func} changes the shape of a tensor", _ADVICE[OpClass.VIEW])
+                refuse(f"{func} changes the shape of a tensor", _ADVICE[OpClass.VIEW])
             if result.dtype != source.dtype:
-                _refuse(f"{func} reads the bits of a tensor as {result.dtype}", _ADVICE[OpClass.VIEW])
+                refuse(f"{func} reads the bits of a tensor as {result.dtype}", _ADVICE[OpClass.VIEW])
         return Traced(source.cell, source.dtype, source.extent, self)
 
     def _is_simple(self, func: OpOverload) -> bool:
@@ -272,7 +155,7 @@ class _Tracer(TorchDispatchMode):
             with self:
                 return written(*positional, **keywords)
         except DimensionError as error:
-            _refuse(f"{func}: {error}", _ADVICE[OpClass.REDUCTION])
+            refuse(f"{func}: {error}", _ADVICE[OpClass.REDUCTION])
         finally:
             self.depth -= 1
 
@@ -280,9 +163,9 @@ class _Tracer(TorchDispatchMode):
         target = arguments[0]
         functional = _functional(func)
         if op_class(func) is OpClass.RANDOM:
-            _refuse(f"{func} is random", _ADVICE[OpClass.RANDOM])
+            refuse(f"{func} is random", _ADVICE[OpClass.RANDOM])
         if functional is None or not isinstance(target, Traced):
-            _refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
+            refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
         # Torch's own check that the result may be cast back, and that the shapes allow it.
         positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         func(*positional, **keywords)
@@ -299,12 +182,12 @@ class _Tracer(TorchDispatchMode):
     def _instruction(self, func: OpOverload, arguments: list[Any]) -> Instruction | None:
         positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         result = func(*positional, **keywords)
-        shapes = {shape: extent for extent, shape in _SHAPES.items()}
+        shapes = {shape: extent for extent, shape in SHAPES.items()}
         extent = shapes.get(tuple(result.shape))
         if extent is None or (extent is Extent.BLOCK and func._opname not in (*blockwise.OPS, "copy")):
             return None
         if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
-            _refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
+            refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
         operands = tuple(self._operand(a) for a in arguments)
         compute = result.dtype
         if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
@@ -325,7 +208,7 @@ class _Tracer(TorchDispatchMode):
         is_moved = func._opname == "copy" and extents == {Extent.BLOCK}
         is_quantization = func._opname in blockwise.OPS and Extent.TENSOR not in extents
         if Extent.BLOCK in extents and not (is_moved or is_quantization):
-            _refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
+            refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
 
     def _emit(self, instruction: Instruction) -> Traced:
         if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
@@ -341,7 +224,7 @@ class _Tracer(TorchDispatchMode):
         if number is None:
             self.instructions.append(instruction)
             number = self.numbers[key] = len(self.parameters) + len(self.instructions) - 1
-        return Traced(_Cell(number), instruction.dtype, instruction.extent, self)
+        return Traced(Cell(number), instruction.dtype, instruction.extent, self)
 
     def _forget(self, recorded: int) -> None:
         """Take back the instructions after the first `recorded` ones."""
@@ -356,7 +239,7 @@ class _Tracer(TorchDispatchMode):
 
     def _constant(self, tensor: Tensor) -> Any:
         if tensor.dim() != 0:
-            _refuse("it makes a tensor of its own shape", "pass it as an argument")
+            refuse("it makes a tensor of its own shape", "pass it as an argument")
         func = aten.scalar_tensor.default
         return self._apply(func, _schema_order(func, (tensor.item(),), {"dtype": tensor.dtype}))
 
@@ -366,16 +249,16 @@ class _Tracer(TorchDispatchMode):
         return Traced(tensor.cell, tensor.dtype, tensor.extent, self)
 
     def _foreign(self) -> NoReturn:
-        _refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
+        refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
 
     def _meta(self, argument: Any) -> Any:
         """The argument without values: what torch needs to say the result's dtype and shape."""
         if isinstance(argument, Traced):
-            return torch.empty(_SHAPES[argument.extent], dtype=argument.dtype, device="meta")
+            return torch.empty(SHAPES[argument.extent], dtype=argument.dtype, device="meta")
         if isinstance(argument, Tensor):
             self._foreign()
-        if type(argument) in _EXAMPLES:
-            return _EXAMPLES[type(argument)]
+        if type(argument) in EXAMPLES:
+            return EXAMPLES[type(argument)]
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
     def _operand(self, argument: Any) -> Any:
@@ -416,7 +299,7 @@ def _explained() -> Any:
         frames = list(traceback.walk_tb(error.__traceback__))
         raise RuleError(
             "this maths cannot be fused: it needs the value of a Python number while it is traced "
-            f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {_source_line(frames)}\n"
+            f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {source_line(frames)}\n"
             "  instead: compute with ** and torch functions, or pass a bool, which is part of the signature"
         ) from None
 
@@ -445,7 +328,7 @@ def trace(
     """
     tracer = _Tracer(device, tuple(parameters))
     live = torch_private.LiveNumbers()
-    stand_ins = [Traced(_Cell(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
+    stand_ins = [Traced(Cell(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
     args, kwargs = call(list(stand_ins), [live.new(kind) for kind in numbers])
     with _explained(), torch.no_grad(), tracer:
         try:
@@ -453,7 +336,7 @@ def trace(
         except RuleError:
             raise
         except Exception as error:
-            error.add_note(f"while the maths was traced\n  at {_source_line(traceback.walk_tb(error.__traceback__))}")
+            error.add_note(f"while the maths was traced\n  at {source_line(traceback.walk_tb(error.__traceback__))}")
             raise
     outputs: list[int] = []
 

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import optree
+import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -85,9 +86,13 @@ def compare(actual: Any, expected: Any) -> None:
             torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-6, atol=1e-6)
 
 
+@pytest.fixture(autouse=True)
+def without_notes_on_realized_operands(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "subtensors.chunked")
+
+
 def sweep(ops: Iterable[OpInfo], count: int) -> tuple[list[str], int]:
     failures, covered = [], 0
-    logging.getLogger("subtensors.chunked").setLevel(logging.ERROR)
     for op in ops:
         if op.name in UNINITIALISED | UP_TO_A_FACTOR | STATISTICS:
             continue
