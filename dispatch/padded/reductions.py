@@ -123,10 +123,16 @@ def variance(call: Call) -> Any:
     distance = values - average if mask is None else torch.where(mask, values - average, 0)
     squares = (distance * distance).sum(gone, keepdim=True) / (count - correction).clamp(min=0)
     name = call.op.overloadpacket
-    spread = squares if name in (aten.var, aten.var_mean) else squares.sqrt()
+    spread = squares if name in (aten.var, aten.var_mean) else _root(squares)
     outs = [spread, average] if name in (aten.var_mean, aten.std_mean) else [spread]
     wrapped = [wrap_reduced(_kept(o.to(dtype), gone, keepdim), x, gone, keepdim) for o in outs]
     return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The square root whose gradient at 0 is 0, as that of torch's standard deviation is."""
+    is_zero = squares == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, squares).sqrt())
 
 
 @table.register(aten.linalg_vector_norm, aten.norm, aten.native_norm, aten.frobenius_norm)
