@@ -91,7 +91,7 @@ class Batch:
         params = as_real(params) if self.is_complex else params
         call = Call((params, gradients, self.master, self.entries, *arguments), {})
         # A template for the steps that follow, without the gradients: those must not live until the next one.
-        is_template = not self.is_complex and not self.sees_shards and all(map(_is_immutable, options))
+        is_template = not self.is_complex and not self.sees_shards and all(map(is_immutable, options))
         self._last = (options, call.again(GRADIENTS, Elements())) if is_template else None
         return call
 
@@ -106,11 +106,11 @@ GRADIENTS = 1
 """Which leaf of the call they are."""
 
 
-def _is_immutable(option: Any) -> bool:
+def is_immutable(option: Any) -> bool:
     """Is it enough to see this object again to know its value?"""
     if type(option) is tuple:
-        return all(map(_is_immutable, option))
-    return option is None or type(option) in (bool, int, float, str)
+        return all(map(is_immutable, option))
+    return option is None or type(option) in (bool, int, float, str, torch.dtype)
 
 
 def _has_plain_gradient(p: Tensor) -> bool:

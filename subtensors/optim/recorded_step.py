@@ -22,7 +22,7 @@ from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
-from subtensors.optim.group_lists import GroupLists, kept_form, missing
+from subtensors.optim.group_lists import GroupLists, is_immutable, kept_form, missing
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -191,7 +191,7 @@ class RecordedStep:
         if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
             return f"group {index} keeps other state"
         options = _options(group)
-        are_immutable = _are_immutable(options)
+        are_immutable = all(map(is_immutable, options))
         if are_immutable and all(map(_are_numbers, options, self.options[index])):
             numbers = [_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
@@ -279,14 +279,6 @@ def _first_difference(now: list[int], before: list[int]) -> int:
 def _options(group: dict[str, Any]) -> list[Any]:
     """What a group holds beside its parameters."""
     return [value for name, value in group.items() if name != "params"]
-
-
-def _are_immutable(options: list[Any]) -> bool:
-    """Is it enough to see the same objects again to know their values? Of a tensor on a device, the step reads it."""
-    return all(type(o) in _IMMUTABLE or (isinstance(o, tuple) and _are_immutable([*o])) for o in options)
-
-
-_IMMUTABLE = {float, int, bool, str, type(None), torch.dtype}
 
 
 def _are_numbers(now: Any, before: Any) -> bool:
