@@ -50,7 +50,7 @@ class Adadelta(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {"square_avg": torch.zeros_like, "acc_delta": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"square_avg": torch.zeros_like, "acc_delta": torch.zeros_like}
 
     def __init__(
         self,

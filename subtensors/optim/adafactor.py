@@ -65,7 +65,7 @@ class Adafactor(MatrixOptimizer):
 
     is_replayable = True
     optional = ("weight_decay",)
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "row_var": lambda p: torch.zeros_like(p[..., :1]),
         "col_var": lambda p: torch.zeros_like(p[..., :1, :]),
         "variance": torch.zeros_like,

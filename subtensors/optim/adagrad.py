@@ -51,7 +51,7 @@ class Adagrad(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {"sum": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"sum": torch.zeros_like}
 
     def __init__(
         self,

@@ -60,8 +60,8 @@ class Adam(Optimizer):
     """
 
     optional = ("weight_decay",)
-    low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # noqa: RUF012  (read by the base class)
-    state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+    state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}
 
     def __init__(
         self,

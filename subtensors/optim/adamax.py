@@ -49,7 +49,7 @@ class Adamax(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {"exp_avg": torch.zeros_like, "exp_inf": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"exp_avg": torch.zeros_like, "exp_inf": torch.zeros_like}
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class AdEMAMix(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "exp_avg_fast": torch.zeros_like,
         "exp_avg_slow": torch.zeros_like,
         "exp_avg_sq": torch.zeros_like,

@@ -52,7 +52,7 @@ class ASGD(Optimizer):
 
     optional = ("weight_decay",)
     host_entries = ()  # torch, too, keeps these counts on the device
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "eta": lambda p: torch.zeros((), device=p.device, dtype=torch.float32),
         "mu": lambda p: torch.ones((), device=p.device, dtype=torch.float32),
         "ax": torch.zeros_like,

@@ -43,8 +43,8 @@ class Lion(Optimizer):
     """
 
     optional = ("weight_decay",)
-    low_bit = {"exp_avg": True}  # noqa: RUF012  (read by the base class)
-    state = {"exp_avg": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    low_bit = {"exp_avg": True}
+    state = {"exp_avg": torch.zeros_like}
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Muon(MatrixOptimizer):
     """
 
     is_replayable = True
-    state = {"momentum_buffer": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"momentum_buffer": torch.zeros_like}
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class NAdam(Optimizer):
 
     optional = ("weight_decay",)
     host_entries = ("step", "mu_product")
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "mu_product": lambda p: torch.ones((), device=p.device, dtype=torch.float32),
         "exp_avg": torch.zeros_like,
         "exp_avg_sq": torch.zeros_like,

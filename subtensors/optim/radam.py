@@ -54,7 +54,7 @@ class RAdam(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
 
     def __init__(
         self,

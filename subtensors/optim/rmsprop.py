@@ -54,7 +54,7 @@ class RMSprop(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "square_avg": torch.zeros_like,
         "momentum_buffer": torch.zeros_like,
         "grad_avg": torch.zeros_like,

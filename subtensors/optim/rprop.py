@@ -47,7 +47,7 @@ class Rprop(Optimizer):
     (1993); the variant without weight backtracking, as torch has it.
     """
 
-    state = {"prev": torch.zeros_like, "step_size": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"prev": torch.zeros_like, "step_size": torch.zeros_like}
 
     def __init__(
         self,

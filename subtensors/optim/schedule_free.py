@@ -59,7 +59,7 @@ class AdamWScheduleFree(Optimizer):
     """
 
     optional = ("weight_decay", "warmup_steps")
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "z": torch.clone,
         "exp_avg_sq": torch.zeros_like,
         "weight_sum": lambda p: torch.zeros((), device=p.device, dtype=torch.float64),

@@ -51,7 +51,7 @@ class SGD(Optimizer):
     """
 
     optional = ("weight_decay", "dampening")
-    state = {"momentum_buffer": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"momentum_buffer": torch.zeros_like}
 
     def __init__(
         self,

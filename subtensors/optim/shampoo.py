@@ -77,7 +77,7 @@ class Shampoo(MatrixOptimizer):
     """
 
     optional = ("weight_decay",)
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "step": host_count,
         "left": lambda p: square(p, "left"),
         "right": lambda p: square(p, "right"),

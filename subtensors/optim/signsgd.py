@@ -43,7 +43,7 @@ class SignSGD(Optimizer):
     """
 
     optional = ("weight_decay",)
-    state = {"momentum_buffer": torch.zeros_like}  # noqa: RUF012  (read by the base class)
+    state = {"momentum_buffer": torch.zeros_like}
 
     def __init__(
         self,

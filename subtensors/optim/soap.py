@@ -78,7 +78,7 @@ class SOAP(MatrixOptimizer):
     """
 
     optional = ("weight_decay",)
-    state = {  # noqa: RUF012  (read by the base class)
+    state = {
         "step": host_count,
         "exp_avg": torch.zeros_like,
         "exp_avg_sq": lambda p: torch.zeros_like(p, memory_format=torch.contiguous_format),
