@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import captures, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.kernels.launch import bits
 from subtensors.kernels.program import Extent
@@ -276,12 +276,17 @@ class _CudaTape:
         """Capture the calls on a stream of their own; other threads may go on using the device."""
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self.graph.capture_begin(capture_error_mode="thread_local")
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(side), captures.undisturbed():
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 calls()
             finally:
-                self.graph.capture_end()
+                try:
+                    self.graph.capture_end()
+                except RuntimeError:
+                    torch_private.forget_capture(self.device, pool)
+                    raise
         current.wait_stream(side)
 
     def take(self, run: Callable[[], None]) -> None:

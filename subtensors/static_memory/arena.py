@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from threading import RLock
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.byte_sizes import in_units, parse_bytes
+from subtensors.dispatch import captures
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.sleeping import Census, Sleep
 from subtensors.kernels.address import bytes_at
@@ -222,6 +223,7 @@ class Arena:
             if self._sleep is None:
                 raise AddressError("this Arena is not released; release() comes before restore()")
             refuse_capture(self.device)
+            captures.catch_up()
             self._contents.load()
             self._contents.forget()
             self._sleep.wake()
@@ -328,8 +330,7 @@ class Arena:
         if not sys.is_finalizing() and hasattr(self, "_sleep"):
             if self._sleep is not None:
                 self._sleep.wake()
-            self._contents.wait()
-            self._carver.close()
+            captures.when_idle(partial(_close, self._contents, self._carver))
 
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """A tensor of this layout, filled with a value where one is given."""
@@ -345,6 +346,7 @@ class Arena:
         return with_role(out, requires_grad, is_parameter=False)
 
     def _take(self, size: int) -> Carving:
+        captures.catch_up()
         with self._lock:
             if self._sleep is not None:
                 raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
@@ -362,6 +364,11 @@ class Arena:
                 f"{shape} in this Arena is held by C++ code, such as an autograd graph that saved it, which would read "
                 f"memory that is gone: run backward() or delete its result"
             )
+
+
+def _close(contents: Contents, carver: Carver) -> None:
+    contents.wait()
+    carver.close()
 
 
 def _device(device: torch.device | str) -> torch.device:

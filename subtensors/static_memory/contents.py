@@ -38,6 +38,7 @@ class Contents:
                     self._copy(*run, to_host=True)
         except BaseException:
             self.wait()
+            self._pages.settle()
             self.trim()  # what could not be made is asked for anew the next time
             raise
         self.wait()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import captures
 from subtensors.kernels.address import bytes_at
 from subtensors.kernels.host_range import HostRange
 
@@ -54,6 +57,10 @@ class HostPages:
             start, size = start + count, size - count
         return parts
 
+    def settle(self) -> None:
+        """Wait until no thread makes pages any more, whether they were made or not."""
+        wait(self._pieces)
+
     @property
     def size(self) -> int:
         """Bytes of the host that are held."""
@@ -63,20 +70,26 @@ class HostPages:
 class _Pages:
     """Mapped pages of the host, which are given back with this object."""
 
+    is_locked = False
+
     def __init__(self, device: torch.device) -> None:
         self.memory = HostRange(_PIECE)
         self.memory.prefer_huge_pages()
         self.memory.map(0, _PIECE)
-        self.is_locked = False
         if device.type == "cuda":
             ctypes.memset(self.memory.address, 0, _PIECE)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.address, _PIECE, 0))
             self.is_locked = True
 
     def __del__(self) -> None:
-        if self.is_locked:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.address)
-        self.memory.close()
+        if hasattr(self, "memory") and not sys.is_finalizing():
+            captures.when_idle(partial(_close, self.memory, self.is_locked))
+
+
+def _close(memory: HostRange, is_locked: bool) -> None:
+    if is_locked:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.address))
+    memory.close()
 
 
 def _new_piece(device: torch.device) -> Tensor:

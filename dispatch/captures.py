@@ -1,0 +1,101 @@
+"""What must not happen while a CUDA graph is captured, and is done when none is any more.
+
+Note [Finalizers and captured graphs]
+Objects die at any moment: also while a stream is captured, by a recording of ours, by torch.compile, by the user. A
+finalizer that then waits for the device, unmaps memory or unlocks pages is not only refused by CUDA: it invalidates the
+capture, and torch's generator and allocator stay as if it were still on. So finalizers hand such work to `when_idle`.
+What has to wait is tried again by whatever asks for memory of the same kind, when a capture of ours ends, and after
+each garbage collection, of which there are enough in any program that makes garbage; none of it is ever dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+Work = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+_waiting: deque[Work] = deque()
+_is_busy = Lock()
+_counts = Lock()
+_captures = 0
+_collects_garbage = True
+
+
+def is_capturing() -> bool:
+    """Is this thread's current stream captured, or any stream by a recording of ours?"""
+    return _captures > 0 or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def when_idle(work: Work) -> None:
+    """Do this now, or after the capture that is on.
+
+    Args:
+        work: gives back what a dead object held. Where it raises RuntimeError it is called again later, and goes on.
+
+    Example:
+        >>> when_idle(lambda: print("given back"))
+        given back
+    """
+    _waiting.append(work)
+    catch_up()
+    if _waiting and _after_collection not in gc.callbacks:
+        gc.callbacks.append(_after_collection)
+
+
+def catch_up() -> None:
+    """Do what waited, unless a capture is still on, or another caller is at it."""
+    if not _waiting or is_capturing() or not _is_busy.acquire(blocking=False):
+        return
+    try:
+        while _waiting:
+            work = _waiting.popleft()
+            try:
+                work()
+            except RuntimeError as error:
+                # Another library's or thread's capture, which we could not know of.
+                _waiting.appendleft(work)
+                _log.debug("memory is given back later: %s", error)
+                return
+            del work  # what it held may die, and hand in more
+        if _after_collection in gc.callbacks:
+            gc.callbacks.remove(_after_collection)
+    finally:
+        _is_busy.release()
+
+
+def waiting() -> int:
+    """How many pieces of work wait."""
+    return len(_waiting)
+
+
+def _after_collection(phase: str, info: dict[str, Any]) -> None:
+    if phase == "stop":
+        catch_up()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While a graph is captured here no garbage is collected, and what finalizers hand in waits until it is over."""
+    global _captures, _collects_garbage
+    with _counts:
+        if not _captures:
+            _collects_garbage = gc.isenabled()
+            gc.disable()
+        _captures += 1
+    try:
+        yield
+    finally:
+        with _counts:
+            _captures -= 1
+            if not _captures and _collects_garbage:
+                gc.enable()
+        catch_up()
