@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
@@ -59,9 +60,10 @@ def test_any_matrices_do(shapes: list[tuple[int, ...]]) -> None:
     check(shapes, "cpu")
 
 
-def test_one_group_takes_matrices_of_many_shapes_and_copies_none(device: str) -> None:
-    x, row, column = map(st.TensorList, lists([(3, 5), (65, 33), (2, 3, 4)], device))
-    with kernels_on_cpu():
+@each_kernel_lowering
+def test_one_group_takes_matrices_of_many_shapes_and_copies_none(lowering: Lowering) -> None:
+    x, row, column = map(st.TensorList, lists([(3, 5), (65, 33), (2, 3, 4)], lowering.device))
+    with lowering.running():
         text = st.explain(factored, x, row, column, scale=0.5)
     assert "3 tensors" in text
     assert "copied" not in text

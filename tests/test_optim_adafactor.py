@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Lowering, each_kernel_lowering
 from test_optim_parity import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
@@ -67,18 +68,19 @@ def test_the_kernels_of_a_step_end_where_torch_does() -> None:
     assert_as_accurate(ours, theirs, truth, torch.float32)
 
 
-def test_matrices_of_many_shapes_are_one_batch_and_nothing_of_their_size_is_made() -> None:
-    params = [Parameter(torch.ones(shape)) for shape in [(3, 5), (4, 2), (3, 5), (7,), (2, 3, 4)]]
+@each_kernel_lowering
+def test_matrices_of_many_shapes_are_one_batch_and_nothing_of_their_size_is_made(lowering: Lowering) -> None:
+    device = lowering.device
+    params = [Parameter(torch.ones(shape, device=device)) for shape in [(3, 5), (4, 2), (3, 5), (7,), (2, 3, 4)]]
     optimizer = st.optim.Adafactor(params)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert [len(batch.params) for batch in optimizer._lists[0].batches] == [3, 1, 1]
-    with kernels_on_cpu():
-        x, row, column = (
-            st.TensorList([t]) for t in (torch.ones(3, 5), torch.ones(3, 1).expand(3, 5), torch.ones(3, 5))
-        )
-        step, mean = (st.TensorList([torch.ones(())]) for _ in range(2))
+    with lowering.running():
+        x, row, column = (st.TensorList([t.to(device)]) for t in (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 5)))
+        row = row.like([t.expand(3, 5) for t in row.tensors])
+        step, mean = (st.TensorList([torch.ones((), device=device)]) for _ in range(2))
         values: Any = {"lr": 0.1, "d": 1.0, "eps1": None, "eps2": 1e-3, "weight_decay": None}
         text = st.explain(_descend_factored, x, x.clone(), row, column, mean, step, **values)
     assert text.count("over elements") == 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from programs import Lowering, each_kernel_lowering
 
 from subtensors.kernels.row_column_means import reference, row_column_means
 
@@ -27,13 +28,15 @@ def check(shapes: list[tuple[int, int]], dtype: torch.dtype, device: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_the_kernels_give_the_means_of_many_matrices(dtype: torch.dtype, device: str) -> None:
-    check(SHAPES, dtype, device)
+@each_kernel_lowering
+def test_the_kernels_give_the_means_of_many_matrices(dtype: torch.dtype, lowering: Lowering) -> None:
+    check(SHAPES, dtype, lowering.device)
 
 
-@given(some.lists(some.tuples(some.integers(1, 150), some.integers(1, 150)), min_size=1, max_size=3))
-def test_matrices_of_any_shapes_do(shapes: list[tuple[int, int]]) -> None:
-    check(shapes, torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+@each_kernel_lowering
+@given(shapes=some.lists(some.tuples(some.integers(1, 150), some.integers(1, 150)), min_size=1, max_size=3))
+def test_matrices_of_any_shapes_do(shapes: list[tuple[int, int]], lowering: Lowering) -> None:
+    check(shapes, torch.float32, lowering.device)
 
 
 @pytest.mark.gpu
