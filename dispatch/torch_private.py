@@ -384,6 +384,30 @@ def in_function_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def prepares_backward(hook: object) -> bool:
+    """Is a tensor's hook FSDP2's own, which gathers weights for backward and passes the gradient on unseen?
+
+    Checked on 2.11, 2.13.
+
+    >>> prepares_backward(print)
+    False
+    """
+    owner = type(getattr(hook, "__self__", None))
+    is_fsdp = owner.__module__.startswith("torch.distributed.fsdp._fully_shard.")
+    return is_fsdp and getattr(hook, "__name__", "") == "_pre_backward"
+
+
+def passes_gradients_on(function: object) -> bool:
+    """Is a node of autograd's graph FSDP2's own, which gives its input back and passes its gradient on?
+
+    Checked on 2.11, 2.13.
+
+    >>> passes_gradients_on(torch.ones(1, requires_grad=True).exp().grad_fn)
+    False
+    """
+    return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -353,6 +353,27 @@ def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None
         h.requires_grad_(False)
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def test_what_comes_out_of_an_autograd_function_is_refused_rather_than_differentiated_without_it() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    y = Reversed.apply(st.chunk(x, rows=2))
+    for use in (torch.Tensor.sum, torch.exp, st.ChunkedTensor.realize):
+        with pytest.raises(st.RuleError, match=r"came out of Reversed.*realize"):
+            use(y)
+    Reversed.apply(st.chunk(x, rows=2).realize()).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == -1).all()
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chunked losses inside what trains models: gradient scaling, DDP, FSDP2, a language model's own loss."""
+"""Chunked losses inside what trains models: gradient scaling, DDP, a language model's own loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import subtensors as st
@@ -101,16 +100,6 @@ def test_ddp_reduces_each_gradient_once_a_step(tied: bool, process_group: None) 
     for a, e in zip(trained(model), expected, strict=True):
         torch.testing.assert_close(a, e)
     assert sorted(seen) == sorted(3 * [p.numel() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_fsdp2_shards_the_head_whose_loss_is_chunked(tied: bool, process_group: None) -> None:
-    expected = trained(LanguageModel(tied, chunked=False))
-    model = LanguageModel(tied)
-    fully_shard(model.layer)
-    fully_shard(model)
-    for a, e in zip(trained(model), expected, strict=True):
-        torch.testing.assert_close(a, e)
 
 
 def test_a_head_whose_weight_is_gone_before_its_loss_is_refused_clearly(process_group: None) -> None:

@@ -10,6 +10,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+Preparation = Callable[[Tensor], Tensor]
+"""What has to happen before backward comes to a region; it gives back the gradient that it is called with."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -49,6 +52,7 @@ class Axis:
         self._policy = policy
         self._granule = 1
         self._parent: Axis | None = None
+        self._preparations: list[Preparation] = []
 
     @property
     def root(self) -> Axis:
@@ -73,6 +77,18 @@ class Axis:
         """Chunks begin at multiples of this many rows."""
         return self.root._granule
 
+    def prepare(self, preparation: Preparation) -> None:
+        """Have something happen before backward comes to what is computed along this axis."""
+        if preparation not in self.root._preparations:
+            self.root._preparations.append(preparation)
+
+    def prepared(self, result: Tensor) -> Tensor:
+        """A result of chunks along this axis, whose gradient waits for what was to happen before it."""
+        if result.requires_grad:
+            for preparation in self.root._preparations:
+                result.register_hook(preparation)
+        return result
+
     def meet(self, other: Axis) -> None:
         """Make the two axes one. They have the same size."""
         one, two = self.root, other.root
@@ -81,6 +97,7 @@ class Axis:
         two._parent = one
         one._granule = math.lcm(one._granule, two._granule)
         one._elements = max(one._elements, two._elements)
+        one._preparations += [p for p in two._preparations if p not in one._preparations]
         a, b = one._policy, two._policy
         one._policy = Policy(
             max((p.chunks for p in (a, b) if p.chunks), default=None),

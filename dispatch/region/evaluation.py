@@ -110,7 +110,7 @@ class _Evaluation:
             differentiable = self.grad and plan.grad
             results = _recomputed(plan, tensors) if differentiable else forward_only(plan, tensors)
             for value, tensor in zip(plan.outputs, results, strict=True):
-                self._keep(value, tensor)
+                self._keep(value, plan.axis.prepared(tensor))
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
         value.tensor = tensor
@@ -160,7 +160,7 @@ class _Evaluation:
             return _replayed(asked, env)
 
         out: Tensor = Together.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
-        self._keep(asked, out)
+        self._keep(asked, plan.axis.prepared(out))
         return out
 
 

@@ -189,7 +189,7 @@ def lowered_cross_entropy(
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = plan  # for `explain`
-        return loss.to(logits.dtype)
+        return layout.axis.prepared(loss).to(logits.dtype)
 
 
 def _transposed(weight: Value) -> Value:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.chunked.recorded_tensor import RecordedTensor, outer, shell, show_gradient
+from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, shell, show_gradient
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
@@ -23,7 +23,7 @@ from subtensors.dispatch.region.graph import NeedsValues, Value, constant, gathe
 from subtensors.dispatch.region.lowering import lowered_cross_entropy
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
-from subtensors.dispatch.torch_private import schema_of
+from subtensors.dispatch.torch_private import prepares_backward, schema_of
 
 _log = logging.getLogger("subtensors.chunked")
 
@@ -51,6 +51,8 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
     Raises:
         RuleError: it would attach something to the tensor itself that belongs to the one that was chunked.
     """
+    if func is torch.Tensor.register_hook and prepares_backward(args[1]):
+        return _prepare(*args)
     if func in _REFUSED:
         _refuse(func)
     if func in _OF_VALUES:
@@ -82,8 +84,9 @@ def _recorded(
 
     def lower(x: Any) -> Any:
         if isinstance(x, RecordedTensor):
-            users[id(x._cell)] = x
-            return shell(kind, x._cell)
+            cell = cell_of(x)
+            users[id(cell)] = x
+            return shell(kind, cell)
         if grad and isinstance(x, Tensor) and x.requires_grad:
             # Ops on it inside the function must be recorded too, or its gradient would be lost there.
             if id(x) not in borrowed:
@@ -94,11 +97,11 @@ def _recorded(
 
     call: Any = (args, kwargs)
     inner_args, inner_kwargs = optree.tree_map(lower, call, none_is_leaf=True)
-    writes = {key: x._cell.writes for key, x in users.items()}
+    writes = {key: cell_of(x).writes for key, x in users.items()}
     with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
         out = func(*inner_args, **inner_kwargs)
     for key, x in users.items():
-        if x._cell.writes != writes[key]:
+        if cell_of(x).writes != writes[key]:
             show_gradient(x)
 
     def lift(x: Any) -> Any:
@@ -229,6 +232,13 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return optree.tree_map(lambda y: users.get(id(y), y), out, none_is_leaf=True)
 
 
+def _prepare(x: RecordedTensor, hook: Callable[[Tensor], Tensor]) -> None:
+    """A hook that waits for backward to come, whatever its gradient is: it will come by what is made of these rows."""
+    layout = x._cell.value.layout
+    if layout is not None:
+        layout.axis.prepare(hook)
+
+
 def _refuse(func: Callable[..., Any]) -> NoReturn:
     raise RuleError(
         f"{func.__name__} on a ChunkedTensor: its gradient goes to the tensor that was chunked; call it on that, or on "
@@ -251,7 +261,7 @@ def _cross_entropy(
     if not plain or not isinstance(input, RecordedTensor) or isinstance(weight, RecordedTensor):
         return None
     return lowered_cross_entropy(
-        input._cell.value,
+        cell_of(input).value,
         target,
         class_weight=weight,
         ignore_index=ignore_index,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched
-from subtensors.chunked.recorded_tensor import RecordedTensor, outer
+from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer
 from subtensors.chunked.traced_chunk import traced_chunk
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
@@ -83,7 +83,7 @@ class ChunkedTensor(RecordedTensor):
             >>> ChunkedTensor(torch.ones(3), rows=2).mul(2).realize()
             tensor([2., 2., 2.])
         """
-        return evaluate(self._cell.value)
+        return evaluate(cell_of(self).value)
 
     def explain(self) -> str:
         """The pass over the chunks that `realize()` would run: chunks, bytes, what it reads, ops; and a loss's plan."""

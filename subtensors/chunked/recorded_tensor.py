@@ -9,6 +9,7 @@ from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.region.cells import Cell
+from subtensors.dispatch.torch_private import passes_gradients_on
 
 
 class RecordedTensor(torch.Tensor):
@@ -19,6 +20,24 @@ class RecordedTensor(torch.Tensor):
     def realize(self) -> Tensor:
         """The value as a plain tensor."""
         raise NotImplementedError
+
+
+def cell_of(x: RecordedTensor) -> Cell:
+    """The cell of what a user holds.
+
+    Raises:
+        RuleError: it is the result of an autograd.Function, whose backward the region knows nothing of.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        function = x.grad_fn
+    if function is None:
+        return x._cell
+    if passes_gradients_on(function) and x._cell.base is not None:
+        return x._cell.base
+    raise RuleError(
+        f"a ChunkedTensor came out of {function.name().removesuffix('Backward')}, an autograd.Function, and its "
+        f"gradient would not go through that function's backward: give it the tensor's realize()"
+    )
 
 
 def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
