@@ -199,3 +199,31 @@ def test_on_a_gpu_peak_memory_is_gradients_and_a_chunk_of_logits(accumulate: str
         for a, e in zip(grads, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=2**-6, atol=float(e.abs().max()) * 2**-6)
         del grads, loss
+
+
+@given(data=some.data())
+def test_a_slice_of_the_rows_of_logits_goes_to_the_kernels_and_is_right(data: some.DataObject) -> None:
+    batch, length, width = data.draw(some.tuples(some.integers(2, 4), some.integers(3, 6), some.integers(1, 4)))
+    first, skipped = data.draw(some.tuples(some.integers(0, 1), some.integers(0, 1)))
+    case = linear_case(batch * length, width, data.draw(some.sampled_from([length, 7])))
+    case["h"] = case["h"].view(batch, length, width)
+    case["target"] = case["target"].view(batch, length)
+    kept = case["target"][first:, skipped:-1].clone()
+
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(h, w, b)[first:, skipped:-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), reduction="sum")
+        assert not isinstance(h, st.ChunkedTensor) or st.explain(loss).startswith("linear + cross entropy")
+        return loss
+
+    check_chunked(program, case, {"h": {"rows": data.draw(some.integers(1, 3)), "dim": data.draw(some.integers(0, 1))}})
+
+
+def test_logits_whose_classes_were_divided_are_not_taken_for_those_of_the_layer() -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(h, w, b).view(-1, 10)
+        loss = F.cross_entropy(logits, target.repeat_interleave(2) % 10)
+        assert not st.explain(loss).startswith("linear + cross entropy")
+        return loss
+
+    check_chunked(program, linear_case(), {"h": {"rows": 5}})

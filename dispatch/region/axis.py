@@ -199,6 +199,7 @@ class Layout:
         """
         before = math.prod(old[: self.dim]) * self.outer
         prefix = 1
+        found: list[Layout] = []
         for dim, size in enumerate(new):
             outer = before // prefix if prefix else 0
             if outer and before % prefix == 0 and size % outer == 0:
@@ -209,9 +210,10 @@ class Layout:
                     ratio = Fraction(old_tail, new_tail)
                     low = self.low * ratio
                     if low.denominator == 1:
-                        return Layout(self.axis, dim, run, outer, self.unit * ratio, int(low))
+                        found.append(Layout(self.axis, dim, run, outer, self.unit * ratio, int(low)))
             prefix *= size
-        return None
+        # A dim of size one position a run also holds the rows, but in groups as long as the run.
+        return min(found, key=lambda layout: (layout.group, layout.outer), default=None)
 
     @staticmethod
     def _divides(old_tail: int, new_tail: int) -> bool:

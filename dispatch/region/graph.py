@@ -193,19 +193,41 @@ def known(value: Value) -> Tensor | None:
     return tensor
 
 
+_inferred: dict[Any, Any] = {}
+
+MOST_INFERRED = 4096
+"""Calls whose results are remembered; a training step records the same ones again."""
+
+
 def infer(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What an op returns, as tensors without memory.
+    """What an op returns, as tensors without memory; nobody writes to those.
 
     Raises:
         NeedsValues: that can't be said without values, or the op refuses these arguments.
     """
+    call: Any = (args, kwargs)
+    flat: list[Any]
+    flat, spec = optree.tree_flatten(call, none_is_leaf=True)
+    bare = [x.value.meta if isinstance(x, Cut) else x.meta if isinstance(x, Value) else x for x in flat]
+    # Equal numbers of two types are promoted differently.
+    key = op, spec, torch.get_default_dtype(), *(_seen(x) for x in bare)
+    try:
+        found = _inferred.get(key)
+    except TypeError:  # an argument that is no key
+        return _infer(op, spec, bare)
+    if found is None:
+        if len(_inferred) >= MOST_INFERRED:
+            _inferred.clear()
+        found = _inferred[key] = _infer(op, spec, bare)
+    return found
 
-    def bare(x: Any) -> Any:
-        if isinstance(x, Cut):
-            return x.value.meta
-        return x.meta if isinstance(x, Value) else x
 
-    args, kwargs = replace_leaves((args, kwargs), bare)
+def _seen(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
+
+
+def _infer(op: OpOverload, spec: Any, flat: Sequence[Any]) -> Any:
+    args, kwargs = spec.unflatten(flat)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     try:

@@ -1,13 +1,14 @@
 """Cross entropy of a linear layer, recognised in what was recorded, and given to its kernels.
 
-The logits of a cross entropy are looked at backwards: casts to a wider dtype, a temperature, a softcap, reshapes, then
-a product of hidden states with a weight that is whole. Where that is all there is, and the hidden states are an input
-of the region, `kernels/linear_cross_entropy.py` computes loss and gradients in three products a chunk, the gradient of
-the logits written over the logits.
+The logits of a cross entropy are looked at backwards: casts to a wider dtype, a temperature, a softcap, reshapes and
+slices of rows, then a product of hidden states with a weight that is whole. Where that is all there is, and the hidden
+states are an input of the region, `kernels/linear_cross_entropy.py` computes loss and gradients in three products a
+chunk, the gradient of the logits written over the logits.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,6 +37,7 @@ class LinearLogits:
         weight: (H, V), whole.
         bias: (V,), whole, or None.
         softcap, temperature: see `CrossEntropy`.
+        views: of the rows, as they were taken of the logits: sizes without the classes, or a slice's arguments.
     """
 
     hidden: Value
@@ -43,11 +45,24 @@ class LinearLogits:
     bias: Value | None
     softcap: float | None = None
     temperature: float = 1.0
+    views: tuple[list[int] | tuple[int, Any, Any, int], ...] = ()
+
+    def rows_of(self, hidden: Tensor) -> Tensor:
+        """The rows of hidden states whose logits are wanted: (N, H)."""
+        if not any(isinstance(view, tuple) for view in self.views):
+            return hidden
+        for view in self.views:
+            if isinstance(view, tuple):
+                hidden = aten.slice.Tensor(hidden, *view)
+            else:
+                hidden = hidden.reshape(*view, hidden.shape[-1])
+        return hidden
 
 
 def linear_logits(logits: Value) -> LinearLogits | None:
     """How logits of two dims were computed, if as a linear layer of an input."""
     temperature, softcap = 1.0, None
+    views: list[list[int] | tuple[int, Any, Any, int]] = []
     value: Value = logits
     for _ in range(16):
         node = value.node
@@ -61,7 +76,7 @@ def linear_logits(logits: Value) -> LinearLogits | None:
                 return None
             if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
                 return None
-            return LinearLogits(hidden, weight, bias, softcap, temperature)
+            return LinearLogits(hidden, weight, bias, softcap, temperature, tuple(reversed(views)))
         if _scaled(op) is not None and isinstance(args[1], (int, float)):
             factor = float(args[1]) if _scaled(op) == "div" else 1 / float(args[1]) if args[1] else 0.0
             capped = _capped(args[0], factor)
@@ -71,13 +86,27 @@ def linear_logits(logits: Value) -> LinearLogits | None:
             if not factor > 0 or softcap is not None:
                 return None
             temperature *= factor
-        elif not (op is aten._to_copy.default and _widens(args[0], value)) and node.name not in (
-            "reshape",
-            "alias.default",
-        ):
+        elif node.name == "reshape" and args[0].shape[-1:] == value.shape[-1:]:
+            views.append(list(value.shape[:-1]))
+        elif op is aten.slice.Tensor and _of_rows(*args):
+            views.append((args[1] % value.ndim, *args[2:4], *(args[4:] or (1,))))
+        elif node.name == "range_of_rows" and args[0].layout is not None:
+            dim, start = value.layout.dim, value.layout.low - args[0].layout.low
+            if dim == value.ndim - 1:
+                return None
+            views.append((dim, start, start + value.shape[dim], 1))
+        elif not (op is aten._to_copy.default and _widens(args[0], value)) and op not in _COPIES:
             return None
         value = args[0]
     return None
+
+
+_COPIES = (aten.alias.default, aten.clone.default)
+
+
+def _of_rows(value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> bool:
+    """Is a slice one of whole rows?"""
+    return dim % value.ndim != value.ndim - 1 and all(x is None or isinstance(x, int) for x in (start, end, step))
 
 
 def _scaled(op: Any) -> str | None:
@@ -174,7 +203,7 @@ def lowered_cross_entropy(
         return None
     flows = grad and logits.needs_grad
     with recording(flows), torch.set_grad_enabled(flows):
-        hidden = evaluate(gathered(found.hidden))
+        hidden = found.rows_of(evaluate(gathered(found.hidden)))
         weight = evaluate(_transposed(found.weight))
         bias = None if found.bias is None else evaluate(found.bias)
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != hidden.dtype):
@@ -210,14 +239,26 @@ def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch
         rows: rows of a chunk, where a number of them or of chunks was asked for.
         device: whose free memory counts, where nothing was asked for.
     """
-    accumulate: Accumulate = "exact" if policy.exact else "fast"
     if rows is not None or policy.memory_limit is not None:
         limit = policy.memory_limit
         # What was given is for chunks; the schedule's own limit counts the gradients, too.
         limit = None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes
-        return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit)
+        return _planned(shape, policy.exact, rows, limit, None)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return plan_linear_cross_entropy(shape, accumulate=accumulate, free_bytes=free)
+    return _planned(shape, policy.exact, None, None, free and _rounded_down(free))
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
+    """The plan of a loss, found once: each step of a training run asks for it."""
+    accumulate: Accumulate = "exact" if exact else "fast"
+    return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
+
+
+def _rounded_down(free: int) -> int:
+    """Free memory to a sixteenth: what other processes allocate shall not make another plan."""
+    step = 1 << max(0, free.bit_length() - 5)
+    return free // step * step
 
 
 def loss_shape(hidden: Tensor, weight: Tensor, grad: bool) -> LossShape:

@@ -131,14 +131,14 @@ def narrowed(value: Value, layout: Layout, start: int, length: int) -> Value:
     """Positions `start .. start + length` of a chunked dim of one run: each chunk keeps those that it has."""
     new = Layout(layout.axis, layout.dim, length, 1, layout.unit, layout.low + start)
 
-    def cut(part: Tensor, window: tuple[tuple[int, int], tuple[int, int]]) -> Tensor:
+    def range_of_rows(part: Tensor, window: tuple[tuple[int, int], tuple[int, int]]) -> Tensor:
         (old_start, _), (new_start, new_stop) = window
         first = min(new_start + start - old_start, part.shape[layout.dim]) if new_stop > new_start else 0
         return part.narrow(layout.dim, first, new_stop - new_start)
 
     whole = Call(aten.slice.Tensor, (value, layout.dim, start, start + length), {})
     placed = PerChunk(lambda span: (layout.window(span), new.window(span)))
-    out = emit(cut, (value, placed), {}, whole.infer(), [new], layout.axis)
+    out = emit(range_of_rows, (value, placed), {}, whole.infer(), [new], layout.axis)
     assert isinstance(out, Value)
     return out
 
