@@ -65,8 +65,8 @@ def linear_logits(logits: Value) -> LinearLogits | None:
     views: list[list[int] | tuple[int, Any, Any, int]] = []
     value: Value = logits
     for _ in range(16):
-        node = value.node
-        if node is None or value.layout is None or not node.args:
+        node, layout = value.node, value.layout
+        if node is None or layout is None or not node.args:
             return None
         op, args = node.op, node.args
         if node.name in ("mm.default", "addmm.default"):
@@ -91,7 +91,7 @@ def linear_logits(logits: Value) -> LinearLogits | None:
         elif op is aten.slice.Tensor and _of_rows(*args):
             views.append((args[1] % value.ndim, *args[2:4], *(args[4:] or (1,))))
         elif node.name == "range_of_rows" and args[0].layout is not None:
-            dim, start = value.layout.dim, value.layout.low - args[0].layout.low
+            dim, start = layout.dim, layout.low - args[0].layout.low
             if dim == value.ndim - 1:
                 return None
             views.append((dim, start, start + value.shape[dim], 1))
