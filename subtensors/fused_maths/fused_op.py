@@ -58,7 +58,7 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
     kinds: list[Any] = []
     for value in values:
         if isinstance(value, TensorList):
-            kinds.append(("list", value.dtype))
+            kinds.append(("list", value.dtype[0]))  # type: ignore[index]
         elif isinstance(value, Tensor):
             kinds.append(("tensor", value.dtype, value.dim()))
         elif isinstance(value, float):

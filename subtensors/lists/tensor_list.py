@@ -15,6 +15,7 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import list_call
 from subtensors.lists import list_calls
+from subtensors.lists.compiled_geometry import teach_compiler
 from subtensors.lists.packing import Layout, pack
 from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree
 
@@ -313,9 +314,11 @@ class TensorList(torch.Tensor):
         inner_tensors: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> TensorList:
         inner = list(inner_tensors.values())
+        # At run time compiled code asks the list itself for its size, and is told those of its elements.
+        size = outer_size if isinstance(outer_size[0], int | torch.SymInt) else None
         if isinstance(context, Layout):
-            return _of_flats(inner, context, outer_size)
-        return _of_elements(inner, context.treespec, outer_size)
+            return _of_flats(inner, context, size)
+        return _of_elements(inner, context.treespec, size)
 
     def __getattr__(self, name: str) -> Any:
         kind, _, index = name.partition("_")
@@ -374,6 +377,7 @@ def _rebuild(tree: Any, tensors: list[torch.Tensor], packed: bool = False) -> Te
 
 
 torch.serialization.add_safe_globals([_rebuild])
+teach_compiler(TensorList)
 
 
 def _indexes_each(key: object) -> bool:

@@ -1,0 +1,64 @@
+"""What torch keeps private of how Dynamo answers for tensors, with the versions checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def answer_in_compiler(
+    kind: type[torch.Tensor],
+    answer: Callable[[torch.Tensor, str, tuple[Any, ...], dict[str, Any]], Any],
+    attributes: Sequence[str],
+    methods: Sequence[str],
+    functions: Sequence[str],
+) -> None:
+    """Let Dynamo ask for what it would say of tensors of a type by itself. Checked on 2.11, 2.13.
+
+    Args:
+        kind: the type.
+        answer: given a stand-in of that type, a name and constant arguments, what to say: constants.
+        attributes: what it is asked for, of the attributes of a tensor.
+        methods: and of the methods.
+        functions: those of the methods that are functions of torch, too.
+    """
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def asking(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            tensor = variable.proxy.node.meta.get("example_value")
+            if not isinstance(tensor, kind):
+                return rule(variable, tx, *args, **kwargs)
+            constants = [a.as_python_constant() for a in args]
+            named = {key: a.as_python_constant() for key, a in kwargs.items()}
+            return VariableTracker.build(tx, answer(tensor, name, tuple(constants), named))
+
+        return asked
+
+    def asked_of(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            variable = [*args, *kwargs.values()][0].realize()
+            if isinstance(variable, TensorVariable) and isinstance(variable.proxy.node.meta.get("example_value"), kind):
+                return variable.call_method(tx, name, [], {})
+            return handler(function, tx, *args, **kwargs)
+
+        return asked
+
+    rules = {f"method_attr_{name}": name for name in attributes} | {f"method_{name}": name for name in methods}
+    rules |= {"sq_length": "__len__"} if hasattr(TensorVariable, "sq_length") else {}  # since 2.13
+    for rule, name in rules.items():
+        setattr(TensorVariable, rule, asking(name, getattr(TensorVariable, rule)))
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for name in functions:
+        handlers[getattr(torch, name)] = asked_of(name, handlers[getattr(torch, name)])
+
+
+def is_symbolic(value: Any) -> bool:
+    """Does it hold a size that the compiler has no number for? Checked on 2.11, 2.13."""
+    from torch.fx.experimental.symbolic_shapes import has_free_symbols
+
+    return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)

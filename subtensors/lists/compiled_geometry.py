@@ -1,0 +1,38 @@
+"""What compiled code is told when it asks a list for the shapes, the strides or the dtypes of its elements.
+
+Dynamo does not ask the type: it answers from the one shape that every tensor has to it, which for a list counts the
+elements. So its answers are replaced by the map's, a list with one value an element. They are constants of the graph,
+guarded with the layout of a packed list and with each element of another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from subtensors.dispatch import dynamo_private
+from subtensors.dispatch.errors import RuleError
+
+_ATTRIBUTES = "shape ndim dtype device layout is_cuda".split()
+_METHODS = "size stride numel nelement dim ndimension is_contiguous element_size is_floating_point is_complex".split()
+
+_FUNCTIONS = "numel is_floating_point is_complex".split()
+
+
+def teach_compiler(kind: type[torch.Tensor]) -> None:
+    """Make compiled code see the elements of lists of this type in what it asks of their geometry."""
+    dynamo_private.answer_in_compiler(kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS)
+
+
+def _answer(elements: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name == "__len__":
+        return len(elements)
+    found = [getattr(t, name) for t in elements.tensors]
+    answers = found if name in _ATTRIBUTES else [ask(*args, **kwargs) for ask in found]
+    if any(map(dynamo_private.is_symbolic, answers)):
+        raise RuleError(
+            f"{name} of a TensorList has no rule where the compiler does not know the sizes of its elements: ask "
+            "for it outside, pack() the list, or compile with dynamic=False"
+        )
+    return answers

@@ -1,0 +1,178 @@
+"""TensorLists inside torch.compile: the map, compile work, geometry, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import subtensors as st
+
+
+class Counted:
+    """A backend that runs the traced graph as it is, and remembers its size."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.placeholders: list[int] = []
+        self.nodes: list[int] = []
+        self.backend = aot_autograd(fw_compiler=self._record)
+
+    def _record(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        self.placeholders.append(sum(n.op == "placeholder" for n in graph.graph.nodes))
+        self.nodes.append(len(graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+
+def update(p: Any, g: Any, lr: float) -> tuple[Any, Any]:
+    p.mul_(0.9)
+    m = torch.where(g > 0, g, -g).sqrt()
+    p -= m * lr
+    return m + 1, torch.maximum(p, g).clamp(-1, 1)
+
+
+def many(count: int) -> list[torch.Tensor]:
+    return [torch.randn(3, i % 5 + 1) for i in range(count)]
+
+
+def updated(p: list[torch.Tensor], g: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    p = [t.clone() for t in p]
+    results = [update(a, b, 0.1) for a, b in zip(p, g, strict=True)]
+    return [[a for a, _ in results], [b for _, b in results], p]
+
+
+@pytest.mark.parametrize(
+    ("backend", "packed"),
+    [
+        ("aot_eager", True),
+        ("aot_eager", False),
+        pytest.param("inductor", True, marks=pytest.mark.filterwarnings("ignore")),
+    ],
+)
+def test_compiled_maths_on_lists_is_the_map(backend: str, packed: bool) -> None:
+    compiled = torch.compile(update, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for _ in range(2):
+            p, g = many(4), many(4)
+            expected = updated(p, g)
+            ps, gs = st.TensorList(map(torch.nn.Parameter, p)), st.TensorList(g)
+            if packed:
+                ps.pack(), gs.pack()
+            first, second = compiled(ps, gs, 0.1)
+            for actual, wanted in zip((first, second, ps), expected, strict=True):
+                torch.testing.assert_close([t.detach() for t in actual], wanted)
+            assert (first.arena is not None) == packed
+
+
+def test_compile_work_does_not_grow_with_the_number_of_packed_tensors() -> None:
+    counted = Counted()
+    with torch.no_grad():
+        for count in (4, 400):
+            torch._dynamo.reset()
+            p, g = many(count), many(count)
+            expected = updated(p, g)
+            ps, gs = st.TensorList(map(torch.nn.Parameter, p)).pack(), st.TensorList(g).pack()
+            compiled = torch.compile(update, fullgraph=True, backend=counted.backend)
+            results = compiled(ps, gs, 0.1)
+            for actual, wanted in zip((*results, ps), expected, strict=True):
+                torch.testing.assert_close([t.detach() for t in actual], wanted)
+            compiled(gs.clone(), gs, 0.1)
+    assert counted.placeholders == [2, 2]
+    assert counted.nodes[0] == counted.nodes[1]
+
+
+def test_a_moved_element_is_noticed_by_compiled_code() -> None:
+    compiled = torch.compile(lambda x: x + 1, fullgraph=True, backend="aot_eager")
+    p = st.TensorList(many(3)).pack()
+    compiled(p)
+    p[0].data = torch.full((3, 1), 9.0)
+    torch.testing.assert_close(compiled(p).tree(), [t + 1 for t in p])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_reductions_len_iteration_and_indexing_compile(packed: bool) -> None:
+    def f(x: Any) -> Any:
+        return x.sum(dim=-1), x.amax(0).mean(), [t * len(x) for t in x], x[1] + x["b", 0], x + torch.ones(3, 1)
+
+    tl = st.TensorList({"a": torch.randn(3, 2), "b": [torch.randn(3, 2), torch.randn(3, 4)]})
+    tl = tl.pack() if packed else tl
+    actual, expected = torch.compile(f, fullgraph=True, backend="aot_eager")(tl), f(tl)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(list(a), list(e))
+
+
+GEOMETRY: list[Callable[[Any], Any]] = [
+    lambda x: x.shape,
+    lambda x: x.size(),
+    lambda x: x.size(0),
+    lambda x: x.size(dim=-1),
+    lambda x: x.stride(),
+    lambda x: (x.numel(), x.nelement(), torch.numel(x)),
+    lambda x: (x.ndim, x.dim(), x.ndimension()),
+    lambda x: (x.dtype, x.device, x.layout, x.is_cuda),
+    lambda x: (x.element_size(), x.itemsize, x.nbytes),
+    lambda x: (x.is_contiguous(), x.is_contiguous(memory_format=torch.contiguous_format)),
+    lambda x: (x.is_floating_point(), torch.is_floating_point(x), x.is_complex(), torch.is_complex(input=x)),
+    lambda x: (len(x), [t.shape for t in x], x[1].numel()),
+    lambda x: (torch.ones(2, 3).shape, torch.numel(torch.ones(4)), len(torch.ones(5))),
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_compiled_code_sees_the_geometry_of_the_elements(packed: bool) -> None:
+    x = st.TensorList([torch.ones(4, 2).t(), torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.int64)])
+    for f in GEOMETRY[:2] + GEOMETRY[4:]:
+        check_geometry(f, x.pack() if packed else x)
+    for f in GEOMETRY[2:4]:
+        check_geometry(f, x[:2].pack() if packed else x[:2])
+
+
+def check_geometry(f: Callable[[Any], Any], x: st.TensorList) -> None:
+    def asked(x: Any) -> Any:
+        return x + 1, f(x)
+
+    torch._dynamo.reset()
+    assert torch.compile(asked, fullgraph=True, backend="aot_eager")(x)[1] == f(x)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("ask", [lambda x: x.shape, lambda x: x.size(), lambda x: x.size(0), lambda x: x.numel()])
+def test_lists_of_other_sizes_see_their_own(ask: Callable[[Any], Any], packed: bool) -> None:
+    dynamic = None if packed else False
+    compiled = torch.compile(lambda x: (x * 2, ask(x)), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for sizes in ((2, 3), (4, 5), (6, 7), (2, 3), (4, 5, 6)):
+        x = st.TensorList([torch.ones(n) for n in sizes])
+        assert compiled(x.pack() if packed else x)[1] == ask(x)
+
+
+def test_sizes_that_compiled_code_does_not_know_are_refused() -> None:
+    compiled = torch.compile(lambda x: (x * 2, x.numel()), fullgraph=True, backend="eager")
+    compiled(st.TensorList([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(Exception, match="numel of a TensorList has no rule"):
+        compiled(st.TensorList([torch.ones(4), torch.ones(5)]))
+
+
+def test_a_packed_list_compiles_with_sizes_that_are_not_known() -> None:
+    x = st.TensorList([torch.ones(n) for n in (2, 3)]).pack()
+    doubled, shapes = torch.compile(lambda x: (x * 2, x.shape), fullgraph=True, backend="aot_eager", dynamic=True)(x)
+    assert shapes == doubled.shape == [torch.Size([2]), torch.Size([3])]
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x @ x, lambda x: x.view(-1), lambda x: x.softmax(0), lambda x: x.detach(), lambda x: x.normal_()]
+)
+def test_what_has_no_rule_under_compile_is_refused(f: Callable[[Any], Any]) -> None:
+    for tl in (st.TensorList([torch.ones(2, 2)]), st.TensorList([torch.ones(2, 2)]).pack()):
+        with pytest.raises(Exception, match="has no rule"):
+            torch.compile(f, fullgraph=True, backend="aot_eager")(tl)
+
+
+def test_differentiating_through_compiled_lists_is_refused() -> None:
+    p = st.TensorList([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]).pack()
+    with pytest.raises(Exception, match="can't differentiate through a TensorList"):
+        torch.compile(lambda x: x * 2, fullgraph=True, backend="aot_eager")(p)
