@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,29 @@ def test_writing_to_a_tensor_that_all_elements_share_is_refused_when_compiling()
     (p, *_) = lists(2, packed=False)
     with torch.no_grad(), pytest.raises(Exception, match="writes to a tensor that all elements share"):
         torch.compile(lambda x, t: count(x, t), fullgraph=True, backend="aot_eager")(p, torch.zeros(()))
+
+
+def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> None:
+    def decorated() -> Any:
+        def decay(p: torch.Tensor, lr: float) -> None:
+            p.mul_(1 - lr)
+
+        return st.fused(decay)
+
+    gc.collect()
+    before = len(fused_op._fusions), len(fused_op._signatures)
+    for _ in range(5):
+        decorated()(st.TensorList([torch.ones(2)]), 0.5)
+    gc.collect()
+    assert len(fused_op._fusions) == before[0]
+    for _ in range(3):
+        decay = decorated()
+        p = st.TensorList([torch.ones(2)])
+        with torch.no_grad():
+            torch.compile(lambda p, decay=decay: decay(p, 0.5), fullgraph=True, backend="eager")(p)
+        assert p[0].tolist() == [0.5, 0.5]
+        torch._dynamo.reset()
+    del decay
+    gc.collect()
+    assert len(fused_op._signatures) == before[1] + 1
+    assert len(fused_op._fusions) == before[0] + 1

@@ -8,8 +8,10 @@ the maths itself; the elements of other lists go to one opaque op, `subtensors::
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from subtensors.lists.tensor_list import TensorList
 class _Signature(NamedTuple):
     """What is the same for every call from one place in a compiled function."""
 
-    key: int
+    fusion: Fusion
     kinds: tuple[Any, ...]
     """For each argument, ("list", dtype), ("tensor", dtype, rank), ("float",), ("int",) or ("static", value)."""
     names: tuple[str | None, ...]
@@ -34,14 +36,17 @@ class _Signature(NamedTuple):
     """May tensors stand for its live numbers? Not where an op insists on a number, as `alpha=` does."""
 
 
-_fusions: list[Fusion] = []
+_fusions: WeakValueDictionary[int, Fusion] = WeakValueDictionary()
+_numbers = itertools.count()
 _signatures: dict[str, _Signature] = {}
+"""By name, which a graph holds: so what was compiled is kept, one entry for all functions that do the same."""
 
 
 def register(fusion: Fusion) -> int:
-    """A number by which graphs name this fusion."""
-    _fusions.append(fusion)
-    return len(_fusions) - 1
+    """A number by which the compiler names this fusion; it does not keep it alive."""
+    number = next(_numbers)
+    _fusions[number] = fusion
+    return number
 
 
 def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) -> bool:
@@ -103,16 +108,17 @@ def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) 
             case (_, value):
                 return value
 
+    fusion = _fusions[key]
     args, kwargs = _place([stand_in(kind) for kind in kinds], names)
     with torch.no_grad():
-        written = _fusions[key].writes(*args, **kwargs)
+        written = fusion.writes(*args, **kwargs)
         if written is None:
             return "", ()
-        is_traceable = _fusions[key].takes_tensors_for_numbers(*args, **kwargs)
+        is_traceable = fusion.takes_tensors_for_numbers(*args, **kwargs)
     if any(kinds[i][0] == "tensor" for i in written) and any(kind[0] == "list" for kind in kinds):
-        raise RuleError(f"{_fusions[key].name} writes to a tensor that all elements share: {SHARED_ADVICE}")
-    entry = _Signature(key, kinds, names, written, is_traceable)
-    name = hashlib.sha256(f"{_fusions[key].digest(*args, **kwargs)} {kinds} {names}".encode()).hexdigest()
+        raise RuleError(f"{fusion.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
+    entry = _Signature(fusion, kinds, names, written, is_traceable)
+    name = hashlib.sha256(f"{fusion.digest(*args, **kwargs)} {kinds} {names}".encode()).hexdigest()
     _signatures[name] = entry
     return name, written
 
@@ -153,12 +159,12 @@ torch.library.define(
 def _run(
     signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
 ) -> None:
-    key, kinds, *_ = _signatures[signature]
+    fusion, kinds, *_ = _signatures[signature]
     numeric = [k[0] for k in kinds if k[0] in ("float", "int")]
     live = [float(n) if k == "float" else int(n) for n, k in zip(numbers, numeric, strict=True)]
     args, kwargs = _arguments(signature, count, writes, reads, live, spread=True)
     with torch.no_grad():
-        _fusions[key](*args, **kwargs)
+        fusion(*args, **kwargs)
 
 
 @torch.library.register_fake("subtensors::fused")  # type: ignore[untyped-decorator]
@@ -190,7 +196,7 @@ def _on_lists(call: ListCall) -> None:
     signature, writes, reads, numbers = call.args
     if _signatures[signature].is_traceable and all(x.arena is not None for x in call.lists):
         args, kwargs = _arguments(signature, 1, writes, reads, numbers, spread=False)
-        _fusions[_signatures[signature].key].function(*args, **kwargs)
+        _signatures[signature].fusion.function(*args, **kwargs)
         return
     count = len(call.lists[0].tensors)
 
