@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.fused_maths.fuse import Fused
 from subtensors.lists.list_calls import explain_call
@@ -40,7 +41,7 @@ def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any
     """
     if isinstance(subject, Fused):
         return subject.explain(*args, **kwargs)
-    if isinstance(subject, Optimizer):
+    if isinstance(subject, (Optimizer, Bucketed)):
         return subject.explain()
     if isinstance(subject, TensorList):
         return repr(subject)

@@ -39,6 +39,8 @@ class TrueSizes:
         self._host = host
         self.masks: dict[Any, Tensor] = {}
         """Masks that were computed from these sizes, by the dimensions they are of."""
+        self.serves_one_capture = False
+        """Was this made within a capture, for it alone? Then so are its masks, and each is computed once a replay."""
 
     @property
     def rows(self) -> int | None:

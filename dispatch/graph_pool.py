@@ -1,0 +1,128 @@
+"""CUDA graphs that share one private memory pool: captured one at a time on one stream, replayed one at a time.
+
+Note [One pool for all graphs]
+Graphs whose memory is one pool overwrite each other's results, so a result is copied out before the next replay, on the
+same stream. What a graph needs beyond what the others left in the pool is all that it adds, so the largest goes first.
+A graph that is dropped gives its part back to the pool; torch gives a pool back to the device as a whole, when none of
+its graphs is left.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from subtensors.dispatch import torch_capture, torch_private
+
+T = TypeVar("T")
+
+
+class GraphPool:
+    """A memory pool of one device, and the stream that fills it.
+
+    Args:
+        device: a CUDA device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._last: torch.cuda.Stream = torch.cuda.current_stream(device)
+        self._last_number = torch_private.current_stream(device)
+        self._handle: Any = None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def run(self, program: Callable[[], T]) -> T:
+        """Run on the pool's stream what will be captured: libraries make their workspaces then, outside of the pool."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                return program()
+        finally:
+            current.wait_stream(self.stream)
+
+    def capture(self, program: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture a program; other threads may go on using the device.
+
+        Args:
+            program: what to capture; it has been `run` before.
+
+        Returns:
+            The graph, and what the program returned: tensors in the pool, which hold nothing before a replay.
+
+        Raises:
+            Exception: what the program or CUDA raised; the pool and its other graphs are as they were.
+        """
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with _without_collection(), torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            try:
+                out = program()
+            except BaseException:
+                try:
+                    graph.capture_end()
+                    graph.reset()
+                except RuntimeError:
+                    torch_capture.forget_capture(self.device, self._handle)
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                torch_capture.forget_capture(self.device, self._handle)
+                raise
+        current.wait_stream(self.stream)
+        self.graphs.append(graph)
+        return graph, out
+
+    def order(self) -> None:
+        """Have the current stream wait for the replays on another one, if the last was there."""
+        number = torch_private.current_stream(self.device)
+        if number != self._last_number:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._last)
+            self._last, self._last_number = current, number
+
+    def drop(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Destroy a graph, after its last replay; with the last one the pool's memory is torch's again."""
+        self._last.synchronize()
+        graph.reset()
+        self.graphs.remove(graph)
+        if not self.graphs:
+            self._handle = None
+
+    def bytes(self) -> int:
+        """The device memory that the pool holds."""
+        return torch_capture.pool_bytes(self._handle) if self._handle is not None else 0
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Without Python's cyclic garbage collector: what it frees may synchronize, which ends a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Without autocast's cache of casted weights, which the end of the autocast context frees under a graph."""
+    enabled: bool = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,304 @@
+"""What a call's arguments are to a bucketed program: sources of static inputs, fixed state, or part of the graph's key.
+
+A call is first known by its *key*: the true shapes and dtypes of its tensors, and its other arguments themselves. What
+a key means is worked out once, as a `Reading`: which Dims have which size, which bucket that is, and where each tensor
+goes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.padded.true_sizes import HostSize
+from subtensors.dispatch.size_factors import Factors
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.sizes.dims import Dim, SizeAgreement
+from subtensors.static_memory.static_tensor import StaticAddressTensor
+
+PaddedDims = Mapping[int, "Dim | int"]
+FIXED = (torch.nn.Parameter, StaticAddressTensor)
+"""Tensors that stay where they are: a graph reads them there."""
+
+_LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+class Unreadable(Exception):
+    """These arguments have no bucket; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor that goes into a static input.
+
+    Args:
+        leaf: which of the call's leaves holds it.
+        shape: of the static input.
+        dtype: of both.
+        device: of both.
+        which: for each dim which of the call's true sizes it has, -1 for a dim without padding.
+        dims: the padded dims of a PaddedTensor that the caller made, whose storage this is.
+        sizes: which of the caller's `TrueSizes` it has, by order; -1 for the call's own.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    which: tuple[int, ...]
+    dims: tuple[Factors, ...] | None = None
+    sizes: int = -1
+
+
+@dataclass(frozen=True)
+class CallerSizes:
+    """True sizes that came with a PaddedTensor of the caller's.
+
+    Args:
+        leaf: one that has them.
+        symbols, buckets: whose sizes.
+        shape: of their tensor.
+    """
+
+    leaf: int
+    symbols: tuple[sympy.Symbol, ...]
+    buckets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the arguments of one key are.
+
+    Args:
+        dims: the Dims that the call has sizes of.
+        sizes: their true sizes.
+        buckets: their buckets.
+        sources: the tensors that go into static inputs.
+        caller: the true sizes of the caller's own PaddedTensors.
+        host: every symbol's true size.
+        bucket_key: what tells this bucket from all others.
+    """
+
+    dims: tuple[Dim, ...]
+    sizes: tuple[int, ...]
+    buckets: tuple[int, ...]
+    sources: tuple[Source, ...]
+    caller: tuple[CallerSizes, ...]
+    host: dict[sympy.Symbol, HostSize]
+    bucket_key: Any
+
+
+def is_flat(leaves: Sequence[Any]) -> bool:
+    """Is none of these a container?"""
+    return all(isinstance(x, _LEAVES) for x in leaves)
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, and their structure: None where none is a container."""
+    leaves = [*args, *kwargs.values()]
+    if is_flat(leaves):
+        return leaves, None
+    found, spec = pytree.tree_flatten((args, kwargs))
+    return found, spec
+
+
+def unflatten(
+    leaves: Sequence[Any], spec: Any, count: int, names: Sequence[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with these leaves; what `flatten` took apart."""
+    if spec is not None:
+        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+        return args, kwargs
+    return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+
+
+def leaf_key(x: Any) -> Any:
+    """What of a leaf decides which reading it has."""
+    kind = type(x)
+    if kind is Tensor:
+        return x.shape, x.dtype, x.get_device(), x.requires_grad
+    if kind is PaddedTensor:
+        sizes = x._sizes
+        known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host(), id(sizes))
+        return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
+    if isinstance(x, FIXED):
+        return kind, x.data_ptr(), x.shape, x.stride(), x.dtype
+    return kind, x
+
+
+class ArgumentDims:
+    """Which dims of a program's arguments are padded.
+
+    Args:
+        program: the function or module.
+        dims: for each argument, by name or position, its padded dims: `{1: seq}`; for a container the same for every
+            tensor in it, or a dict or list like it. Such dims alone are those of every tensor among the arguments.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or names an argument that the program doesn't take.
+    """
+
+    def __init__(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> None:
+        if not isinstance(dims, Mapping) or not dims:
+            raise TypeError(f"dims are given by argument, such as {{'input_ids': {{1: seq}}}}; got {dims!r}")
+        self.everywhere = _padded_dims(dims) if _is_padded_dims(dims) else None
+        self.names, takes_any = _parameter_names(program)
+        self.by_name: dict[str | int, Any] = {}
+        for key, given in {} if self.everywhere else dims.items():
+            if isinstance(key, str) and not takes_any and key not in self.names:
+                raise ValueError(f"dims name an argument {key!r}, and {_name(program)} takes {', '.join(self.names)}")
+            if not isinstance(key, (str, int)) or isinstance(key, bool):
+                raise TypeError(f"an argument is named by a str or its position; got {key!r}")
+            name = self.names[key] if isinstance(key, int) and key < len(self.names) else key
+            self.by_name[name] = _checked(given, f"argument {key!r}")
+        self.distinct: dict[str, Dim] = {}
+        for dim in _all_dims(self.everywhere or self.by_name):
+            if self.distinct.setdefault(dim.name, dim) != dim:
+                raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
+
+    def of_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Mapping[int, Dim] | None]]:
+        """For each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
+        found: list[tuple[str, Mapping[int, Dim] | None]] = []
+        named = [(self.names[i] if i < len(self.names) else i, x) for i, x in enumerate(args)]
+        for name, x in [*named, *kwargs.items()]:
+            given = self.everywhere or self.by_name.get(name)
+            place = name if isinstance(name, str) else f"argument {name}"
+            for path, _ in pytree.tree_flatten_with_path(x)[0]:
+                found.append((place + pytree.keystr(path), _below(given, path)))
+        return found
+
+
+def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> Reading:
+    """Work out what the leaves of a call are.
+
+    Args:
+        leaves: the arguments' leaves.
+        places: of each its place and padded dims.
+        shared: what else tells one bucket from another.
+
+    Raises:
+        SizeError: a size is out of its Dim's range, or one Dim has two sizes.
+        Unreadable: a leaf can't be part of a graph.
+    """
+    agreed = SizeAgreement()
+    padded: dict[int, dict[int, Dim]] = {}
+    caller: dict[int, CallerSizes] = {}
+    host: dict[sympy.Symbol, HostSize] = {}
+    for i, (x, (place, given)) in enumerate(zip(leaves, places, strict=True)):
+        if isinstance(x, PaddedTensor):
+            _take_caller_sizes(i, x, place, caller, host)
+        elif isinstance(x, Tensor) and given:
+            for d in given:
+                if not -x.dim() <= d < x.dim():
+                    raise ValueError(f"dim {d} of {place} is padded, which has {x.dim()} dims")
+            padded[i] = {
+                d % x.dim(): dim
+                for d, dim in given.items()
+                if agreed.bind(dim, x.shape[d], f"dim {d % x.dim()} of {place}")
+            }
+    dims = tuple(agreed.sizes)
+    sizes = tuple(int(agreed.sizes[dim]) for dim in dims)  # type: ignore[arg-type]
+    buckets = tuple(dim.bucket(size) for dim, size in zip(dims, sizes, strict=True))
+    for dim, size in zip(dims, sizes, strict=True):
+        if host.setdefault(dim.symbol, size) != size:
+            raise SizeError(f"{dim.name} is {size} in one argument and {host[dim.symbol]} in a PaddedTensor")
+    sources, rest = [], []
+    order = {key: n for n, key in enumerate(caller)}
+    for i, x in enumerate(leaves):
+        if isinstance(x, PaddedTensor):
+            n = order[id(x._sizes)] if x._sizes is not None else -1
+            sources.append(Source(i, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n))
+        elif isinstance(x, Tensor) and not isinstance(x, FIXED):
+            if type(x) is not Tensor:
+                raise Unreadable(f"an argument is a {type(x).__name__}")
+            where = padded.get(i, {})
+            which = tuple(dims.index(where[d]) if d in where else -1 for d in range(x.dim()))
+            shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
+            sources.append(Source(i, shape, x.dtype, x.device, which))
+        else:
+            rest.append((i, leaf_key(x)))
+    key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared
+    return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key)
+
+
+def _take_caller_sizes(
+    leaf: int, x: PaddedTensor, place: str, caller: dict[int, CallerSizes], host: dict[sympy.Symbol, HostSize]
+) -> None:
+    sizes = x._sizes
+    if sizes is None:
+        return
+    for symbol, size in zip(sizes.symbols, sizes.host(), strict=True):
+        if host.setdefault(symbol, size) != size:
+            raise SizeError(f"{symbol} is {size} in {place} and {host[symbol]} in another argument")
+    caller.setdefault(id(sizes), CallerSizes(leaf, sizes.symbols, sizes.buckets, tuple(sizes.values.shape)))
+
+
+def _is_padded_dims(given: Any) -> bool:
+    return (
+        isinstance(given, Mapping)
+        and bool(given)
+        and all(
+            isinstance(d, int) and not isinstance(d, bool) and isinstance(dim, (Dim, int)) for d, dim in given.items()
+        )
+    )
+
+
+def _padded_dims(given: Mapping[int, Any]) -> dict[int, Dim]:
+    return {d: dim if isinstance(dim, Dim) else Dim(f"dim{d}", max=dim, buckets=[dim]) for d, dim in given.items()}
+
+
+def _checked(given: Any, place: str) -> Any:
+    """A nest of padded dims, with each written as Dims."""
+    if given is None or (isinstance(given, Mapping) and not given):
+        return None
+    if _is_padded_dims(given):
+        return _padded_dims(given)
+    if isinstance(given, Mapping):
+        return {key: _checked(value, f"{place}[{key!r}]") for key, value in given.items()}
+    if isinstance(given, (list, tuple)):
+        return [_checked(value, f"{place}[{i}]") for i, value in enumerate(given)]
+    raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a nest of those; got {given!r}")
+
+
+def _all_dims(given: Any) -> list[Dim]:
+    if isinstance(given, Dim):
+        return [given]
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else ()
+    return [dim for part in parts for dim in _all_dims(part)]
+
+
+def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
+    """The padded dims of the leaf at a path below an argument."""
+    for step in path:
+        if given is None or _is_padded_dims(given):
+            break
+        name = getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+        if isinstance(given, Mapping):
+            given = given.get(name)
+        else:
+            given = given[name] if isinstance(name, int) and name < len(given) else None
+    return given if _is_padded_dims(given) else None
+
+
+def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of the arguments, and whether it takes others as well."""
+    called = program.forward if isinstance(program, torch.nn.Module) else program
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return [], True
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return named, any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def _name(program: Callable[..., Any]) -> str:
+    return getattr(program, "__name__", type(program).__name__)

@@ -1,0 +1,183 @@
+"""One bucket: static inputs, the program recorded on them, and what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.bucketed.arguments import Reading
+from subtensors.bucketed.outputs import Outputs
+from subtensors.bucketed.statistics import BucketStatistics
+from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
+from subtensors.dispatch.padded.padded_value import Padded, padded_dim, static_dims
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.kernels.inputs import InputLoad
+from subtensors.padded.padded_tensor import PaddedTensor, wrap
+
+Call = Callable[[Sequence[Any]], Any]
+"""Runs the program on the leaves of a call."""
+
+
+class Bucket:
+    """The program at one bucket's sizes.
+
+    Args:
+        reading: a call of this bucket.
+        leaves: that call's leaves.
+        call: runs the program on leaves, some of which become static inputs.
+        device: of the static inputs.
+        pool: where graphs are captured; None where the program is run again instead.
+    """
+
+    def __init__(
+        self, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device, pool: GraphPool | None
+    ) -> None:
+        self.reading, self.call, self.device, self.pool = reading, call, device, pool
+        # What isn't copied is the caller's, or a number: it stays as it was in the first call.
+        copied = {source.leaf for source in reading.sources}
+        self.others = {i: x for i, x in enumerate(leaves) if i not in copied}
+        self.count = len(leaves)
+        self.statistics = BucketStatistics(
+            {dim.name: bucket for dim, bucket in zip(reading.dims, reading.buckets, strict=True)},
+            [source.shape for source in reading.sources],
+        )
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: Outputs | None = None
+        self.refusal = ""
+        """Why it can't be recorded, once that is known."""
+        self.is_allocated = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Can a call be answered by a replay?"""
+        return self.outputs is not None
+
+    def allocate(self) -> None:
+        """Make the static inputs, outside of the pool."""
+        if self.is_allocated:
+            return
+        reading = self.reading
+        self.statics = [torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in reading.sources]
+        self.caller_values = [torch.zeros(c.shape, dtype=torch.int64, device=self.device) for c in reading.caller]
+        self.values = torch.zeros(len(reading.dims), dtype=torch.int64, device=self.device)
+        targets = [*self.statics, *self.caller_values]
+        which = [*[s.which for s in reading.sources], *[(-1,) * len(c.shape) for c in reading.caller]]
+        self._load = InputLoad(targets, which, self.values)
+        self.statistics.input_bytes = sum(t.nbytes for t in [*targets, self.values])
+        self.is_allocated = True
+
+    def load(self, leaves: Sequence[Any], sizes: tuple[int, ...]) -> None:
+        """Copy a call's tensors into the static inputs, with their padding and true sizes."""
+        found: list[Tensor] = []
+        for source in self.reading.sources:
+            x = leaves[source.leaf]
+            found.append(x._dense if type(x) is PaddedTensor else x)
+        for caller in self.reading.caller:
+            found.append(leaves[caller.leaf]._sizes.values)
+        self._load(found, sizes)
+
+    def _run(self, host: dict[Any, HostSize] | None) -> Any:
+        """The program on the static inputs.
+
+        Args:
+            host: the true sizes, where the host is to know them; None in a capture, which serves all.
+        """
+        reading = self.reading
+        own: TrueSizes | None = None
+        if reading.dims:
+            symbols = tuple(dim.symbol for dim in reading.dims)
+            own = _true_sizes(symbols, reading.buckets, self.values, host)
+        theirs = [
+            _true_sizes(c.symbols, c.buckets, values, host)
+            for c, values in zip(reading.caller, self.caller_values, strict=True)
+        ]
+        leaves: list[Any] = [self.others.get(i) for i in range(self.count)]
+        for source, static in zip(reading.sources, self.statics, strict=True):
+            if source.dims is not None:
+                sizes = theirs[source.sizes] if source.sizes >= 0 else None
+                leaves[source.leaf] = wrap(Padded(static, source.dims, sizes))
+            elif any(k >= 0 for k in source.which):
+                dims = [
+                    padded_dim(n, reading.dims[k].symbol) if k >= 0 else static_dims([n])[0]
+                    for n, k in zip(source.shape, source.which, strict=True)
+                ]
+                leaves[source.leaf] = wrap(Padded(static, tuple(dims), own))
+            else:
+                leaves[source.leaf] = static
+        return self.call(leaves)
+
+    def run_once(self, host: dict[Any, HostSize]) -> Any:
+        """Run the program on what was loaded; whoever records it afterwards has had the libraries warmed up.
+
+        Returns:
+            The result, cut to the true sizes, in memory of its own.
+        """
+        with without_autocast_cache(), torch.no_grad():
+            result = self.pool.run(lambda: self._run(host)) if self.pool is not None else self._run(host)
+            outputs = Outputs(result)
+            return outputs.assembled([cut() for cut in outputs.cuts(host)])
+
+    def record(self) -> None:
+        """Capture the program.
+
+        Raises:
+            Exception: it can't be captured.
+        """
+        started = time.perf_counter()
+        if self.pool is None:
+            self.outputs = Outputs(None)
+            self.statistics.is_recorded = True
+            return
+        with without_autocast_cache(), torch.no_grad():
+            before = self.pool.bytes()
+            self.graph, self.outputs = self.pool.capture(lambda: Outputs(self._run(None)))
+            self.statistics.graph_bytes = self.pool.bytes() - before
+        self.statistics.is_recorded = True
+        self.statistics.captures += 1
+        self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
+
+    def replay(self, host: dict[Any, HostSize]) -> None:
+        """Run the program on what was loaded."""
+        if self.graph is None:
+            with without_autocast_cache(), torch.no_grad():
+                self.outputs = Outputs(self._run(host))
+            return
+        assert self.pool is not None
+        if self.statistics.is_sampled():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self.graph.replay()
+            end.record()
+            self.statistics.events.append((begin, end))
+        else:
+            self.graph.replay()
+
+    def forget_graph(self) -> None:
+        """Give the graph's memory back to the pool."""
+        self.outputs = None
+        self.statistics.is_recorded = False
+        if self.graph is not None and self.pool is not None:
+            self.pool.drop(self.graph)
+        self.graph = None
+        self.statistics.graph_bytes = 0
+
+    def forget(self) -> None:
+        """Give up the graph and the static inputs; the next call makes and records them again."""
+        self.forget_graph()
+        self.is_allocated = False
+        self.statistics.input_bytes = 0
+        # After the last replay, which `drop` waits for.
+        self.statics, self.caller_values, self.values = [], [], torch.empty(0)
+        del self._load
+
+
+def _true_sizes(
+    symbols: tuple[Any, ...], buckets: tuple[int, ...], values: Tensor, host: dict[Any, HostSize] | None
+) -> TrueSizes:
+    sizes = TrueSizes(symbols, buckets, values, None if host is None else tuple(host[s] for s in symbols))
+    sizes.serves_one_capture = host is None
+    return sizes

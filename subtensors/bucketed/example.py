@@ -1,0 +1,57 @@
+"""Calls that are made up to warm a runner: of every bucket's sizes, and without a trace in the program's state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from subtensors.bucketed.state import State
+
+T = TypeVar("T")
+
+
+def repeated(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    """A tensor of other sizes with the values of this one, over and over.
+
+    Args:
+        x: any tensor.
+        sizes: for each dim that gets another size, which.
+
+    Example:
+        >>> repeated(torch.tensor([1, 2, 3]), {0: 5})
+        tensor([1, 2, 3, 1, 2])
+    """
+    for d, size in sizes.items():
+        if not x.shape[d]:
+            shape = list(x.shape)
+            shape[d] = size
+            x = x.new_zeros(shape)
+        x = x.index_select(d, torch.arange(size, device=x.device) % x.shape[d])
+    return x
+
+
+@contextmanager
+def kept_state(state: State) -> Iterator[None]:
+    """Buffers and random generators are afterwards as they were before."""
+    with torch.no_grad():
+        kept = [(buffer, buffer.clone()) for buffer in state.buffers()]
+    devices = sorted({t.device.index for t in state.tensors() if t.is_cuda})
+    with warnings.catch_warnings(), torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
+
+
+def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterator[T]:
+    """The steps, with a bar on stderr that shows how many are done."""
+    yield from track(steps, description, console=Console(stderr=True), disable=not visible)

@@ -1,0 +1,104 @@
+"""What a program returns at the bucket's size, and how a call's true sizes are cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.dispatch.padded.padded_value import Padded, is_padded
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.size_expressions import size_on_host
+from subtensors.dispatch.size_factors import Factors, size_of
+from subtensors.padded.padded_tensor import PaddedTensor, value_of
+from subtensors.padded.padding import logical
+
+Cut = Callable[[], Any]
+"""Gives one leaf of a call's result, in memory of its own."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of what the program returned.
+
+    Args:
+        value: a tensor of the bucket's size, or what else was returned.
+        dims: a padded tensor's dims.
+        symbols, buckets, rows: of its true sizes.
+    """
+
+    value: Any
+    dims: tuple[Factors, ...] | None = None
+    symbols: tuple[sympy.Symbol, ...] = ()
+    buckets: tuple[int, ...] = ()
+    rows: int | None = None
+
+    def cut(self, host: dict[sympy.Symbol, HostSize]) -> Cut:
+        """How a call of these true sizes takes its part.
+
+        Args:
+            host: every symbol's true size.
+        """
+        value = self.value
+        if not isinstance(value, Tensor):
+            return lambda: value
+        if self.dims is None or not any(map(is_padded, self.dims)):
+            return lambda: value.clone(memory_format=torch.preserve_format)
+        known = {symbol: host[symbol] for symbol in self.symbols}
+        if self.rows is None and all(len(factors) == 1 for factors in self.dims):
+            numbers: Any = known
+            shape = [size_on_host(size_of(factors), numbers) for factors in self.dims]
+            stride = value.stride()
+            offset = value.storage_offset()
+            contiguous = torch.contiguous_format
+            return lambda: value.as_strided(shape, stride, offset).clone(memory_format=contiguous)
+        sizes = self._sizes(known)
+        whole = Padded(value, self.dims, sizes)
+
+        def general() -> Any:
+            part = logical(whole)
+            return [row.clone() for row in part] if isinstance(part, list) else part.clone()
+
+        return general
+
+    def _sizes(self, known: dict[sympy.Symbol, HostSize]) -> TrueSizes:
+        host = tuple(known[symbol] for symbol in self.symbols)
+        if self.rows is not None:
+            host = tuple((size,) * self.rows if isinstance(size, int) else size for size in host)
+        return TrueSizes(self.symbols, self.buckets, torch.tensor(host, dtype=torch.int64), host)
+
+
+class Outputs:
+    """All that a program returned.
+
+    Args:
+        result: any pytree; leaves that are PaddedTensors are cut for each call.
+    """
+
+    def __init__(self, result: Any) -> None:
+        leaves, self.spec = pytree.tree_flatten(result)
+        self.is_leaf = len(leaves) == 1 and leaves[0] is result
+        self.leaves = [_output(leaf) for leaf in leaves]
+
+    def cuts(self, host: dict[sympy.Symbol, HostSize]) -> list[Cut]:
+        """How a call of these true sizes takes its part of each leaf."""
+        return [leaf.cut(host) for leaf in self.leaves]
+
+    def assembled(self, leaves: list[Any]) -> Any:
+        """The result with these leaves."""
+        return leaves[0] if self.is_leaf else pytree.tree_unflatten(leaves, self.spec)
+
+
+def _output(leaf: Any) -> Output:
+    if not isinstance(leaf, PaddedTensor):
+        return Output(leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    value = value_of(leaf)
+    sizes = value.sizes
+    if sizes is None:
+        return Output(value.dense.detach())
+    return Output(value.dense.detach(), value.dims, sizes.symbols, sizes.buckets, sizes.rows)

@@ -1,0 +1,47 @@
+"""How often each size was called, and what its bucket wastes, as a figure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from subtensors.bucketed.statistics import Statistics
+from subtensors.dispatch.errors import SizeError
+from subtensors.sizes.dims import Dim
+
+
+def drawn(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
+    """A row a Dim: bars of calls over the true size, buckets as lines, and the wasted part of each bucket.
+
+    Args:
+        statistics: what was counted.
+        dims: by name.
+    """
+    figure = Figure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
+    for i, (name, dim) in enumerate(dims.items()):
+        axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)
+        counted = statistics.sizes.get(name, Counter())
+        axes.bar(list(counted), list(counted.values()), color="tab:blue", label="calls")
+        axes.set_xlabel(f"true size of {name}")
+        axes.set_ylabel("calls")
+        used = sorted({_bucket(dim, size) for size in counted})
+        for bucket in used:
+            axes.axvline(bucket, color="gray", linewidth=0.8)
+        waste = axes.twinx()
+        waste.set_ylim(0, 1)
+        waste.set_ylabel("wasted part of a bucket")
+        wasted = []
+        for bucket in used:
+            inside = {size: n for size, n in counted.items() if _bucket(dim, size) == bucket}
+            wasted.append(1 - sum(size * n for size, n in inside.items()) / (bucket * sum(inside.values())))
+        waste.step([0, *used], [*wasted, wasted[-1]] if used else [0], where="post", color="tab:red", label="waste")
+    return figure
+
+
+def _bucket(dim: Dim, size: int) -> int:
+    try:
+        return dim.bucket(size)
+    except SizeError:
+        return size

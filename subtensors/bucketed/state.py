@@ -1,0 +1,126 @@
+"""What a program reads beside its arguments, and whether it is still where a graph was recorded.
+
+A graph reads parameters and buffers at bare addresses. Looking at all of them takes some microseconds for every
+hundred, which a call spends while the device is busy with the replay: what a replay computed from memory that was
+replaced is thrown away. The memory itself is kept until then, so that nothing reads what isn't there. A program that
+writes to its state is looked at before.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.sleeping import refuse_sleepers
+
+_DEPTH = 3
+
+
+class State:
+    """The state of a program: that of the modules in it, and the tensors that it closes over.
+
+    Args:
+        program: a module, a method of one, a function that closes over modules and tensors, or a partial of these.
+    """
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        found = list(dict.fromkeys(_within(program, _DEPTH)))
+        self.roots = [x for x in found if isinstance(x, nn.Module)]
+        self.loose = [x for x in found if isinstance(x, Tensor)]
+        self.look()
+
+    def look(self) -> None:
+        """Take what is there now for what is recorded."""
+        self.modules = list(dict.fromkeys(module for root in self.roots for module in root.modules()))
+        self._holders = [d for m in self.modules for d in (m._parameters, m._buffers) if d]
+        self._parents = [m._modules for m in self.modules if m._modules]
+        self._children = [child for parent in self._parents for child in parent.values()]
+        self._tensors = self.tensors()
+        self._guard = torch_private.AddressGuard(self._tensors)
+        with torch.no_grad():
+            # Keeps the memory, also where `.data` is replaced.
+            self._memory = [t.detach() for t in self._tensors]
+        self._training = [m.training for m in self.modules]
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters, buffers and tensors that the program closes over, as they are now."""
+        own = [t for holder in self._holders for t in holder.values() if t is not None]
+        return own + self.loose
+
+    def training(self) -> tuple[bool, ...]:
+        """Which of the outermost modules train."""
+        return tuple([root.training for root in self.roots])
+
+    def needs_gradients(self) -> bool:
+        """Does any of the tensors want one?"""
+        return any(t.requires_grad for t in self.tensors())
+
+    def moved(self) -> str:
+        """What is no longer as recorded, in words; "" where nothing is."""
+        tensors = self.tensors()
+        if len(tensors) != len(self._tensors) or not self._guard.matches(tensors):
+            return f"{self._name_of_first_moved(tensors)} was replaced"
+        if [child for parent in self._parents for child in parent.values()] != self._children:
+            return "a module was replaced"
+        if [m.training for m in self.modules] != self._training:
+            return "a module changed between training and evaluation"
+        return ""
+
+    def refuse_sleepers(self) -> None:
+        """AddressError where the memory of a tensor is away."""
+        refuse_sleepers((self._tensors,))
+
+    def versions(self) -> list[int] | None:
+        """How often each tensor was written to; None where torch doesn't count."""
+        if any(t.is_inference() for t in self._tensors):
+            return None
+        return [t._version for t in self._tensors]
+
+    def buffers(self) -> list[Tensor]:
+        """What isn't a parameter: what a program may write to without autograd's leave."""
+        return [t for t in self._tensors if not isinstance(t, nn.Parameter)]
+
+    def _name_of_first_moved(self, tensors: list[Tensor]) -> str:
+        names: dict[int, str] = {}
+        for root in self.roots:
+            for name, t in [*root.named_parameters(), *root.named_buffers()]:
+                names.setdefault(t.data_ptr(), name)
+        for now, before in zip(tensors, self._memory, strict=False):
+            if now.data_ptr() != before.data_ptr():
+                return names.get(now.data_ptr(), "a tensor")
+        return "a tensor"
+
+
+def _within(x: Any, depth: int) -> Iterator[nn.Module | Tensor]:
+    if isinstance(x, (nn.Module, Tensor)):
+        yield x
+    elif depth and isinstance(x, types.MethodType):
+        yield from _within(x.__self__, depth - 1)
+        yield from _within(x.__func__, depth - 1)
+    elif depth and isinstance(x, functools.partial):
+        for part in (x.func, *x.args, *x.keywords.values()):
+            yield from _within(part, depth - 1)
+    elif depth and isinstance(x, types.FunctionType):
+        used = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
+        for part in used:
+            if isinstance(part, (nn.Module, Tensor)):
+                yield part
+        for cell in x.__closure__ or ():
+            try:
+                yield from _within(cell.cell_contents, depth - 1)
+            except ValueError:  # not assigned yet
+                continue
+        for default in x.__defaults__ or ():
+            yield from _within(default, depth - 1)
+    elif depth and isinstance(x, (list, tuple)):
+        for part in x:
+            yield from _within(part, depth - 1)
+    elif depth and isinstance(x, dict):
+        for part in x.values():
+            yield from _within(part, depth - 1)

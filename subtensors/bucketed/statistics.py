@@ -1,0 +1,131 @@
+"""What a bucketed program did: calls, captures, memory and waste of each bucket, and fallbacks with their reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from subtensors.byte_sizes import in_units
+
+SAMPLED = 64
+"""Every so many replays one is timed."""
+
+
+@dataclass
+class BucketStatistics:
+    """Counters of one bucket.
+
+    Args:
+        sizes: the bucket's size of each Dim, by its name.
+        shapes: of the static inputs.
+    """
+
+    sizes: dict[str, int]
+    shapes: list[tuple[int, ...]]
+    calls: int = 0
+    """That had this bucket's sizes."""
+    hits: int = 0
+    """Of those, answered by a replay."""
+    captures: int = 0
+    capture_ms: float = 0.0
+    """What the last capture took."""
+    graph_bytes: int = 0
+    """What the graph added to the pool."""
+    input_bytes: int = 0
+    """Its static inputs and true sizes."""
+    real: int = 0
+    """Elements along the Dims that calls brought, over all calls."""
+    padded: int = 0
+    """Elements along the Dims that calls were padded to."""
+    is_recorded: bool = False
+    events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    _replay_ms: list[float] = field(default_factory=list, repr=False)
+
+    def is_sampled(self) -> bool:
+        """Is the next replay one to be timed?"""
+        return self.hits % SAMPLED == 0
+
+    @property
+    def replay_ms(self) -> float | None:
+        """The median of the replays that were timed; None where none was."""
+        done = [pair for pair in self.events if pair[1].query()]
+        self.events = self.events[len(done) :]
+        self._replay_ms = (self._replay_ms + [begin.elapsed_time(end) for begin, end in done])[-SAMPLED:]
+        return median(self._replay_ms) if self._replay_ms else None
+
+    @property
+    def waste(self) -> float:
+        """Which part of what was computed is padding."""
+        return 1 - self.real / self.padded if self.padded else 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory: what the graph added to the pool, and the static inputs."""
+        return self.graph_bytes + self.input_bytes
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a bucketed program did so far.
+
+    Args:
+        mode: "graphs" on a CUDA device; "eager" elsewhere, where the same padding runs without graphs.
+        buckets: each one's counters, by decreasing size.
+        pool_bytes: the device memory of the pool that all graphs share.
+        captures: how many times a graph was captured.
+        recaptures: of those, because what it read had moved or had been evicted.
+        evictions: graphs dropped for `max_graphs` or `memory_limit`.
+        recompiles: compilations after the first, with `compile`.
+        fallbacks: how many calls ran at their true sizes, without a graph, by reason.
+        sizes: how often each true size was seen, by Dim.
+    """
+
+    mode: str
+    buckets: list[BucketStatistics]
+    pool_bytes: int
+    captures: int
+    recaptures: int
+    evictions: int
+    recompiles: int
+    fallbacks: dict[str, int]
+    sizes: dict[str, Counter[int]]
+
+    @property
+    def calls(self) -> int:
+        """All calls."""
+        return sum(b.calls for b in self.buckets) + sum(self.fallbacks.values())
+
+    @property
+    def hits(self) -> int:
+        """Calls that were answered by a replay."""
+        return sum(b.hits for b in self.buckets)
+
+    @property
+    def waste(self) -> float:
+        """Which part of what was computed in buckets is padding."""
+        padded = sum(b.padded for b in self.buckets)
+        return 1 - sum(b.real for b in self.buckets) / padded if padded else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.mode}: {self.calls} calls, {self.hits} replays, {self.captures} captures, {self.waste:.0%} waste, "
+            f"pool {in_units(self.pool_bytes)}"
+        ]
+        for b in self.buckets:
+            name = ", ".join(f"{k}={v}" for k, v in b.sizes.items()) or "no Dim"
+            replay = b.replay_ms
+            lines.append(
+                f"  {name} {b.shapes}: {b.calls} calls, {b.hits} replays, "
+                + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
+                + (f"replay {replay:.3f} ms, " if replay is not None else "")
+                + f"{in_units(b.bytes)}, {b.waste:.0%} waste"
+                + ("" if b.is_recorded else ", not recorded")
+            )
+        if self.evictions or self.recaptures or self.recompiles:
+            lines.append(
+                f"  {self.evictions} evictions, {self.recaptures} recaptures, {self.recompiles} recompilations"
+            )
+        lines += [f"  {count} calls fell back: {reason}" for reason, count in self.fallbacks.items()]
+        return "\n".join(lines)

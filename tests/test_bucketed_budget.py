@@ -1,0 +1,319 @@
+"""Which graphs a bucketed program has: budgets, eviction, warm-up, release, and what makes it record again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.bucketed import bucket as bucket_module
+
+SEQ = st.Dim("seq", max=32, buckets=8)
+
+
+class Counted:
+    """How often buckets were recorded and replayed, counted where that is done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.recorded = self.replayed = 0
+        record, replay = bucket_module.Bucket.record, bucket_module.Bucket.replay
+
+        def counting_record(bucket: Any) -> None:
+            self.recorded += 1
+            record(bucket)
+
+        def counting_replay(bucket: Any, *args: Any) -> None:
+            self.replayed += 1
+            replay(bucket, *args)
+
+        patch.setattr(bucket_module.Bucket, "record", counting_record)
+        patch.setattr(bucket_module.Bucket, "replay", counting_replay)
+
+    def take(self) -> tuple[int, int]:
+        """Recordings and replays since the last time."""
+        found = self.recorded, self.replayed
+        self.recorded = self.replayed = 0
+        return found
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def data(n: int, device: str) -> Tensor:
+    return torch.randn(2, n, 3, dtype=torch.float64, device=device)
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(1)
+
+
+def recorded(run: Any) -> list[int]:
+    return [b.sizes["seq"] for b in run.stats().buckets if b.is_recorded]
+
+
+@torch.no_grad()
+def test_the_first_call_of_a_bucket_records_and_the_others_replay(device: str, counted: Counted) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}})
+    for n, expected in ((3, (1, 0)), (8, (0, 1)), (3, (0, 1)), (9, (1, 0)), (16, (0, 1)), (5, (0, 1))):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), softmax(x))
+        assert counted.take() == expected
+
+
+@torch.no_grad()
+def test_the_least_recently_called_graph_makes_room_and_the_others_stay(device: str, counted: Counted) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}}, max_graphs=2)
+    for n, expected in ((3, (1, 0)), (9, (1, 0)), (4, (0, 1)), (20, (1, 0)), (5, (0, 1)), (17, (0, 1)), (9, (1, 0))):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), softmax(x))
+        assert counted.take() == expected
+    assert recorded(run) == [24, 16]
+    assert run.stats().evictions == 2
+
+
+@torch.no_grad()
+def test_graphs_stay_within_the_memory_limit(device: str) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}}, memory_limit=1000 if device == "cpu" else "4MiB")
+    for n in (8, 16, 8, 32, 8, 16):
+        x = data(n, device) if device == "cpu" else torch.randn(2, n, 10000, dtype=torch.float64, device=device)
+        torch.testing.assert_close(run(x), softmax(x))
+        assert run._bytes() <= run.memory_limit
+    stats = run.stats()
+    assert stats.evictions
+    # The largest doesn't fit at all, and says so.
+    assert [count for reason, count in stats.fallbacks.items() if "beyond memory_limit" in reason] in ([], [1])
+    assert 32 not in recorded(run)
+
+
+@torch.no_grad()
+def test_a_miss_runs_at_its_true_size_where_only_warm_up_records(
+    device: str, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}}, on_miss="eager")
+    x = data(3, device)
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        torch.testing.assert_close(run(x), softmax(x))
+        torch.testing.assert_close(run(x), softmax(x))
+    assert counted.take() == (0, 0)
+    assert len(caplog.records) == 1
+    run.warmup(progress=False)
+    assert recorded(run) == [32, 24, 16, 8]
+    counted.take()
+    torch.testing.assert_close(run(x), softmax(x))
+    assert counted.take() == (0, 1)
+
+
+@torch.no_grad()
+def test_a_miss_is_an_error_where_that_is_asked_for(device: str) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}}, on_miss="error")
+    with pytest.raises(st.RuleError, match="no graph for this call"):
+        run(data(3, device))
+    run.warmup(data(3, device), progress=False)
+    x = data(3, device)
+    torch.testing.assert_close(run(x), softmax(x))
+
+
+@torch.no_grad()
+def test_warm_up_goes_from_the_largest_bucket_down(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    record = bucket_module.Bucket.record
+    monkeypatch.setattr(
+        bucket_module.Bucket, "record", lambda bucket: (order.append(bucket.reading.buckets), record(bucket))[1]
+    )
+    run = st.bucketed(softmax, {"x": {1: SEQ}})
+    assert run.warmup(data(5, device), progress=False) is run
+    assert order == [(32,), (24,), (16,), (8,)]
+
+
+@torch.no_grad()
+def test_warm_up_without_a_call_waits_for_the_first(device: str, counted: Counted) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}}).warmup(progress=False)
+    assert counted.take() == (0, 0)
+    x = data(3, device)
+    torch.testing.assert_close(run(x), softmax(x))
+    assert counted.take() == (4, 1)
+
+
+@torch.no_grad()
+def test_warm_up_shows_a_bar(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    st.bucketed(softmax, {"x": {1: SEQ}}).warmup(data(3, device))
+    assert "capturing softmax" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_a_bucket_far_above_the_true_size_is_not_used(device: str, counted: Counted) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}}, max_waste=2)
+    for n in (3, 4):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), softmax(x))
+    assert counted.take() == (1, 0)
+    assert list(run.stats().fallbacks) == ["padding would be more than max_waste=2 times the true size"]
+
+
+@torch.no_grad()
+def test_released_memory_comes_back_with_the_next_call(device: str, counted: Counted) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}})
+    x = data(3, device)
+    run(x)
+    run(data(9, device))
+    run.release()
+    assert recorded(run) == []
+    assert run._bytes() == 0
+    counted.take()
+    torch.testing.assert_close(run(x), softmax(x))
+    assert counted.take() == (1, 0)
+
+
+class Scale(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
+        self.inner = nn.Linear(3, 3, device=device, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.weight).softmax(1)
+
+
+def new_data(net: Scale) -> None:
+    net.weight.data = net.weight.data * 2
+
+
+def new_parameter(net: Scale) -> None:
+    net.weight = nn.Parameter(net.weight.detach() * 3)
+
+
+def new_module(net: Scale) -> None:
+    net.inner = nn.Linear(3, 3, device=net.weight.device, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("replace", "said"),
+    [
+        (new_data, "weight was replaced"),
+        (new_parameter, "weight was replaced"),
+        (new_module, "a module was replaced"),
+    ],
+)
+@torch.no_grad()
+def test_what_was_replaced_is_recorded_again_and_said(
+    device: str, replace: Any, said: str, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Scale(device)
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    x = data(3, device)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), net(x))
+    replace(net)
+    counted.take()
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        torch.testing.assert_close(run(x), net(x))
+    assert counted.recorded == 1
+    assert [said in r.message for r in caplog.records] == [True]
+    torch.testing.assert_close(run(x), net(x))
+    assert counted.recorded == 1
+
+
+@torch.no_grad()
+def test_values_that_change_in_place_are_read_without_recording_again(device: str, counted: Counted) -> None:
+    net = Scale(device)
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    x = data(3, device)
+    run(x)
+    for parameter in net.parameters():
+        parameter.mul_(1.5)
+    torch.testing.assert_close(run(x), net(x))
+    assert counted.take() == (1, 1)
+
+
+@torch.no_grad()
+def test_training_and_evaluation_have_graphs_of_their_own(device: str) -> None:
+    net = nn.Sequential(nn.Dropout(0.5)).to(device)
+    run = st.bucketed(net, {0: {0: SEQ}})
+    x = torch.ones(7, device=device)
+    for _ in range(2):
+        assert set(run(x).tolist()) <= {0.0, 2.0}
+        torch.testing.assert_close(run.program.eval()(x), run(x))
+        net.train()
+
+
+@torch.no_grad()
+def test_random_numbers_go_on_from_call_to_call(device: str) -> None:
+    run = st.bucketed(lambda x: torch.dropout(x, 0.5, True), {"x": {0: st.Dim("n", max=1000, buckets=500)}})
+    x = torch.ones(400, device=device)
+    drawn = [run(x) for _ in range(4)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+@torch.no_grad()
+def test_buffers_are_written_once_a_call_and_not_by_warm_up(device: str) -> None:
+    torch.manual_seed(0)
+    net, alone = (nn.BatchNorm1d(3, device=device, dtype=torch.float64) for _ in range(2))
+    run = st.bucketed(net, {"input": {0: SEQ}})
+    run.warmup(torch.randn(5, 3, dtype=torch.float64, device=device), progress=False)
+    for n in (5, 9, 6, 30, 2):
+        x = torch.randn(n, 3, dtype=torch.float64, device=device)
+        torch.testing.assert_close(run(x), alone(x))
+        torch.testing.assert_close(net.running_mean, alone.running_mean)
+        torch.testing.assert_close(net.running_var, alone.running_var)
+        assert net.num_batches_tracked == alone.num_batches_tracked
+
+
+@torch.no_grad()
+def test_a_module_that_writes_to_its_buffers_is_recorded_right(device: str) -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(2, 10, device=device))
+            self.register_buffer("at", torch.zeros((), dtype=torch.long, device=device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.index_copy_(1, self.at[None], x.sum(1, keepdim=True))
+            self.at.add_(1)
+            return self.kept.clone()
+
+    net = Cache()
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    wanted = torch.zeros(2, 10, device=device)
+    for i, n in enumerate((3, 5, 9, 2)):
+        x = torch.randn(2, n, device=device)
+        wanted[:, i] = x.sum(1)
+        torch.testing.assert_close(run(x), wanted)
+
+
+@torch.no_grad()
+def test_what_was_called_is_counted_and_drawn(device: str) -> None:
+    run = st.bucketed(softmax, {"x": {1: SEQ}})
+    for n in (3, 3, 4, 9, 30):
+        run(data(n, device))
+    stats = run.stats()
+    assert stats.sizes == {"seq": {3: 2, 4: 1, 9: 1, 30: 1}}
+    assert [(b.sizes["seq"], b.calls, b.hits) for b in stats.buckets] == [(32, 1, 0), (16, 1, 0), (8, 3, 2)]
+    assert stats.waste == pytest.approx(1 - 49 / (3 * 8 + 16 + 32))
+    assert run.refit(max_graphs=2) == {"seq": st.Sizes([9, 30])}
+    assert isinstance(run.plot(), Figure)
+    text = st.explain(run)
+    assert "softmax bucketed on Dim('seq'" in text
+    assert "5 calls, 2 replays" in text
+
+
+@torch.no_grad()
+def test_a_sleeping_parameter_is_refused(device: str) -> None:
+    pytest.importorskip("cuda.bindings") if device == "cuda" else None
+    arena = st.Arena(device, reserve="1MiB")
+    weight = arena.zeros(3, dtype=torch.float64)
+    run = st.bucketed(lambda x: x * weight, {"x": {1: SEQ}})
+    x = data(3, device)
+    run(x)
+    torch.testing.assert_close(run(x), x * weight)
+    arena.release(keep="cpu")
+    with pytest.raises(st.AddressError):
+        run(x)
+    arena.restore()
+    torch.testing.assert_close(run(x), x * weight)

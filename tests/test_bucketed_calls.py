@@ -1,0 +1,214 @@
+"""Calls of a bucketed program: what goes in, what comes out, and which bucket answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+
+SEQ = st.Dim("seq", max=64, buckets=[4, 16, 64])
+BATCH = st.Dim("batch", max=8, buckets=4)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+def mixing(x: Tensor) -> Tensor:
+    """Lets all positions meet, so that padding would show."""
+    return (x.softmax(1) * x.mean(1, keepdim=True)).cumsum(1)
+
+
+def check(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def data(*shape: int, device: str) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, device=device)
+
+
+@torch.no_grad()
+def test_every_length_gives_what_the_program_gives(device: str) -> None:
+    run = st.bucketed(mixing, {"x": {1: SEQ}})
+    for n in (3, 4, 1, 16, 5, 64, 2, 17, 3):
+        x = data(2, n, 3, device=device)
+        check(run(x), mixing(x))
+        check(run(x=x.mT.contiguous().mT), mixing(x))
+    stats = run.stats()
+    # One bucket a size, for each way of naming the argument.
+    assert [b.sizes["seq"] for b in stats.buckets] == [64, 64, 16, 16, 4, 4]
+    assert stats.hits == stats.calls - 6
+    assert not stats.fallbacks
+
+
+@torch.no_grad()
+def test_results_survive_later_calls(device: str) -> None:
+    run = st.bucketed(lambda x: (x + 1, {"sum": x.sum(1)}), {0: {1: SEQ}})
+    inputs = [data(2, n, device=device) for n in (3, 4, 4, 2, 9, 4)]
+    results = [run(x) for x in inputs]
+    for x, (plus, sums) in zip(inputs, results, strict=True):
+        check(plus, x + 1)
+        check(sums["sum"], x.sum(1))
+
+
+@torch.no_grad()
+def test_two_dims_vary_at_once(device: str) -> None:
+    run = st.bucketed(lambda x, w: x.softmax(0) @ w, {"x": {0: BATCH, 1: SEQ}, "w": {0: SEQ}})
+    for b, n in ((1, 3), (4, 4), (7, 11), (3, 2)):
+        x, w = data(b, n, device=device), data(n, 5, device=device)
+        check(run(x, w), x.softmax(0) @ w)
+
+
+@torch.no_grad()
+def test_pytrees_go_in_and_come_out(device: str) -> None:
+    def program(batch: dict[str, Any], scale: float) -> Pair:
+        return Pair(batch["x"].sum(1) * scale, [batch["more"][0] + batch["x"]])  # type: ignore[arg-type]
+
+    run = st.bucketed(program, {"batch": {"x": {1: SEQ}, "more": [{1: SEQ}]}})
+    for n in (3, 5, 3):
+        batch = {"x": data(2, n, device=device), "more": [data(2, n, device=device)]}
+        out = run(batch, scale=0.5)
+        assert type(out) is Pair
+        check(out, program(batch, scale=0.5))
+
+
+@torch.no_grad()
+def test_one_spec_serves_every_tensor_of_a_container(device: str) -> None:
+    run = st.bucketed(lambda rows: sum(row.sum(0) for row in rows), {"rows": {0: SEQ}})
+    rows = [data(5, 2, device=device), data(5, 2, device=device)]
+    check(run(rows), rows[0].sum(0) + rows[1].sum(0))
+
+
+@torch.no_grad()
+def test_other_arguments_are_part_of_the_key(device: str) -> None:
+    def program(x: Tensor, mode: str, times: float, flag: bool | None = None) -> Tensor:
+        return (x.sum(1) if mode == "sum" else x.amax(1)) * times + (flag is True)
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    x = data(2, 3, device=device)
+    for _ in range(2):
+        for mode, times, flag in (("sum", 1.0, None), ("max", 1.0, True), ("sum", 2.0, False), ("sum", 1, 1)):
+            check(run(x, mode, times, flag=flag), program(x, mode, times, flag=flag))  # type: ignore[arg-type]
+    assert len(run.stats().buckets) == 4
+
+
+@torch.no_grad()
+def test_padded_tensors_go_in_and_plain_ones_come_out(device: str) -> None:
+    run = st.bucketed(mixing, {"x": {1: SEQ}})
+    for n in (3, 2, 9):
+        x = data(2, n, 3, device=device)
+        check(run(st.pad(x, {1: SEQ}, value=float("nan"))), mixing(x))
+
+
+@torch.no_grad()
+def test_a_ragged_batch_comes_back_as_its_rows(device: str) -> None:
+    run = st.bucketed(mixing, {"x": {1: SEQ}})
+    for lengths in ((3, 4, 1), (2, 2, 4), (9, 1, 5)):
+        rows = [data(n, 3, device=device) for n in lengths]
+        out = run(st.pad(rows, {0: SEQ}))
+        for a, row in zip(out, rows, strict=True):
+            check(a, mixing(row[None])[0])
+
+
+@torch.no_grad()
+def test_a_result_that_is_an_input_is_a_copy_of_its_own(device: str) -> None:
+    run = st.bucketed(lambda x: x, {0: {0: SEQ}})
+    x = data(4, device=device)
+    out = run(x)
+    again = run(x)
+    out.zero_()
+    check(again, x)
+    check(run(x), x)
+
+
+@torch.no_grad()
+def test_parameters_and_static_tensors_are_read_where_they_are(device: str) -> None:
+    weight = nn.Parameter(data(3, device=device))
+    fixed = st.static(data(3, device=device))
+    run = st.bucketed(lambda x, w, s: x * w + s, {"x": {0: SEQ}})
+    x = data(5, 3, device=device)
+    for _ in range(3):
+        check(run(x, weight, fixed), x * weight + fixed)
+        weight.add_(1)
+        fixed.add_(1)
+    assert run.stats().hits == 2
+
+
+@torch.no_grad()
+def test_a_size_beyond_the_max_runs_as_it_is_and_is_said_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = st.bucketed(mixing, {"x": {1: SEQ}})
+    x = data(1, 65, 2, device=device)
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        check(run(x), mixing(x))
+        check(run(x), mixing(x))
+    assert [r for r in caplog.records if "seq is 65, beyond its max of 64" in r.message] == caplog.records[:1]
+    assert len(caplog.records) == 1
+    assert list(run.stats().fallbacks.values()) == [2]
+
+
+@torch.no_grad()
+def test_a_size_beyond_the_max_is_refused_where_that_is_asked_for(device: str) -> None:
+    run = st.bucketed(mixing, {"x": {1: SEQ}}, on_miss="error")
+    with pytest.raises(st.SizeError, match="beyond its max"):
+        run(data(1, 65, 2, device=device))
+
+
+def test_a_dim_with_two_sizes_is_refused(device: str) -> None:
+    run = st.bucketed(lambda a, b: (a, b), {"a": {0: SEQ}, "b": {0: SEQ}})
+    with pytest.raises(st.SizeError, match="seq is 4 in dim 0 of b and 3 in dim 0 of a"):
+        run(torch.ones(3, device=device), torch.ones(4, device=device))
+
+
+@torch.no_grad()
+def test_calls_from_several_threads_take_turns(device: str) -> None:
+    run = st.bucketed(mixing, {"x": {1: SEQ}})
+    wrong: list[Any] = []
+
+    def calls(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(20):
+                n = int(torch.randint(1, 20, (), generator=generator))
+                x = torch.randn(2, n, 3, dtype=torch.float64, generator=generator).to(device)
+                try:
+                    check(run(x), mixing(x))
+                except Exception as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=calls, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert run.stats().calls == 80
+
+
+def test_gradients_flow_to_parameters_and_inputs(device: str) -> None:
+    net = nn.Linear(3, 3, device=device).double()
+    run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}})
+    for n in (3, 7):
+        x = data(2, n, 3, device=device).requires_grad_()
+        cotangent = data(2, n, 3, device=device)
+        wanted = torch.autograd.grad(net(x).softmax(1), [x, *net.parameters()], cotangent)
+        check(torch.autograd.grad(run(x), [x, *net.parameters()], cotangent), wanted)
+
+
+def test_a_wrong_argument_is_refused_where_it_is_given() -> None:
+    with pytest.raises(ValueError, match="dims name an argument 'y'"):
+        st.bucketed(mixing, {"y": {1: SEQ}})
+    with pytest.raises(TypeError, match="dims are given by argument"):
+        st.bucketed(mixing, {})
+    with pytest.raises(ValueError, match="on_miss is"):
+        st.bucketed(mixing, {"x": {1: SEQ}}, on_miss="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_graphs is"):
+        st.bucketed(mixing, {"x": {1: SEQ}}, max_graphs=0)
+    with pytest.raises(TypeError, match="a function or a module"):
+        st.bucketed(3, {"x": {1: SEQ}})  # type: ignore[arg-type]
