@@ -39,12 +39,37 @@ def tied(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
     return loss / 7 + w.square().sum() + b.sum()
 
 
+IGNORING = torch.nn.CrossEntropyLoss(ignore_index=3)
+
+
 def module(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
-    return torch.nn.CrossEntropyLoss(ignore_index=3)(F.linear(h, w.detach(), b).flatten(0, 1), target.flatten())
+    return IGNORING(F.linear(h, w.detach(), b).flatten(0, 1), target.flatten())
+
+
+def capped(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    logits = torch.tanh(F.linear(h, w, b).to(torch.float32) / 3.0) * 3.0
+    return F.cross_entropy((logits / 0.7).view(-1, VOCAB), target.flatten())
+
+
+def heated(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(2.5 * F.linear(h, w, b).flatten(0, 1), target.flatten()) + b.sum()
+
+
+def weighed(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy((4 * (F.linear(h, w, b) * 0.25).tanh()).flatten(0, 1), target.flatten(), reduction="none")
+    return (losses * torch.linspace(0, 2, len(losses))).square().mean()
+
+
+def taught(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    soft = torch.softmax(F.one_hot(target.flatten(), VOCAB).to(h.dtype), -1)
+    return F.cross_entropy(F.linear(h, w, b).flatten(0, 1), soft)
 
 
 def squares(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
     return torch.tanh(2 * F.linear(h, w, b) / 3).square().mean() - (w @ h.mT).mean()
+
+
+LOSSES = [language_model, tied, module, capped, heated, weighed, taught]
 
 
 def run(program: Callable[..., Tensor], t: dict[str, Tensor]) -> list[Any]:
@@ -68,7 +93,7 @@ def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("division", [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "1KiB"}, {}], ids=str)
-@pytest.mark.parametrize("program", [language_model, tied, module, squares], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("program", [*LOSSES, squares], ids=lambda p: p.__name__)
 def test_a_compiled_program_with_chunks_is_the_program(
     program: Callable[..., Tensor], division: dict[str, Any]
 ) -> None:
@@ -79,7 +104,47 @@ def test_a_compiled_program_with_chunks_is_the_program(
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("program", [language_model, tied])
+def test_a_compiled_loss_under_autocast_is_computed_in_its_dtype() -> None:
+    t = tensors()
+    dtypes: list[torch.dtype] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        heads = [n for n in graph.graph.nodes if "linear_cross_entropy" in str(n.target)]
+        dtypes.extend(x.meta["val"].dtype for n in heads for x in n.args[:2])
+        return make_boxed_func(graph.forward)
+
+    def program(h: Tensor, **others: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return language_model(h=F.layer_norm(h, [HIDDEN]), **others)
+
+    def chunked(h: Tensor, **others: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return language_model(h=st.chunk(F.layer_norm(h, [HIDDEN]), rows=2), **others)
+
+    expected = run(program, t)
+    found = run(torch.compile(chunked, fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)
+    assert dtypes == [torch.bfloat16] * 2
+    for a, e in zip(found, expected, strict=True):
+        assert a.dtype == e.dtype
+        assert (a - e).norm() < 2**-7 * e.norm()
+
+
+def test_a_compiled_float16_loss_is_scaled_before_its_gradients_are_rounded() -> None:
+    g = torch.Generator().manual_seed(0)
+    h, w = torch.randn(64, 6, generator=g).half(), (torch.randn(500, 6, generator=g) / 8).half().requires_grad_()
+    target = torch.randint(0, 500, (64,), generator=g)
+
+    def loss(h: Tensor, w: Tensor, rows: int | None) -> Tensor:
+        return F.cross_entropy(F.linear(h if rows is None else st.chunk(h, rows=rows), w), target) * 1024.0
+
+    grads = [
+        torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(h, w, rows), w)[0].float()
+        for rows in (16, None)
+    ]
+    assert (grads[0] - grads[1]).norm() < 2**-9 * grads[1].norm()
+
+
+@pytest.mark.parametrize("program", [program for program in LOSSES if program is not taught])
 def test_the_compilers_graphs_hold_no_logits(program: Callable[..., Tensor]) -> None:
     sizes: list[int] = []
 
@@ -96,7 +161,7 @@ def test_the_compilers_graphs_hold_no_logits(program: Callable[..., Tensor]) -> 
 def test_what_is_computed_in_full_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "subtensors"):
         run(torch.compile(chunking(squares, rows=2), fullgraph=True, backend="aot_eager"), tensors())
-    assert "mul__ of chunked values under torch.compile: they are computed in full" in caplog.text
+    assert "square of chunked values under torch.compile: they are computed in full" in caplog.text
 
 
 def test_a_compiled_loss_without_gradients_computes_none() -> None:

@@ -227,3 +227,33 @@ def test_logits_whose_classes_were_divided_are_not_taken_for_those_of_the_layer(
         return loss
 
     check_chunked(program, linear_case(), {"h": {"rows": 5}})
+
+
+@pytest.mark.parametrize("head", ["function", "module", "product"])
+def test_under_autocast_a_linear_layer_of_float32_states_goes_to_the_kernels(head: str) -> None:
+    case = linear_case()
+    module = torch.nn.Linear(6, 20)
+
+    def program(h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            if head == "module":
+                logits = module(F.layer_norm(h, [6]) if not isinstance(h, st.ChunkedTensor) else h)
+            else:
+                logits = F.linear(h, module.weight) if head == "function" else h @ module.weight.t()
+            return F.cross_entropy(logits.float(), case["target"])
+
+    grads = []
+    for chunked in (True, False):
+        h = case["h"].clone().requires_grad_()
+        normed = F.layer_norm(h, [6]) if head == "module" and chunked else h
+        loss = program(st.chunk(normed, rows=5) if chunked else normed)
+        if chunked:
+            assert st.explain(loss).startswith("linear + cross entropy")
+        module.zero_grad()
+        loss.backward()
+        grads.append([loss.detach(), h.grad, module.weight.grad.clone()])
+        assert h.grad.dtype == module.weight.grad.dtype == torch.float32
+    (loss, *mine), (expected, *plain) = grads
+    assert abs(loss - expected) < 2**-8 * expected
+    for a, e in zip(mine, plain, strict=True):
+        assert (a - e).norm() < 2**-7 * e.norm()

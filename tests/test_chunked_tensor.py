@@ -16,7 +16,7 @@ from torch import Tensor
 
 import subtensors as st
 from subtensors.chunked.calls import fallbacks
-from subtensors.dispatch.region.axis import Axis, Policy
+from subtensors.dispatch.region.axis import Axis, Layout, Policy
 
 
 def cross_entropy(h: Tensor, w: Tensor, b: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -351,6 +351,15 @@ def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None
         h.register_hook(print)
     with pytest.raises(st.RuleError, match="the tensor that was chunked"):
         h.requires_grad_(False)
+
+
+def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
+    middle = Layout(Axis(1, Policy()), 1, 1).reshaped((2, 1, 3), (2, 3))
+    assert middle is not None
+    assert (middle.dim, middle.outer, middle.unit) == (0, 2, 1)
+    back = Layout(Axis(5, Policy()), 0, 5, outer=4).reshaped((20, 6), (4, 5, 6))
+    assert back is not None
+    assert (back.dim, back.outer, back.group) == (1, 1, 1)
 
 
 class Reversed(torch.autograd.Function):

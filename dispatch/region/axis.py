@@ -212,8 +212,8 @@ class Layout:
                     if low.denominator == 1:
                         found.append(Layout(self.axis, dim, run, outer, self.unit * ratio, int(low)))
             prefix *= size
-        # A dim of size one position a run also holds the rows, but in groups as long as the run.
-        return min(found, key=lambda layout: (layout.group, layout.outer), default=None)
+        # Runs in front of the rows, or a dim behind them, may hold all positions of a run, too: not one by one.
+        return min(found, key=lambda layout: (layout.group, layout.unit, layout.outer), default=None)
 
     @staticmethod
     def _divides(old_tail: int, new_tail: int) -> bool:

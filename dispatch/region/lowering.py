@@ -130,11 +130,24 @@ def _widens(old: Any, new: Value) -> bool:
     return isinstance(old, Value) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device
 
 
+_OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
+
+
 def _is_input(value: Value) -> bool:
-    """Is it an input of the region, or a reshape of one?"""
-    while value.node is not None and value.tensor is None and value.node.name == "reshape":
+    """Is it an input of the region, or a reshape or a cast of one, as autocast makes it?"""
+    while value.node is not None and value.tensor is None and value.node.name in _OF_INPUTS:
         value = value.node.args[0]
     return value.tensor is not None and value.layout is not None
+
+
+def _whole_input(value: Value) -> Tensor:
+    """The tensor of an input, reshaped and cast as it was recorded."""
+    node = value.node
+    if node is None or value.tensor is not None:
+        return evaluate(gathered(value))
+    operand = _whole_input(node.args[0])
+    with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
+        return operand.reshape(value.shape).to(value.dtype)
 
 
 @dataclass(frozen=True)
@@ -203,7 +216,7 @@ def lowered_cross_entropy(
         return None
     flows = grad and logits.needs_grad
     with recording(flows), torch.set_grad_enabled(flows):
-        hidden = found.rows_of(evaluate(gathered(found.hidden)))
+        hidden = found.rows_of(_whole_input(found.hidden))
         weight = evaluate(_transposed(found.weight))
         bias = None if found.bias is None else evaluate(found.bias)
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != hidden.dtype):
