@@ -29,9 +29,9 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def language_model(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+def language_model(h: Tensor, w: Tensor, b: Tensor, target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     logits = F.linear(h, w, b)
-    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, VOCAB).float(), target[..., 1:].reshape(-1)) * 2
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, VOCAB).to(dtype), target[..., 1:].reshape(-1)) * 2
 
 
 def tied(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
@@ -104,7 +104,8 @@ def test_a_compiled_program_with_chunks_is_the_program(
         torch.testing.assert_close(a, e)
 
 
-def test_a_compiled_loss_under_autocast_is_computed_in_its_dtype() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_loss_under_autocast_is_computed_in_its_dtype(dtype: torch.dtype) -> None:
     t = tensors()
     dtypes: list[torch.dtype] = []
 
@@ -115,11 +116,11 @@ def test_a_compiled_loss_under_autocast_is_computed_in_its_dtype() -> None:
 
     def program(h: Tensor, **others: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return language_model(h=F.layer_norm(h, [HIDDEN]), **others)
+            return language_model(h=F.layer_norm(h, [HIDDEN]), dtype=dtype, **others)
 
     def chunked(h: Tensor, **others: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return language_model(h=st.chunk(F.layer_norm(h, [HIDDEN]), rows=2), **others)
+            return language_model(h=st.chunk(F.layer_norm(h, [HIDDEN]), rows=2), dtype=dtype, **others)
 
     expected = run(program, t)
     found = run(torch.compile(chunked, fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)

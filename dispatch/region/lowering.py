@@ -215,6 +215,7 @@ def lowered_cross_entropy(
     if found is None:
         return None
     flows = grad and logits.needs_grad
+    dtype = loss_dtype(logits.dtype, logits.device.type)
     with recording(flows), torch.set_grad_enabled(flows):
         hidden = found.rows_of(_whole_input(found.hidden))
         weight = evaluate(_transposed(found.weight))
@@ -231,7 +232,12 @@ def lowered_cross_entropy(
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = plan  # for `explain`
-        return layout.axis.prepared(loss).to(logits.dtype)
+        return layout.axis.prepared(loss).to(dtype)
+
+
+def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
+    """The dtype of a cross entropy of logits: theirs, but that autocast takes it in float32."""
+    return torch.float32 if logits.itemsize == 2 and torch.is_autocast_enabled(device) else logits
 
 
 def _transposed(weight: Value) -> Value:

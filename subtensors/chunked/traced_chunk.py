@@ -20,6 +20,7 @@ from torch import Tensor
 from subtensors.chunked.opaque_loss import opaque_cross_entropy
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.region.axis import Policy
+from subtensors.dispatch.region.lowering import loss_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -160,6 +161,8 @@ class TracedChunk:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The values in another dtype, or elsewhere."""
+        if args == (self.dtype,) and not kwargs:
+            return self
         widens = len(args) == 1 and not kwargs and args[0] in (torch.float32, torch.float64)
         widens = widens and self.dtype != torch.float64
         widened = self.squashed("to", args[0]) if widens else None
@@ -324,4 +327,4 @@ def _cross_entropy(
         [policy.chunks or 0, (policy.rows or 0) * together, policy.memory_limit or 0],
         policy.exact,
     )
-    return loss.to(logits.dtype)
+    return loss.to(loss_dtype(logits.dtype, hidden.device.type))
