@@ -41,26 +41,55 @@ if triton.knobs.runtime.interpret:
     def _root(x):
         return tl.sqrt(x)
 
+    @triton.jit
+    def _reciprocal(x):
+        return 1 / tl.where(x == 0, 1, x)
+
 else:
 
     @triton.jit
     def _root(x):
-        """The square root in one instruction: half a code is far more than its error, and what it takes for 0 is 0."""
+        """The square root in one instruction; of what is no normal number, that is 0."""
         return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def _reciprocal(x):
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def approximate_sqrt(x):
+    """The square root within two units in the last place."""
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return _root(x)
+
+
+@triton.jit
+def approximate_div(a, b):
+    """a / b within two units in the last place; a divisor that is no normal number is 0."""
+    if b.dtype == tl.float64:
+        return a / b
+    else:
+        return a * _reciprocal(b)
 
 
 @triton.jit
 def quantize_blockwise(x, scales, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The code of each element, in the low byte of an int32: `blockwise.quantize`.
 
-    Added to 1.5 * 2^23, a small number is rounded to the nearest integer, which the last bits of the sum then are.
+    The scale goes under the root, and the root of an unsigned number is that which Adam divides by. Added to 1.5 * 2^23,
+    a small number is rounded to the nearest integer, which the last bits of the sum then are.
     """
-    inverse = tl.where(scales > 0, 1 / tl.where(scales > 0, scales, 1), 0)
-    root = _root(tl.abs(x) * _per_element(inverse, BLOCK))
     if SIGNED:
-        code = 127 * tl.where(x < 0, -root, root) + 12582912.0
+        unit = tl.where(scales > 0, 127 * 127 * _reciprocal(scales), 0)
+        root = _root(tl.abs(x) * _per_element(unit, BLOCK)).to(tl.int32, bitcast=True)
+        sign = x.to(tl.int32, bitcast=True) & -2147483648
+        code = (root | sign).to(tl.float32, bitcast=True) + 12582912.0
     else:
-        code = 255 * _root(root) + 12582912.0
+        unit = tl.where(scales > 0, 255 * 255 * _reciprocal(_root(scales)), 0)
+        code = _root(_root(x) * _per_element(unit, BLOCK)) + 12582912.0
     return code.to(tl.int32, bitcast=True)
 
 

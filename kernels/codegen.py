@@ -81,19 +81,23 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
     """
     writer = _TileWriter if segment.extent is Extent.ELEMENT else _LaneWriter
     source = writer(program, segment, name).source()
-    return Kernel(segment, _compile(source, name), source, name, block)
+    has_codes = any(program.parameters[p].extent is Extent.BLOCK for p in segment.memory.values())
+    return Kernel(segment, _compile(source, name, has_codes), source, name, block)
 
 
 _serial = itertools.count()
 
 
-def _compile(source: str, name: str) -> Any:
+def _compile(source: str, name: str, has_codes: bool) -> Any:
     # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
     filename = f"<subtensors {name} {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     names: dict[str, Any] = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": __name__}
     names |= {f: getattr(tile_math, f) for f in _TILE_FUNCTIONS}
     names |= {f: getattr(blockwise_tiles, f) for f in _BLOCK_FUNCTIONS}
+    if has_codes:
+        # Beside codes of 8 bits, the last bit of a quotient is nothing; that of the parameter is rounded afterwards.
+        names |= {"sqrt": blockwise_tiles.approximate_sqrt, "div": blockwise_tiles.approximate_div}
     exec(compile(source, filename, "exec"), names)
     return names[name]
 
