@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 spreads over processes: two of them on the CPU train as one would."""
+"""Parameters that FSDP2 spreads over processes: they train as one process would, over gloo and over NCCL."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Adagrad", {}),
 ]
 STEPS = 4
+# Another one in a process that has a GPU to itself.
+device = torch.device("cpu")
 
 
 def model() -> torch.nn.Sequential:
     torch.manual_seed(0)
     # Sizes that two processes can't share evenly.
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(device)
 
 
 def loss_of(net: torch.nn.Module, number: int) -> torch.Tensor:
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(number)).to(device)
     loss: torch.Tensor = (net(x) - x[:, :3]).square().mean()
     return loss
 
@@ -53,7 +55,7 @@ def whole(tensors: Any) -> list[torch.Tensor]:
 
 def sharded() -> torch.nn.Module:
     net = model()
-    mesh = init_device_mesh("cpu", (2,))  # also where there are GPUs
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # the CPU's also where there are GPUs
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
     return net
@@ -93,7 +95,7 @@ def masters_and_averages_are_sharded_too() -> None:
         optimizer = st.optim.AdamW(trained.parameters(), lr=0.05, **options)
         for number in range(STEPS):
             for i, p in enumerate(trained.parameters()):
-                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).bfloat16()
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(device, torch.bfloat16)
                 p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
             optimizer.step()
         return optimizer
@@ -140,9 +142,13 @@ def what_cannot_be_done_to_shards_is_refused() -> None:
         st.optim.AdamW(net.parameters()).capture()
 
 
-def _process(rank: int, folder: str) -> None:
+def _process(rank: int, backend: str, count: int, folder: str) -> None:
+    global device
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     try:
         a_sharded_model_trains_as_the_whole_one()
         what_needs_whole_tensors_gets_them()
@@ -154,7 +160,14 @@ def _process(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-# One pair of processes for all of it: to start them takes longer than what they do.
+# One set of processes for all of it: to start them takes longer than what they do.
 def test_two_processes_train_a_sharded_model_as_one_trains_the_whole(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_process, args=(str(tmp_path),), nprocs=2)
+    mp.spawn(_process, args=("gloo", 2, str(tmp_path)), nprocs=2)
+
+
+@pytest.mark.gpu
+def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_trains_the_whole(tmp_path: Path) -> None:
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    count = min(torch.cuda.device_count(), 2)
+    mp.spawn(_process, args=("nccl", count, str(tmp_path)), nprocs=count)
