@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,13 +31,86 @@ from torch import Tensor
 from subtensors.dispatch import captures, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.kernels.launch import bits
-from subtensors.kernels.program import Extent
-
-if TYPE_CHECKING:
-    from subtensors.dispatch.kernel_group import KernelGroup
-    from subtensors.kernels.launch import Grid
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Swept(Protocol):
+    """Tensors of given sizes that a launch sweeps over, wherever they are: `kernels.launch.Grid` and its like."""
+
+    count: int
+    sizes: Words
+
+    @property
+    def table_size(self) -> int:
+        """How many numbers `rows` gives."""
+        ...
+
+    def rows(self, pointers: Words) -> Words:
+        """The table of these addresses."""
+        ...
+
+    def workspace(self, key: int) -> object:
+        """Memory of its own for launches of this number."""
+        ...
+
+    def forget(self, stream: int) -> None:
+        """Free the workspace of this number."""
+        ...
+
+    def launch(
+        self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int
+    ) -> None:
+        """Launch with a table and numbers that are on the device at these addresses."""
+        ...
+
+
+class Recordable(Protocol):
+    """What makes a launch that can be recorded: `KernelGroup` and its like."""
+
+    @property
+    def grid(self) -> Swept:
+        """What it sweeps over."""
+        ...
+
+    @property
+    def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
+        """How its live numbers are computed."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[type[float] | type[int]]:
+        """Of its live numbers, and of its tensors on the host."""
+        ...
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """Which parameters are on the host."""
+        ...
+
+    @property
+    def observed(self) -> Collection[int]:
+        """The parameters whose versions autograd counts."""
+        ...
+
+    @property
+    def stores(self) -> Mapping[int, int]:
+        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
+        ...
+
+    @property
+    def is_seeded(self) -> bool:
+        """Does it round stochastically?"""
+        ...
+
+    @property
+    def seed(self) -> Tensor:
+        """Handed over where it does not."""
+        ...
+
+    def new_arenas(self) -> list[Tensor]:
+        """Memory for the outputs of a launch."""
+        ...
 
 
 class NotRecordable(Exception):
@@ -48,7 +121,7 @@ class NotRecordable(Exception):
 class Launch:
     """One launch of a recording."""
 
-    group: KernelGroup
+    group: Recordable
     source: object
     """Where its numbers come from: what `Recording.source` was when it was recorded."""
     numbers: list[float]
@@ -65,7 +138,7 @@ class Launch:
 
     def words(self) -> list[int]:
         """The bits of its numbers, as the kernels read them."""
-        values = [evaluate(self.numbers) for evaluate in self.group.trace.scalars]
+        values = [evaluate(self.numbers) for evaluate in self.group.scalars]
         return bits([*values, *self.hosts], self.group.kinds)
 
 
@@ -94,7 +167,7 @@ class Recording:
         self.written: list[Tensor] = []
         """What autograd must be told of: see `KernelGroup.observed`."""
         self._key = next(_keys)
-        self._grids: list[Grid] = []
+        self._grids: list[Swept] = []
         self._pending: Iterator[Launch] | None = None
         self._tape = _CudaTape(device) if device.type == "cuda" else _HostTape()
         self._is_number_new = self._is_table_new = False
@@ -129,10 +202,9 @@ class Recording:
                     if ((index < 0) & (row != 0)).any():
                         raise NotRecordable("an argument holds tensors that move and others that do not")
                     launch.moving[i] = index
-            for i in launch.group.trace.program.stores:
-                parameter = launch.group.parameters[i]
-                count = launch.group.grid.sizes if parameter.extent is Extent.ELEMENT else 1
-                spans.append((launch.pointers[i], launch.pointers[i] + count * parameter.dtype.itemsize))
+            for i, itemsize in launch.group.stores.items():
+                nbytes = launch.group.grid.sizes * itemsize if itemsize > 0 else -itemsize
+                spans.append((launch.pointers[i], launch.pointers[i] + nbytes))
             self._write_table(launch)
             self._write_numbers(launch)
         starts, ends = (np.sort(np.concatenate(part)) for part in zip(*spans, strict=True))
@@ -151,7 +223,7 @@ class Recording:
         self._host = np.zeros(end, np.int64)
         self._words = torch.zeros(end, dtype=torch.int64, device=self.device)
 
-    def launch(self, group: KernelGroup, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> list[Tensor]:
+    def launch(self, group: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> list[Tensor]:
         """Take a launch instead of making it.
 
         Args:
@@ -183,7 +255,7 @@ class Recording:
         table, scalars = base + 8 * launch.table_at, base + 8 * launch.number_at
 
         def run() -> None:
-            seed = torch.randint(2**62, (), device=self.device) if group.kernels.is_seeded else group.seed
+            seed = torch.randint(2**62, (), device=self.device) if group.is_seeded else group.seed
             stream = torch_private.current_stream(self.device) if self.device.type == "cuda" else 0
             group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key)
 
@@ -314,7 +386,7 @@ class _HostTape:
             run()
 
 
-def _release(grids: list[Grid], key: int) -> None:
+def _release(grids: list[Swept], key: int) -> None:
     for grid in grids:
         grid.forget(key)
 

@@ -19,7 +19,7 @@ from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
 from subtensors.kernels.launch import Grid, Kernels, bits, to_device
-from subtensors.kernels.program import Extent
+from subtensors.kernels.program import Extent, Parameter
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -76,6 +76,10 @@ class KernelGroup(Group):
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
         self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
         stored = trace.program.stores
+        self.scalars = trace.scalars
+        self.is_seeded = kernels.is_seeded
+        self.stores = {i: _bytes_written(self.parameters[i]) for i in stored}
+        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(t.requires_grad for t in columns[i])}
         outputs = [trace.program.value(v) for v in trace.program.outputs]
         self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
@@ -120,11 +124,11 @@ class KernelGroup(Group):
         stream = torch_private.current_stream(self.device) if self.is_cuda else 0
         if not is_capturing:
             self.stream = stream
-        values = [evaluate(numbers) for evaluate in self.trace.scalars]
+        values = [evaluate(numbers) for evaluate in self.scalars]
         values += [columns[i][0].item() for i in self.hosts]
         scalars = self._scalars(binding, values, is_capturing)
         arenas = self.new_arenas()
-        seed = torch.randint(2**62, (), device=self.device) if self.kernels.is_seeded else self.seed
+        seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
         self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
         if self.copies:
             for parameter in self.trace.program.stores:
@@ -241,6 +245,10 @@ _captured: list[tuple[KernelGroup, _Binding]] = []
 
 def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
     return float if dtype.is_floating_point else int
+
+
+def _bytes_written(parameter: Parameter) -> int:
+    return parameter.dtype.itemsize * (1 if parameter.extent is Extent.ELEMENT else -1)
 
 
 def _place(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:

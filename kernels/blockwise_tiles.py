@@ -79,8 +79,8 @@ def approximate_div(a, b):
 def quantize_blockwise(x, scales, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The code of each element, in the low byte of an int32: `blockwise.quantize`.
 
-    The scale goes under the root, and the root of an unsigned number is that which Adam divides by. Added to 1.5 * 2^23,
-    a small number is rounded to the nearest integer, which the last bits of the sum then are.
+    The scale goes under the root, and the root of an unsigned number is that which Adam divides by. Added to
+    1.5 * 2^23, a small number is rounded to the nearest integer, which the last bits of the sum then are.
     """
     if SIGNED:
         unit = tl.where(scales > 0, 127 * 127 * _reciprocal(scales), 0)

@@ -178,11 +178,8 @@ def test_the_options_of_every_optimizer_are_captured(device: str, options: dict[
     for _ in range(6):
         pair.step()
     pair.assert_equal()
-    if device == "cpu" and "max_norm" in options:  # the sum over tensors is torch's, and so in a graph alone
-        assert pair.capture.obstacles == {"the norm of the gradients is more than fused calls": 6}
-    else:
-        assert pair.capture.stats()["eager_steps"] == 0
-        assert pair.capture.recordings == 1
+    assert pair.capture.stats()["eager_steps"] == 0
+    assert pair.capture.recordings == 1
 
 
 def test_the_compiler_knows_that_the_state_of_a_captured_optimizer_is_static(device: str) -> None:

@@ -95,7 +95,9 @@ def masters_and_averages_are_sharded_too() -> None:
         optimizer = st.optim.AdamW(trained.parameters(), lr=0.05, **options)
         for number in range(STEPS):
             for i, p in enumerate(trained.parameters()):
-                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(device, torch.bfloat16)
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(
+                    device, torch.bfloat16
+                )
                 p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
             optimizer.step()
         return optimizer

@@ -1,31 +1,31 @@
 """The norm of all gradients of an optimizer, taken before its step and left on the device for it.
 
-    squares = sum over all gradients of all their elements' squares     in float64, across tensors
+    squares = sum over all gradients of all their elements' squares     in float64
 
-One sweep of a fused kernel over the gradients of a batch leaves a number for each of them; those are added up, also
-over the processes that have the other shards.
+It is one kernel a device (`kernels.square_sum`), whatever the dtypes and groups. Shards are added up over the processes
+that have the others, and devices with each other: where there are any of those, that is further kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
+from subtensors.kernels.launch import to_device
+from subtensors.kernels.square_sum import DTYPES, SquareSum, reference
 from subtensors.optim.group_lists import Batch, as_real
-from subtensors.optim.shards import shard
+from subtensors.optim.shards import Sharding, shard
 
-
-def _square_sum(g: Tensor, squares: Tensor) -> None:
-    g = g if g.dtype == torch.float64 else g.float()
-    squares.copy_((g * g).sum())
-
-
-_square_sums = Fusion(_square_sum)
+Part = tuple[torch.device, Sharding | None]
+"""Gradients that one kernel adds up: where they are, and how they are spread."""
 
 
 class GradientNorm:
@@ -36,13 +36,12 @@ class GradientNorm:
 
     def __init__(self) -> None:
         self._squares: dict[torch.device, Tensor] = {}
+        self._totals: dict[Part, Tensor] = {}
+        self._sweeps: dict[Part, _Sweep] = {}
 
     def squares(self, device: torch.device) -> Tensor:
         """The sum that was last taken: float64, 0-d."""
-        known = self._squares.get(device)
-        if known is None:
-            known = self._squares[device] = torch.zeros((), dtype=torch.float64, device=device)
-        return known
+        return _total(self._squares, device, device)
 
     def take(self, gradients: Sequence[tuple[Batch, Elements]]) -> None:
         """Add up the squares.
@@ -50,21 +49,102 @@ class GradientNorm:
         Args:
             gradients: of each batch.
         """
-        if recording_now() is not None and any(batch.device.type == "cpu" for batch, _ in gradients):
-            raise NotRecordable("the norm of the gradients is more than fused calls")
-        sums: dict[torch.device, list[Tensor]] = {}
+        parts: dict[Part, list[tuple[Batch, Sequence[Tensor]]]] = {}
         for batch, own in gradients:
-            each, parts = batch.squares
-            if batch.sharding is None:
-                _square_sums(own, parts)
-            else:
-                _square_sums(as_real(map(shard, own)), parts)
-                each = batch.sharding.add_up(each.sum(0, keepdim=True))
-            sums.setdefault(batch.device, []).append(each)
-        totals = [torch.cat(own) if len(own) > 1 else own[0] for own in sums.values()]
-        if len(totals) == 1:
-            (device,) = sums
-            torch.sum(totals[0], dim=0, out=self.squares(device))
+            local = own if batch.sharding is None else as_real(map(shard, own))
+            parts.setdefault((batch.device, batch.sharding), []).append((batch, local))
+        if len(parts) == 1:
+            ((part, whole),) = parts.items()
+            self._add_up(part, whole, self.squares(part[0]))
             return
-        for device in sums:
-            torch.sum(torch.stack([t.sum().to(device) for t in totals]), dim=0, out=self.squares(device))
+        if recording_now() is not None and any(device.type == "cpu" for device, _ in parts):
+            raise NotRecordable("the norm of the gradients is more than one kernel")
+        for part, some in parts.items():
+            self._add_up(part, some, _total(self._totals, part, part[0]))
+        for device in {device for device, _ in parts}:
+            torch.sum(torch.stack([self._totals[part].to(device) for part in parts]), 0, out=self.squares(device))
+
+    def _add_up(self, part: Part, gradients: list[tuple[Batch, Sequence[Tensor]]], total: Tensor) -> None:
+        """Leave the sum of one part in `total`."""
+        device, sharding = part
+        batches = [batch for batch, _ in gradients]
+        tensors = [g for _, own in gradients for g in own]
+        has_kernel = device.type == "cuda" or interprets_kernels()
+        if has_kernel and all(g.dtype in DTYPES for g in tensors):
+            sweep = self._sweeps.get(part)
+            if sweep is None or not sweep.suits(batches, tensors, total):
+                sweep = self._sweeps[part] = _Sweep(batches, tensors, total)
+            sweep.run(tensors)
+        elif recording_now() is not None:
+            raise NotRecordable("the norm of the gradients is not a kernel here")
+        else:
+            total.copy_(reference(tensors))
+        if sharding is not None:
+            sharding.add_up(total)
+
+
+class _Sweep:
+    """The kernel over the gradients of some batches, and where it last found them; a recording takes its launches."""
+
+    scalars: Sequence[Any] = ()
+    kinds: Sequence[Any] = ()
+    hosts: Sequence[int] = ()
+    observed: frozenset[int] = frozenset()
+    stores: Mapping[int, int] = {}
+    is_seeded = False
+
+    def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
+        self.batches, self.seed, self.device = batches, total, total.device
+        self.dtypes = [g.dtype for g in gradients]
+        self.grid = SquareSum([g.numel() for g in gradients], self.dtypes, self.device, total)
+        self._places: torch_private.AddressGuard | None = None
+        self._table = total
+        self._stream = 0
+        """The stream of the last eager call."""
+
+    def suits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
+        """Is it that of these gradients?"""
+        return (
+            len(batches) == len(self.batches)
+            and all(map(is_, batches, self.batches))
+            and total is self.seed
+            and [g.dtype for g in gradients] == self.dtypes
+        )
+
+    def new_arenas(self) -> list[Tensor]:
+        """None: the sum has a place of its own."""
+        return []
+
+    def run(self, gradients: list[Tensor]) -> None:
+        """Add up their squares, in whatever order they lie in memory."""
+        own = [g if torch_private.is_dense(g) else g.contiguous() for g in gradients]
+        if (recording := recording_now()) is not None:
+            if not all(map(is_, own, gradients)):
+                raise NotRecordable("a gradient that does not fill its memory is copied")
+            recording.launch(self, [own], [])
+            return
+        is_cuda = self.device.type == "cuda"
+        is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
+        places, table = self._places, self._table
+        if places is None or not places.matches(own):
+            places = torch_private.AddressGuard(own)
+            table = to_device(self.grid.rows([places.addresses]), self.device)
+        if is_capturing:
+            # The graph reads them for good, and fills a table of its own at replay, so no eager call may use that.
+            _captured.append((self, table))
+        else:
+            self._places, self._table = places, table
+            self._stream = torch_private.current_stream(self.device) if is_cuda else 0
+        # Triton launches on the current device.
+        with torch.cuda.device_of(self.seed):
+            self.grid.launch(table.data_ptr(), 0, 0, [], self._stream, self._stream)
+
+
+_captured: list[tuple[_Sweep, Tensor]] = []
+
+
+def _total(totals: dict[Any, Tensor], key: Any, device: torch.device) -> Tensor:
+    """The 0-d float64 of this key, made where there is none."""
+    if key not in totals:
+        totals[key] = torch.zeros((), dtype=torch.float64, device=device)
+    return totals[key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -48,12 +47,6 @@ class Batch:
         """The lists that state is kept in."""
         kept = [column for column in (self.master, *self.entries) if column is not None]
         return [part for column in kept for part in (column if isinstance(column, tuple) else (column,))]
-
-    @cached_property
-    def squares(self) -> tuple[Tensor, Elements]:
-        """Where the sum of squares of each gradient goes: all of them, (n,) float64, and one by one."""
-        each = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
-        return each, Elements(each.unbind(), is_fixed=True)
 
     def has_moved(self) -> bool:
         """Is the state's memory elsewhere?"""

@@ -1,0 +1,135 @@
+"""The sum of the squares of all elements of many tensors, by one kernel.
+
+    total = sum_t sum_i x_t[i]^2        in float64
+
+The tensors are cut into chunks. As many programs as the device holds share them, and each adds up in registers what it
+comes by; so there are few partial sums, which the program that finishes last adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subtensors.kernels.launch import to_device
+from subtensors.kernels.square_sum_tiles import square_sum
+
+BLOCK = 2048
+"""Elements that a program reads at a time."""
+ROUNDS = 8
+"""Blocks a chunk."""
+WARPS = 8
+PROGRAMS = 4
+"""Programs a multiprocessor: as many as its registers hold."""
+
+# What the table says of a dtype; bfloat16 has the size of float16.
+_KINDS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: -2}
+
+DTYPES = frozenset(_KINDS)
+"""What the kernel adds up."""
+
+
+def reference(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum by torch, tensor by tensor.
+
+    Args:
+        tensors: real floats of any shapes.
+
+    Returns:
+        0-d float64, on the device of the first.
+
+    Example:
+        >>> reference([torch.ones(3), torch.full((2, 2), 2.0)])
+        tensor(19., dtype=torch.float64)
+    """
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]
+    return torch.stack(norms).square().sum()
+
+
+class SquareSum:
+    """The sum over tensors of these sizes and dtypes, wherever they are; depends on no address.
+
+    Args:
+        sizes: elements of each.
+        dtypes: of each, from `DTYPES`.
+        device: where they are.
+        total: 0-d float64 there, for the sum.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, total: Tensor
+    ) -> None:
+        self.device, self.total = device, total
+        self.count = len(sizes)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.kinds = np.asarray([_KINDS[dtype] for dtype in dtypes], dtype=np.int64)
+        counts = -(-self.sizes // (BLOCK * ROUNDS))
+        tensor = np.repeat(np.arange(self.count, dtype=np.int64), counts)
+        within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Without elements there is one chunk of none.
+        entries = tensor << 32 | within if len(tensor) else np.zeros(1, np.int64)
+        self.chunks = to_device(entries, device)
+        self.programs = min(len(entries), PROGRAMS * _multiprocessors(device))
+        present = set(dtypes)
+        kinds = [dtype in present for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
+        self._constants = (len(entries), *kinds, ROUNDS, BLOCK)
+        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def workspace(self, key: int) -> tuple[Tensor, Tensor]:
+        """Partial sums, and the arrival counter, which launches leave at zero; one pair a stream."""
+        if key not in self._workspaces:
+            self._workspaces[key] = (
+                torch.empty(self.programs, dtype=torch.int64, device=self.device),
+                torch.zeros(1, dtype=torch.int32, device=self.device),
+            )
+        return self._workspaces[key]
+
+    def forget(self, key: int) -> None:
+        """Free the workspace of this number."""
+        self._workspaces.pop(key, None)
+
+    @property
+    def table_size(self) -> int:
+        """How many numbers `rows` gives."""
+        return 3 * self.count
+
+    def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The table: sizes, dtypes, addresses.
+
+        Args:
+            pointers: one row, of addresses.
+        """
+        return np.concatenate([self.sizes, self.kinds, np.asarray(pointers, dtype=np.int64).reshape(-1)])
+
+    def launch(
+        self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int
+    ) -> None:
+        """Add up, on the current stream.
+
+        Args:
+            table: address of what `rows` gave, on the device.
+            scalars: nothing; `launch.Grid` has numbers there, and what follows.
+            seed: nothing.
+            outputs: nothing.
+            stream: nothing.
+            workspace: which workspace to use; launches that may run at the same time want different ones.
+        """
+        partials, counter = self.workspace(workspace)
+        square_sum[(self.programs,)](
+            table,
+            self.chunks.data_ptr(),
+            partials.data_ptr(),
+            counter.data_ptr(),
+            self.total.data_ptr(),
+            self.count,
+            *self._constants,
+            num_warps=WARPS,
+        )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
