@@ -109,9 +109,9 @@ def masked_norm_forward(
         return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)
     x, layout = plan(x.contiguous(), dims, extents, whole_columns=True)
     y = torch.empty_like(x)
-    means, scales = (x.new_zeros(layout.row_shape, dtype=_arithmetic_dtype(x)) for _ in range(2))
+    means, scales = (x.new_empty(layout.row_shape, dtype=_arithmetic_dtype(x)) for _ in range(2))
     if not x.numel():
-        return Normed(y, means, scales)
+        return Normed(y, means.zero_(), scales.zero_())
     high, wide = layout.tile(whole_rows=True)
     norm_kernel[(layout.rows[0] * -(-layout.rows[1] // high),)](
         x, _or(weight, x), _or(bias, x), y, means, scales, layout.slot_arguments(extents), layout.rows[1],
@@ -145,14 +145,15 @@ def masked_norm_backward(
     high, wide = layout.tile(whole_rows=True, elements=BACKWARD_TILE)
     tiles = layout.rows[0] * -(-layout.rows[1] // high)
     programs = min(tiles, _multiprocessors(x.device) * PROGRAMS)
-    parts = [x.new_zeros((programs, *shape), dtype=mean.dtype) for _ in range(2)]
-    if x.numel():
-        # Of a norm without weight the parts are those of a weight of ones.
-        norm_backward_kernel[(programs,)](
-            gradient.contiguous(), x, _or(weight, x.new_ones(shape)), mean.contiguous(), scale.contiguous(), gx, *parts,
-            layout.slot_arguments(extents), tiles, layout.rows[1], layout.columns[1], layout.statics, layout.row_slots,
-            is_rms, True, True, high, wide, num_warps=warps(high * wide),
-        )  # fmt: skip
+    parts = [x.new_empty((programs, *shape), dtype=mean.dtype) for _ in range(2)]
+    if not x.numel():
+        return gx, *(part.zero_().sum(0) for part in parts)
+    # Of a norm without weight the parts are those of a weight of ones.
+    norm_backward_kernel[(programs,)](
+        gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
+        scale.contiguous(), gx, *parts, layout.slot_arguments(extents), tiles, layout.rows[1], layout.columns[1],
+        layout.statics, layout.row_slots, is_rms, True, True, high, wide, num_warps=warps(high * wide),
+    )  # fmt: skip
     return gx, parts[0].sum(0), parts[1].sum(0)
 
 

@@ -13,6 +13,15 @@ from subtensors.kernels.tile_math import div, sqrt
 
 
 @triton.jit
+def _count(STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, real, C0, kind: tl.constexpr):
+    """How many real elements a row is made of, at least 1."""
+    if len(STATICS) == ROW_SLOTS:
+        return tl.zeros([1, 1], kind) + C0
+    else:
+        return tl.maximum(tl.sum(real.to(tl.int32), 1, keep_dims=True), 1).to(kind)
+
+
+@triton.jit
 def norm_kernel(
     x, weight, bias, y, means, scales, slots, R0, C0,
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, EPS: tl.constexpr, FILL: tl.constexpr, RMS: tl.constexpr,
@@ -30,13 +39,14 @@ def norm_kernel(
     row = r1.to(tl.int64) * R0 + r0
     at = row * C0 + c0
     value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), 0.0)
-    count = tl.maximum(tl.sum(real.to(tl.int32), 1, keep_dims=True), 1).to(kind)
+    count = _count(STATICS, ROW_SLOTS, real, C0, kind)
     if RMS:
+        mean = tl.zeros([BM, 1], kind)
         apart = value
     else:
         mean = div(tl.sum(value, 1, keep_dims=True), count)
         apart = tl.where(real, value - mean, 0.0)
-        tl.store(means + row, tl.where(in_rows, mean, 0.0), mask=r0 < R0)
+    tl.store(means + row, tl.where(in_rows, mean, 0.0), mask=r0 < R0)
     variance = div(tl.sum(apart * apart, 1, keep_dims=True), count)
     scale = div(1.0, sqrt(variance + EPS))
     tl.store(scales + row, tl.where(in_rows, scale, 0.0), mask=r0 < R0)
@@ -77,7 +87,7 @@ def norm_backward_kernel(
         upstream = tl.where(real, tl.load(g + at, mask=near, other=0).to(kind), 0.0)
         value = tl.load(x + at, mask=near, other=0).to(kind)
         scale = tl.load(scales + row, mask=r0 < R0, other=0)
-        count = tl.maximum(tl.sum(real.to(tl.int32), 1, keep_dims=True), 1).to(kind)
+        count = _count(STATICS, ROW_SLOTS, real, C0, kind)
         if not RMS:
             value = value - tl.load(means + row, mask=r0 < R0, other=0)
         unit = tl.where(real, value * scale, 0.0)

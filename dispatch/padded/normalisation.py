@@ -31,12 +31,12 @@ def layer_norm(call: Call) -> Any:
     first = x.dim() - len(call["normalized_shape"])
     over = range(first, x.dim())
     weight, bias = (_parameter(call, call[name], x, first) for name in ("weight", "bias"))
-    if not any(x.is_padded(d) for d in over):
-        return _by_torch(call, x, first)
     if call.op.overloadpacket is aten.layer_norm:
         by_kernel = fused.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
         if by_kernel is not None:
             return by_kernel
+    if not any(x.is_padded(d) for d in over):
+        return _by_torch(call, x, first)
     if call.op.overloadpacket is aten.native_layer_norm:
         raise refuse(call, "its statistics are over padded dims")
     normal, _, _ = _normalised(x, list(over), call["eps"])
@@ -50,12 +50,12 @@ def rms_norm(call: Call) -> Padded:
     first = x.dim() - len(call["normalized_shape"])
     over = list(range(first, x.dim()))
     weight = _parameter(call, call["weight"], x, first)
-    if not any(x.is_padded(d) for d in over):
-        return _by_torch(call, x, first)  # type: ignore[no-any-return]
     eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
     by_kernel = fused.normed(x, len(over), weight, None, eps, is_rms=True)
     if by_kernel is not None:
         return by_kernel
+    if not any(x.is_padded(d) for d in over):
+        return _by_torch(call, x, first)  # type: ignore[no-any-return]
     values = x.filled(0).to(accumulated(x.dense.dtype))
     normal = values * torch.rsqrt((values * values).sum(over, keepdim=True) / _count(x, over) + eps)
     return _scaled(x, _without_padding(x, normal), weight, None, [1] * first + list(x.shape[first:]))

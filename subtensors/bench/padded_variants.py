@@ -12,6 +12,8 @@ from torch import Tensor
 
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.masked_ops import masked_norm, masked_reduction, masked_softmax
+from subtensors.padded.padding import pad
+from subtensors.sizes.dims import Dim
 
 EPS = 1e-5
 
@@ -177,9 +179,23 @@ def _subtensors(problem: Problem) -> Callable[[], object]:
     return problem.run(lambda x: by_kernels(problem, x), problem.x)
 
 
+def _padded_tensor(problem: Problem) -> Callable[[], object]:
+    """The op called on a PaddedTensor as a program calls it; `_subtensors` is the kernel alone."""
+    longest = problem.shape[problem.case.ragged[0]]
+    dim = Dim("length", max=longest, buckets=[longest])
+    rows = []
+    for row, length in zip(problem.x.detach(), problem.lengths.tolist(), strict=True):
+        for d in problem.case.ragged:
+            row = row.narrow(d - 1, 0, length)
+        rows.append(row)
+    x = pad(rows, {d - 1: dim for d in problem.case.ragged})
+    return problem.run(problem.plain, x.requires_grad_(problem.trains))
+
+
 VARIANTS: dict[str, Callable[[Problem], Callable[[], object]]] = {
     "dense": _dense,
     "subtensors": _subtensors,
+    "PaddedTensor": _padded_tensor,
     "masked by hand": _masked,
     "the same compiled": _compiled,
     "torch.masked": _torch_masked,
