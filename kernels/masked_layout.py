@@ -35,6 +35,9 @@ NO_BATCH = -1
 TILE = 4096
 """Elements that a program holds at once, where the tensor has as many: 32 a thread of four warps."""
 
+OF_A_WARP = 1024
+"""Elements of whole rows that a warp holds at once: 32 a thread."""
+
 NEIGHBOURS = 64
 """Rows of a tile where rows lie side by side in memory: 128 bytes of half precision, the width of a memory access."""
 
@@ -103,20 +106,37 @@ class Layout:
 
     def fits_whole_rows(self, limit: int) -> bool:
         """Can a tile of at most so many elements hold its rows whole?"""
-        return self.columns[0] == 1 and _power_of_two(self.columns[1]) * self._neighbours <= limit
+        return self.columns[0] == 1 and power_of_two(self.columns[1]) * self._neighbours <= limit
 
     @property
     def bounds_vary(self) -> bool:
         """Does it depend on `c1` which part of `c0` is real?"""
         return any(C1 in (slot.level, slot.batch_level) for slot in self.slots[self.row_slots :])
 
-    def tile(self, whole_rows: bool = False, elements: int | None = None) -> tuple[int, int]:
+    def lanes(self, wide: int, element_size: int) -> int:
+        """In how many columns of a tile so wide four warps load at once; what else it has stays in their registers."""
+        loaded = LOADED // element_size
+        return max(min(wide, loaded // self._neighbours), 1)
+
+    def tile(self, whole_rows: bool = False) -> tuple[int, int]:
         """Rows and columns of a tile, powers of two; `whole_rows` when one has to hold all of `c0`."""
-        rows, columns = _power_of_two(self.rows[1]), _power_of_two(self.columns[1])
+        rows, columns = power_of_two(self.rows[1]), power_of_two(self.columns[1])
         least = min(rows, self._neighbours)
-        most = min(elements or TILE, TILE)
-        wide = columns if whole_rows else min(columns, max(most // least, 1))
-        return max(min(rows, most // wide), least), wide
+        wide = columns if whole_rows else min(columns, max(TILE // least, 1))
+        return max(min(rows, TILE // wide), least), wide
+
+    def whole_rows(self) -> tuple[int, int, int]:
+        """Rows, columns and warps of a tile that holds its rows whole: of one warp if it can, which waits for none."""
+        if self._neighbours > 1:
+            high, wide = self.tile(whole_rows=True)
+            return high, wide, warps(high * wide)
+        wide = power_of_two(self.columns[1])
+        high = min(power_of_two(self.rows[1]), max(min(OF_A_WARP, TILE) // wide, 1))
+        return high, wide, max(high * wide // OF_A_WARP, 1)
+
+
+LOADED = 2048
+"""Bytes that four warps load at once: 16 a thread."""
 
 
 def warps(elements: int) -> int:
@@ -124,7 +144,14 @@ def warps(elements: int) -> int:
     return 4 if elements <= 4096 else 8 if elements <= 8192 else 16
 
 
-def _power_of_two(number: int) -> int:
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for a CPU, which interprets one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 

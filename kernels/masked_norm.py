@@ -11,7 +11,6 @@ too, nor in the gradients of weight and bias, which are sums over the real rows.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,18 +19,14 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_layout import plan, warps
+from subtensors.kernels.masked_layout import multiprocessors, plan
 from subtensors.kernels.masked_norm_tiles import norm_backward_kernel, norm_kernel
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
 
-
-BACKWARD_TILE = 2048
-"""Elements that a program of the backward holds of each tensor: half of the forward's, since it holds more tensors."""
-
-PROGRAMS = 8
-"""Programs of the backward for each multiprocessor; each adds up the gradients of the parameters over its rows."""
+WARPS = 8
+"""Warps of the backward that a multiprocessor runs at a time, whose programs add up the gradients of the parameters."""
 
 
 class Normed(NamedTuple):
@@ -112,12 +107,12 @@ def masked_norm_forward(
     means, scales = (x.new_empty(layout.row_shape, dtype=_arithmetic_dtype(x)) for _ in range(2))
     if not x.numel():
         return Normed(y, means.zero_(), scales.zero_())
-    high, wide = layout.tile(whole_rows=True)
+    high, wide, many = layout.whole_rows()
     norm_kernel[(layout.rows[0] * -(-layout.rows[1] // high),)](
         x, _or(weight, x), _or(bias, x), y, means, scales, layout.slot_arguments(extents), layout.rows[1],
         layout.columns[1], layout.statics, layout.row_slots, float(eps), float(fill), is_rms, weight is not None,
         bias is not None, high, wide,
-        num_warps=warps(high * wide),
+        num_warps=many,
     )  # fmt: skip
     return Normed(y, means, scales)
 
@@ -142,17 +137,17 @@ def masked_norm_backward(
     x, layout = plan(x.contiguous(), range(x.dim() - normalized, x.dim()), extents, whole_columns=True)
     gx = torch.empty_like(x)
     shape = x.shape[x.dim() - normalized :]
-    high, wide = layout.tile(whole_rows=True, elements=BACKWARD_TILE)
+    high, wide, many = layout.whole_rows()
     tiles = layout.rows[0] * -(-layout.rows[1] // high)
-    programs = min(tiles, _multiprocessors(x.device) * PROGRAMS)
+    programs = min(tiles, multiprocessors(x.device) * max(WARPS // many, 1))
     parts = [x.new_empty((programs, *shape), dtype=mean.dtype) for _ in range(2)]
     if not x.numel():
-        return gx, *(part.zero_().sum(0) for part in parts)
+        return gx, parts[0].zero_().sum(0), parts[1].zero_().sum(0)
     # Of a norm without weight the parts are those of a weight of ones.
     norm_backward_kernel[(programs,)](
         gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
         scale.contiguous(), gx, *parts, layout.slot_arguments(extents), tiles, layout.rows[1], layout.columns[1],
-        layout.statics, layout.row_slots, is_rms, True, True, high, wide, num_warps=warps(high * wide),
+        layout.statics, layout.row_slots, is_rms, True, True, high, wide, num_warps=many,
     )  # fmt: skip
     return gx, parts[0].sum(0), parts[1].sum(0)
 
@@ -160,10 +155,3 @@ def masked_norm_backward(
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """What a kernel is given for a tensor that there is not, and that it does not read."""
     return other if tensor is None else tensor.contiguous()
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

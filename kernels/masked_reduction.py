@@ -7,6 +7,7 @@ mean and var NaN; where that is because the row itself is padding, it gives `fil
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,16 +16,25 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_layout import Layout, plan
+from subtensors.kernels.masked_layout import multiprocessors, plan, power_of_two
 from subtensors.kernels.masked_reduction_tiles import merge_kernel, reduction_backward_kernel, reduction_kernel
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
-PARTS = 1024
+PARTS = 2048
 """The most parts that a row is cut into."""
 
-PROGRAMS = 1024
-"""Rows are cut until there are about so many programs: enough for every multiprocessor of a large GPU."""
+RESIDENT = 4
+"""Programs of four warps that a multiprocessor runs at a time, at the least."""
+
+REGISTERS = 128
+"""The most that a thread may take for `RESIDENT` programs to fit."""
+
+MERGING = 4
+"""What a second kernel takes, in tiles of a program of the first."""
+
+MERGED = 2048
+"""States that a program of the second kernel holds, where a row has fewer parts."""
 
 
 class Reduced(NamedTuple):
@@ -200,8 +210,10 @@ def masked_reduction_forward(
     if not out.numel():
         return Reduced(out, aux, counts)
     high, wide = layout.tile()
-    parts = _parts(layout, high, wide)
-    grid = (layout.rows[0] * -(-layout.rows[1] // high), parts)
+    programs = layout.rows[0] * -(-layout.rows[1] // high)
+    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
+    parts = _parts(programs, tiles, multiprocessors(x.device) * RESIDENT) if tiles else 1
+    grid = (programs, parts)
     statics = (
         layout.statics,
         layout.row_slots,
@@ -212,15 +224,17 @@ def masked_reduction_forward(
         fill if dtype.is_floating_point else int(fill),
     )
     slots = layout.slot_arguments(extents)
-    tile = (high, wide, for_gradient, layout.bounds_vary)
+    tile = (high, wide, layout.lanes(wide, x.element_size()), for_gradient, layout.bounds_vary)
     results: tuple[Tensor, ...] = (out, aux, counts)
     if parts > 1:
         states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
-        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile)
-        merged = 1 << (parts - 1).bit_length()
-        merge_kernel[(layout.row_count,)](*states, *results, slots, parts, *layout.rows, *statics, merged)
+        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=REGISTERS)
+        merged = power_of_two(parts)
+        high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
+        programs = layout.rows[0] * -(-layout.rows[1] // high)
+        merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
     else:
-        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile)
+        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=REGISTERS)
     return Reduced(out, aux, counts)
 
 
@@ -228,11 +242,20 @@ def _as_bool(reduced: Reduced) -> Reduced:
     return Reduced(reduced.out.bool(), reduced.aux, reduced.counts)
 
 
-def _parts(layout: Layout, high: int, wide: int) -> int:
-    """How many programs share a row."""
-    programs = layout.rows[0] * -(-layout.rows[1] // high)
-    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
-    return max(min(PROGRAMS // programs, tiles, PARTS), 1)
+@functools.lru_cache(maxsize=4096)
+def _parts(programs: int, tiles: int, slots: int) -> int:
+    """How many programs share a row, so that the last of all is done soonest.
+
+    Args:
+        programs: without sharing.
+        tiles: that each then walks.
+        slots: programs that run at a time.
+    """
+
+    def rounds(parts: int) -> int:
+        return -(-programs * parts // slots) * -(-tiles // parts) + MERGING * (parts > 1)
+
+    return min(range(1, min(tiles, PARTS) + 1), key=rounds)
 
 
 def masked_reduction_backward(

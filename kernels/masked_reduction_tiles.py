@@ -11,7 +11,8 @@ The state of a lane is three numbers (a, b, n); n counts the elements.
 | var | mean | sum (x - a)^2 | b / (n - correction) |
 | norm | sum abs(x)^p, or max abs(x) | of a maximum, how many equal it | a^(1/p) |
 
-A row that is long while rows are few is cut into parts, one program each, whose states a second kernel merges.
+A lane absorbs a few elements of a tile at once, those that lie in the registers of one thread. A row that is long while
+rows are few is cut into parts, one program each, whose states a second kernel merges.
 """
 
 from __future__ import annotations
@@ -84,39 +85,62 @@ def _or_else(x, real, other, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _folded(x, LANES: tl.constexpr):
+    """A tile as (BM, elements a lane, LANES)."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES])
+
+
+@triton.jit
 def _absorb(
-    KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, real, WHOLE: tl.constexpr, TIES: tl.constexpr, FAST: tl.constexpr
-):
-    """The state with one more element in each lane that is real; in a `WHOLE` tile that is each."""
-    if KIND == "var":
-        n += real.to(tl.int32)
-    elif WHOLE:
-        n += x.shape[1]
-    else:
-        n += tl.sum(real.to(tl.int64), 1, keep_dims=True)
+    KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, real, WHOLE: tl.constexpr, TIES: tl.constexpr, FAST: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """The state with a tile's elements absorbed, a few by each lane, those that are real; in a `WHOLE` tile all are."""
+    if KIND != "var":
+        if WHOLE:
+            n += x.shape[1]
+        else:
+            n += tl.sum(real.to(tl.int64), 1, keep_dims=True)
     if KIND == "sum" or KIND == "mean":
-        a += _or_else(x, real, 0, WHOLE)
+        a += tl.sum(_folded(_or_else(x, real, 0, WHOLE), LANES), 1)
     elif KIND == "prod":
-        b += (real & (x == 0)).to(b.dtype)
-        a *= tl.where(real & (x != 0), x, 1)
+        b += tl.sum(_folded((real & (x == 0)).to(b.dtype), LANES), 1)
+        a *= tl.reduce(_folded(tl.where(real & (x != 0), x, 1), LANES), 1, _multiply)
     elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
         x = tl.abs(x) if KIND == "norm" else x
-        higher = _largest(a, _or_else(x, real, _lowest(a.dtype), WHOLE))
+        tile = _folded(_or_else(x, real, _lowest(a.dtype), WHOLE), LANES)
+        higher = _largest(a, tl.reduce(tile, 1, _largest))
         if TIES:
-            b = tl.where(higher == a, b, 0) + (real & (x == higher)).to(b.dtype)
+            ties = tile == tl.expand_dims(higher, 1)
+            if not WHOLE:
+                ties &= _folded(real, LANES)
+            b = tl.where(higher == a, b, 0) + tl.sum(ties.to(b.dtype), 1)
         a = higher
     elif KIND == "logsumexp":
-        higher = _largest(a, _or_else(x, real, float("-inf"), WHOLE))
+        # What is not real is exp(-inf - shift) = 0.
+        tile = _folded(_or_else(x, real, float("-inf"), WHOLE), LANES)
+        higher = _largest(a, tl.reduce(tile, 1, _largest))
         shift = tl.where(tl.abs(higher) == INFINITY, 0.0, higher)
-        b = b * exp(a - shift, FAST) + _or_else(exp(x - shift, FAST), real, 0.0, WHOLE)
+        b = b * exp(a - shift, FAST) + tl.sum(exp(tile - tl.expand_dims(shift, 1), FAST), 1)
         a = higher
     elif KIND == "var":
-        delta = _or_else(x - a, real, 0.0, WHOLE)
-        # The quotient may be rounded loosely: it only moves the point that deviations are taken from.
-        a += delta / tl.maximum(n, 1).to(a.dtype)
-        b += delta * _or_else(x - a, real, 0.0, WHOLE)
+        # Chan, Golub and LeVeque: mean and squares of a lane's few elements, then of all that it has met.
+        tile = _folded(_or_else(x, real, 0.0, WHOLE), LANES)
+        inside = _folded(real, LANES)
+        if WHOLE:
+            met = tl.full(n.shape, x.shape[1] // LANES, tl.int32)
+        else:
+            met = tl.sum(inside.to(tl.int32), 1)
+        count = met.to(a.dtype)
+        mean = div(tl.sum(tile, 1), tl.maximum(count, 1.0))
+        apart = _or_else(tile - tl.expand_dims(mean, 1), inside, 0.0, WHOLE)
+        delta = _or_else(mean - a, met > 0, 0.0, WHOLE)
+        share = div(count, tl.maximum(n + met, 1).to(a.dtype))
+        b += tl.sum(apart * apart, 1) + delta * delta * share * n.to(a.dtype)
+        a += delta * share
+        n += met
     else:
-        a += _or_else(_magnitude(x, P), real, 0.0, WHOLE)
+        a += tl.sum(_folded(_or_else(_magnitude(x, P), real, 0.0, WHOLE), LANES), 1)
     return a, b, n
 
 
@@ -175,7 +199,7 @@ def reduction_kernel(
     x, out, aux, counts, slots, parts, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
     CORRECTION: tl.constexpr, FILL: tl.constexpr, SPLIT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, TIES: tl.constexpr, VARY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, TIES: tl.constexpr, VARY: tl.constexpr,
 ):  # fmt: skip
     """Reduce x over its columns; with `SPLIT`, write the state of one part of each row: (parts, rows) of a, b and n."""
     kind: tl.constexpr = aux.dtype.element_ty
@@ -187,11 +211,11 @@ def reduction_kernel(
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
     lane = tl.arange(0, BN)[None, :]
     fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
-    a = tl.full([BM, BN], _identity(KIND, P, kind), kind)
-    b = tl.zeros([BM, BN], kind)
+    a = tl.full([BM, LANES], _identity(KIND, P, kind), kind)
+    b = tl.zeros([BM, LANES], kind)
     # Only a running mean needs to know how many elements each lane has met.
     if KIND == "var":
-        n = tl.zeros([BM, BN], tl.int32)
+        n = tl.zeros([BM, LANES], tl.int32)
     else:
         n = tl.zeros([BM, 1], tl.int64)
     all_real = tl.full([BM, BN], 1, tl.int1)
@@ -207,13 +231,13 @@ def reduction_kernel(
             if first + BN <= every:
                 value = tl.load(x + at).to(kind)
                 value = -value if NEGATE else value
-                a, b, n = _absorb(KIND, P, a, b, n, value, all_real, True, TIES, fast)
+                a, b, n = _absorb(KIND, P, a, b, n, value, all_real, True, TIES, fast, LANES)
             else:
                 near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
                 real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
                 value = tl.load(x + at, mask=near, other=0).to(kind)
                 value = -value if NEGATE else value
-                a, b, n = _absorb(KIND, P, a, b, n, value, real, False, TIES, fast)
+                a, b, n = _absorb(KIND, P, a, b, n, value, real, False, TIES, fast, LANES)
     a, b, count = _merge(KIND, P, a, b, n, fast)
     row = r1.to(tl.int64) * R0 + r0
     if SPLIT:
@@ -242,18 +266,21 @@ def _write(
 def merge_kernel(
     states_a, states_b, states_n, out, aux, counts, slots, parts, R1, R0,
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
-    CORRECTION: tl.constexpr, FILL: tl.constexpr, PARTS: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of a row's parts, one row a program."""
-    r1, r0 = tl.program_id(0) // R0, tl.program_id(0) % R0 + tl.zeros([1, 1], tl.int32)
+    """Merge the states of the parts of some rows."""
+    high = tl.cdiv(R0, BM)
+    r1 = tl.program_id(0) // high
+    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
     part = tl.arange(0, PARTS)[None, :]
     row = r1.to(tl.int64) * R0 + r0
     at = row + part.to(tl.int64) * R1 * R0
+    inside = (part < parts) & (r0 < R0)
     kind: tl.constexpr = aux.dtype.element_ty
-    a = tl.load(states_a + at, mask=part < parts, other=0)
-    a = tl.where(part < parts, a, _identity(KIND, P, kind))
-    b = tl.load(states_b + at, mask=part < parts, other=0)
-    n = tl.load(states_n + at, mask=part < parts, other=0)
+    a = tl.load(states_a + at, mask=inside, other=0)
+    a = tl.where(inside, a, _identity(KIND, P, kind))
+    b = tl.load(states_b + at, mask=inside, other=0)
+    n = tl.load(states_n + at, mask=inside, other=0)
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     a, b, count = _merge(KIND, P, a, b, n, False)
     _write(row, r0 < R0, in_rows, a, b, count, out, aux, counts, KIND, P, NEGATE, CORRECTION, FILL)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_layout import plan, warps, with_strides_of
+from subtensors.kernels.masked_layout import plan, with_strides_of
 from subtensors.kernels.masked_softmax_tiles import softmax_backward_kernel, softmax_kernel
 
 ONE_PASS = 16384
@@ -63,11 +63,11 @@ def masked_softmax_forward(
     if not x.numel():
         return y
     one_pass = layout.fits_whole_rows(ONE_PASS)
-    high, wide = layout.tile(whole_rows=one_pass)
+    high, wide, many = layout.whole_rows() if one_pass else (*layout.tile(), 4)
     programs = layout.rows[0] * -(-layout.rows[1] // high)
     softmax_kernel[(programs,)](
         x, y, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots, is_log, one_pass,
-        high, wide, float(fill), num_warps=warps(high * wide),
+        high, wide, float(fill), num_warps=many,
     )  # fmt: skip
     return y
 
@@ -91,10 +91,10 @@ def masked_softmax_backward(
     if not y.numel():
         return result
     one_pass = layout.fits_whole_rows(ONE_PASS)
-    high, wide = layout.tile(whole_rows=one_pass)
+    high, wide, many = layout.whole_rows() if one_pass else (*layout.tile(), 4)
     programs = layout.rows[0] * -(-layout.rows[1] // high)
     softmax_backward_kernel[(programs,)](
         gradient, y, result, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots, is_log,
-        one_pass, high, wide, num_warps=warps(high * wide),
+        one_pass, high, wide, num_warps=many,
     )  # fmt: skip
     return result

@@ -241,9 +241,18 @@ def test_a_product_with_zeros_has_torchs_gradient(lowering: Lowering) -> None:
 @each_lowering
 def test_a_long_row_among_few_is_shared_by_programs(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_layout, "TILE", 64)
+    monkeypatch.setattr(masked_reduction, "_parts", lambda programs, tiles, slots: min(tiles, 3))
     x = padded((2, 500), {1: ([500, 170], 0)})
     for number, (kind, p) in sampled(enumerate(KINDS_AND_ORDERS), "ragged", lowering):
         check_reduction(x, kind, [[1], [0, 1]][number % 2], lowering, p)
+
+
+def test_rows_are_shared_by_as_many_programs_as_run_at_a_time() -> None:
+    parts = masked_reduction._parts
+    assert parts(512, 32, 528) == 1  # a round of programs, and nothing to merge
+    assert 264 <= parts(1, 16384, 528) <= 528
+    assert parts(10, 100, 528) == 50  # two tiles each
+    assert parts(1000, 1, 528) == 1
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mean", torch.int64), ("norm", torch.bool), ("var", torch.int32)])
