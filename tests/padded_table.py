@@ -23,17 +23,14 @@ WITHOUT_VALUES = set(
     pca_lowrank svd_lowrank""".split()
 )
 
-# torch.masked is Python that no type can intercept; these divide by torch.ones(x.shape).sum(), the bucket's size.
-PYTHON_ARITHMETIC = {"masked.mean", "masked.var", "masked.std"}
-
-OPS = [op for op in op_db if op.name not in PYTHON_ARITHMETIC]
+OPS = list(op_db)
 
 INTRODUCTION = """# PaddedTensor, op by op
 
 What every op of torch's own test database does when a dim of an operand is padded, as `tests/padded_table.py` found it
 with padding of NaN, infinity, 1e30, and indices out of range. Each sample was run with each dim padded, alone and
 together with the dims of its size in other operands, and compared with the unpadded run: no result and no gradient was
-wrong, but for the ops under "Python arithmetic".
+wrong.
 
 - **rule**: for some dim, the op runs on the padded storage; nothing is unpadded.
 - **fallback**: for every dim that was tried, it runs on the logical data, in eager mode.
@@ -71,9 +68,7 @@ def page() -> tuple[str, Counter[str], Counter[str], list[str]]:
         f"refused.\n\n"
     )
     lines = [f"| `{name}` | {ahead} | {back} |" for name, ahead, back, _ in sorted(rows)]
-    names = ", ".join(f"`{name}`" for name in sorted(PYTHON_ARITHMETIC))
-    arithmetic = f"\n## Python arithmetic\n\n{names}: see [the leak that no type can see](padded.md).\n"
-    text = INTRODUCTION + counts + "| op | forward | backward |\n|---|---|---|\n" + "\n".join(lines) + "\n" + arithmetic
+    text = INTRODUCTION + counts + "| op | forward | backward |\n|---|---|---|\n" + "\n".join(lines) + "\n"
     return text, forward, backward, [w for row in rows for w in row[3]]
 
 

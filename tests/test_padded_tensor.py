@@ -316,3 +316,17 @@ def test_a_padded_row_without_deviation_leaves_the_weight_its_gradient(norm: str
         strict=True,
     ):
         torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("name", ["mean", "var", "std"])
+def test_functions_of_torch_masked_that_would_count_padding_are_refused(name: str) -> None:
+    function = {"mean": torch.masked.mean, "var": torch.masked.var, "std": torch.masked.std}[name]
+    x = torch.randn(2, 5, dtype=torch.float64)
+    mask = x > -1
+    padded, padded_mask = st.pad(x, {1: SEQ}, value=NAN), st.pad(mask, {1: SEQ}, value=True)
+    for keywords in ({}, {"mask": torch.ones(2, padded.shape[1], dtype=torch.bool)}):
+        with pytest.raises(st.RuleError, match=f"torch.masked.*{name}.* counts padding: call the method"):
+            function(padded, 1, **keywords)
+        with pytest.raises(Exception, match=f"torch.masked.*{name}.* counts padding"):
+            torch.compile(lambda: function(padded, 1, **keywords), fullgraph=True, backend="eager")()  # noqa: B023
+    torch.testing.assert_close(function(padded, 1, mask=padded_mask), function(x, 1, mask=mask))

@@ -88,6 +88,26 @@ def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
 
 
+def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:
+    """Raise RuleError where Python of torch that no type can intercept is about to count a bucket's elements.
+
+    Args:
+        frame: of the code that asks for a tensor's layout, which these functions do first of all.
+        is_padded_alike: is this value padded wherever that tensor is? With such a mask they count what is real.
+    """
+    if frame.f_globals.get("__name__") != "torch.masked._ops" or frame.f_code.co_name not in COUNTING:
+        return
+    if not is_padded_alike(frame.f_locals.get("mask")):
+        raise RuleError(
+            f"torch.masked.{COUNTING[frame.f_code.co_name]} would divide by a number of elements that counts padding: "
+            f"call the method of the PaddedTensor, or give it a mask padded as it is"
+        )
+
+
+COUNTING = {"mean": "mean", "_std_var": "std or var"}
+"""Functions of `torch.masked` that divide by a count of `torch.ones(x.shape)` or of their mask."""
+
+
 def check_overload(op: OpOverload, table: RuleTable) -> None:
     """Raise MustDecompose for an op that has no rule but simpler parts."""
     if is_composite(op):

@@ -9,6 +9,7 @@ autograd function whose backward unwraps.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -86,6 +87,9 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Run a torch function that has a PaddedTensor among its arguments."""
     name = getattr(func, "__name__", "")
     if name in _OF_THE_WRAPPER or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
+        if name == "__get__" and _attribute(func) == "layout":
+            # Two frames up, past `__torch_function__`, is who asks.
+            composites.check_caller(sys._getframe(2), lambda mask: _is_padded_as(args[0], mask))
         with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
             if torch_private.is_tracing():
                 # The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any.
@@ -111,8 +115,20 @@ def _watched_size(x: PaddedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     return shape if dim is None else shape[dim]
 
 
+def _is_padded_as(x: PaddedTensor, other: Any) -> bool:
+    """Is another tensor, which broadcasts to `x`, padded wherever that is?"""
+    dims = [d - x.dim() for d in value_of(x).padded_dims]
+    return isinstance(other, PaddedTensor) and all(other.dim() >= -d and other._dims[d] == x._dims[d] for d in dims)
+
+
+def _attribute(func: Any) -> str:
+    """The attribute that a `__get__` or `__set__` is of."""
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
 def _gives_tensor(func: Any) -> bool:
-    return getattr(getattr(func, "__self__", None), "__name__", "") in _TENSOR_ATTRIBUTES
+    return _attribute(func) in _TENSOR_ATTRIBUTES
 
 
 def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
