@@ -7,15 +7,18 @@ values come from a small int64 tensor on the device, or from Python ints where t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import sympy
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError, SizeError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Size: TypeAlias = sympy.Expr
 """An integer expression; a plain int is accepted where one is taken."""
@@ -26,9 +29,15 @@ def size_symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
+def _remembered(function: F) -> F:
+    """A function of expressions and ints that computes each answer once: sympy takes longer than the op it is for."""
+    return functools.wraps(function)(functools.lru_cache(4096, typed=True)(function))  # type: ignore[return-value]
+
+
 # --- what an op makes of a size --------------------------------------------------------------------------------------
 
 
+@_remembered
 def added(*sizes: Size | int) -> Size:
     """The size of a concatenation.
 
@@ -38,6 +47,7 @@ def added(*sizes: Size | int) -> Size:
     return sympy.Add(*sizes)
 
 
+@_remembered
 def multiplied(*sizes: Size | int) -> Size:
     """The size of several dimensions as one, or of one that is repeated.
 
@@ -47,6 +57,7 @@ def multiplied(*sizes: Size | int) -> Size:
     return sympy.Mul(*sizes)
 
 
+@_remembered
 def divided(size: Size | int, by: Size | int) -> Size:
     """The size that makes `size` when multiplied with `by`.
 
@@ -66,16 +77,19 @@ def divided(size: Size | int, by: Size | int) -> Size:
     return quotient
 
 
+@_remembered
 def smallest(*sizes: Size | int) -> Size:
     """The least of several sizes."""
     return sympy.Min(*sizes)
 
 
+@_remembered
 def largest(*sizes: Size | int) -> Size:
     """The greatest of several sizes."""
     return sympy.Max(*sizes)
 
 
+@_remembered
 def sliced(size: Size | int, start: int | None, stop: int | None, step: int = 1) -> tuple[Size, Size]:
     """Where a Python slice of a dimension starts, and its size; both count from the true end where they are negative.
 
@@ -106,6 +120,7 @@ def _within(size: Size, bound: int | None, default: Size) -> Size:
     return sympy.Max(0, size + bound) if bound < 0 else sympy.Min(bound, size)
 
 
+@_remembered
 def convolved(
     size: Size | int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, ceil_mode: bool = False
 ) -> Size:
@@ -128,6 +143,7 @@ def convolved(
     return sympy.Min(windows, _ceiling(size + padding, stride))
 
 
+@_remembered
 def deconvolved(
     size: Size | int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, output_padding: int = 0
 ) -> Size:
@@ -227,11 +243,11 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
         if expression not in values:
             raise RuleError(f"the size {expression} is that of no dimension here; known are {list(map(str, values))}")
         return values[expression]
-    numerator, denominator = sympy.fraction(sympy.together(expression))
+    numerator, denominator = _fraction(expression)
     if denominator != 1:
         return _computed(numerator, values) // _computed(denominator, values)
     if isinstance(expression, sympy.floor):
-        numerator, denominator = sympy.fraction(sympy.together(expression.args[0]))
+        numerator, denominator = _fraction(expression.args[0])
         return _computed(numerator, values) // _computed(denominator, values)
     parts = [_computed(part, values) for part in expression.args]
     if isinstance(expression, sympy.Pow) and isinstance(parts[1], int) and parts[1] > 0:
@@ -240,6 +256,12 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
     if combine is None:
         raise RuleError(f"a size of {expression} has no device arithmetic: {type(expression).__name__} is not known")
     return reduce(combine, parts)
+
+
+@_remembered
+def _fraction(expression: Size) -> tuple[Size, Size]:
+    numerator, denominator = sympy.fraction(sympy.together(expression))
+    return numerator, denominator
 
 
 def _least(a: Tensor | int, b: Tensor | int) -> Any:

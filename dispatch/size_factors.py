@@ -12,9 +12,11 @@ Factors that touch merge where the real elements are a prefix still: a static fa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -34,7 +36,18 @@ class Factor:
     bucket: int
     size: Size
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is remembered: a hash is another one in another process.
+        return Factor, (self.bucket, self.size)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.bucket, self.size))
+
+    @functools.cached_property
     def is_static(self) -> bool:
         """Is every index real, in any run?"""
         return bool(self.size == self.bucket)

@@ -20,10 +20,10 @@ from subtensors.padded import calls as padded_calls
 
 Plan = dict[tuple[int, int], int]  # (tensor, dim) -> how many positions of padding
 
-# A sample is compared in float64, of which there is no more exact truth to measure errors against. Ops on a bucket and on
-# the true size add up in other orders, so they differ by roundings, about 1e-16 and as much larger as the op is
-# ill-conditioned (inverses, decompositions and their gradients lose half of the digits); padding that leaks is poison, and
-# changes the first one. The bound lies between.
+# A sample is compared in float64, of which there is no more exact truth to measure errors against. Ops on a bucket and
+# on the true size add up in other orders, so they differ by roundings, about 1e-16 and as much larger as the op is
+# ill-conditioned (inverses, decompositions and their gradients lose half of the digits); padding that leaks is poison,
+# and changes the first digit. The bound lies between.
 AGREEING = {"rtol": 1e-7, "atol": 1e-9}
 
 POISON = (float("nan"), float("inf"), 1e30)
