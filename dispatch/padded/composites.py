@@ -57,8 +57,8 @@ FUNCTIONS = frozenset(
     "torch.nn.functional." + name
     for name in """_threshold adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d_with_indices
     adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices alpha_dropout batch_norm binary_cross_entropy
-    binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy dropout dropout1d dropout2d
-    dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
+    binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy ctc_loss dropout dropout1d
+    dropout2d dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
     instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax max_pool1d_with_indices
     max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss grid_sample linear_cross_entropy kl_div

@@ -69,6 +69,35 @@ def margins(call: Call) -> Any:
     return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
 
 
+@table.register(aten.ctc_loss)
+def alignments(call: Call) -> Any:
+    """The log-probability of some labels: lengths are the caller's, and what lies beyond them isn't read."""
+    x: Padded = call["log_probs"]
+    targets: Padded = call["targets"]
+    if x.is_padded(x.dim() - 1):
+        raise refuse(call, "the classes themselves are padded")
+    # Any label does beyond a target's length, and any length for a sequence that isn't real.
+    named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": _NONE}
+    lengths = {name: call[name].filled(1) for name in ("input_lengths", "target_lengths") if _is_tensor(call[name])}
+    each = call.dense({**named, **lengths})
+    if x.dim() == 2:
+        samples = plain(each)
+    else:
+        samples = result(each, [x.dims[1]], x.sizes)
+    if call["reduction"] == _NONE:
+        return samples.gradient_masked()
+    if call["reduction"] == _SUM:
+        return apply(aten.sum.default, samples)
+    counted = lengths.get("target_lengths")
+    if counted is None:
+        counted = torch.tensor(call["target_lengths"], device=each.device).view(each.shape)
+    return apply(aten.mean.default, samples.like(samples.dense / counted.to(each).clamp(min=1)))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Padded)
+
+
 @table.register(aten.dist)
 def dist(call: Call) -> Any:
     """The norm of a difference."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
@@ -226,9 +227,24 @@ def slice_(call: Call) -> Padded:
     return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
 
 
-@table.register(aten.split, aten.split_with_sizes, aten.split_copy, aten.split_with_sizes_copy, aten.unsafe_split,
-                aten.unsafe_split_with_sizes, aten.chunk, aten.unsafe_chunk, aten.tensor_split.sections,
+@table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
                 aten.tensor_split.indices)  # fmt: skip
+def split_at(call: Call) -> list[Padded]:
+    """Parts of given sizes, which add up to the bucket's, or between positions: slices, cut at the true end."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    given = call.get("split_sizes", call.get("split_size"))
+    if not x.is_padded(d):
+        return split(call)
+    if given is not None and sum(given) != x.shape[d]:
+        raise refuse(call, f"the sizes {list(given)} do not add up to the bucket's {x.shape[d]}")
+    ends = list(itertools.accumulate(given))[:-1] if given is not None else list(call["indices"])
+    bounds = [0, *ends, None]
+    return [apply(aten.slice.Tensor, x, d, start, end) for start, end in itertools.pairwise(bounds)]
+
+
+@table.register(aten.split, aten.split_copy, aten.unsafe_split, aten.chunk, aten.unsafe_chunk,
+                aten.tensor_split.sections)  # fmt: skip
 def split(call: Call) -> list[Padded]:
     """Parts of a static dim; how many parts a padded one has depends on its size, so that one is refused."""
     x: Padded = call["self"]
