@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from subtensors.kernels.cuda_range import is_captured
+
 Work = Callable[[], None]
 
 _log = logging.getLogger(__name__)
@@ -28,11 +30,33 @@ _is_busy = Lock()
 _counts = Lock()
 _captures = 0
 _collects_garbage = True
+_streams: dict[int, list[int]] = {}
+"""Handles of torch's streams of each watched device."""
 
 
 def is_capturing() -> bool:
-    """Is this thread's current stream captured, or any stream by a recording of ours?"""
-    return _captures > 0 or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    """Is this thread's current stream captured, or one of torch's on a watched device, or does a recording capture?"""
+    if _captures > 0:
+        return True
+    if not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing() or any(map(is_captured, _streams.values()))
+
+
+def watch(device: torch.device) -> None:
+    """From now on `is_capturing` also tells of captures by other threads, on torch's own streams of this device.
+
+    A capture on a stream that another library made is known of in the thread alone whose current stream that is.
+
+    Args:
+        device: a CUDA device with its index, or a CPU, for which there is nothing to do.
+    """
+    if device.type == "cuda" and device.index not in _streams:
+        # Torch hands out 32 streams of each priority, by turns.
+        lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+        _streams[device.index] = [
+            torch.cuda.Stream(device, priority=p).cuda_stream for p in range(lowest, highest - 1, -1) for _ in range(32)
+        ]
 
 
 def when_idle(work: Work) -> None:

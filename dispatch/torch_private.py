@@ -15,6 +15,7 @@ import torch
 # belong to importing this package, not to the first step of a training run.
 import torch._dynamo
 from torch._ops import OpOverload
+from torch.optim import optimizer as _optimizers
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
@@ -147,6 +148,12 @@ class AddressGuard:
             return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
         return bool(_are_at(tensors, self.addresses, self._all))
 
+    def match_at(self, tensors: Sequence[torch.Tensor], places: Sequence[int]) -> bool:
+        """As `matches`, for the tensors in these places."""
+        if _are_at is None:
+            return [tensors[i].data_ptr() for i in places] == [self.addresses[i] for i in places]
+        return bool(_are_at(tensors, self.addresses, places))
+
 
 _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
@@ -160,14 +167,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or bool(known(tensor))
 
 
-def sharers(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and others, hold this memory. Checked on 2.11, 2.13."""
-    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]
+class Sharers:
+    """How many tensors, and others, hold the memory of these, themselves counted. Checked on 2.11, 2.13."""
 
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._storages = [t.untyped_storage() for t in tensors]
+        self._handles = [storage._cdata for storage in self._storages]
 
-def holders(tensor: torch.Tensor) -> int:
-    """How many hold this tensor, Python counted once: graphs of autograd, reducers. Checked on 2.11, 2.13."""
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+    def counts(self) -> list[int]:
+        """Of each storage, in order."""
+        return list(map(torch._C._storage_Use_Count, self._handles))  # type: ignore[attr-defined]
 
 
 def current_stream(device: torch.device) -> int:
@@ -177,13 +186,11 @@ def current_stream(device: torch.device) -> int:
 
 def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Does a hook or a profiler want to know of this optimizer's step? Checked on 2.11, 2.13."""
-    from torch.optim import optimizer as module
-
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or module._global_optimizer_pre_hooks
-        or module._global_optimizer_post_hooks
+        or _optimizers._global_optimizer_pre_hooks
+        or _optimizers._global_optimizer_post_hooks
         or torch._C._autograd._profiler_enabled()
     )
 
@@ -229,7 +236,7 @@ def forget_capture(device: torch.device, pool: Any) -> None:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """How many hold this tensor in C++, its Python object being one. Checked on 2.11, 2.13."""
+    """How many hold this tensor in C++, its Python object being one: autograd, reducers. Checked on 2.11, 2.13."""
     return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
 
 

@@ -66,6 +66,13 @@ class CudaRange:
         _done(_driver().cuMemAddressFree(self.address, self.size))
 
 
+def is_captured(streams: list[int]) -> bool:
+    """Is one of these streams of CUDA, given by their handles, being captured?"""
+    driver = _driver()
+    none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return any(_done(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none for stream in streams)
+
+
 def _driver() -> Any:
     try:
         from cuda.bindings import driver

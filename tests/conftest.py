@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,6 +34,17 @@ def device(request: pytest.FixtureRequest) -> str:
     """Each device that values may live on; "cuda" is skipped where there is none."""
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def kernels(device: str) -> Iterator[None]:
+    """On a CPU fused calls run as kernels in Triton's interpreter."""
+    if device == "cpu" and CUDA:
+        pytest.skip("Triton compiles where there is a GPU")
+    from subtensors.dispatch.calls import kernels_on_cpu
+
+    with kernels_on_cpu() if device == "cpu" else nullcontext():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A captured step does what the eager step does, and is recorded again when it is another step."""
+"""A captured step does what the eager step does, with live numbers."""
 
 from __future__ import annotations
 
@@ -6,74 +6,21 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from captured_pairs import OPTIMIZERS, Pair
 from test_static_compile import copies_of, count_static
-from torch import Tensor, nn
+from torch import nn
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
-SHAPES: list[tuple[int, ...]] = [(3, 5), (700,), (), (1,), (4, 4)]
-
-OPTIMIZERS: dict[str, Callable[..., st.optim.Optimizer]] = {
-    "SGD": lambda params, **o: st.optim.SGD(params, lr=0.1, momentum=0.9, **o),
-    "Adam": lambda params, **o: st.optim.Adam(params, lr=0.1, amsgrad=True, **o),
-    "AdamW": lambda params, **o: st.optim.AdamW(params, lr=0.1, **o),
-    "Lion": lambda params, **o: st.optim.Lion(params, lr=0.1, weight_decay=0.1, **o),
-}
+pytestmark = pytest.mark.usefixtures("kernels")
 
 # Triton's interpreter computes with numpy, which speaks of infinities.
 OVERFLOWING = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def kernels(device: str) -> Iterator[None]:
-    """On a CPU the launches are replayed through Triton's interpreter."""
-    if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton compiles where there is a GPU")
-    with kernels_on_cpu() if device == "cpu" else nullcontext():
-        yield
-
-
-class Pair:
-    """One optimizer twice, over equal parameters: eager, and captured."""
-
-    def __init__(self, device: str, make: Callable[..., st.optim.Optimizer] = OPTIMIZERS["AdamW"], **options: Any):
-        self.device = device
-        self.generator = torch.Generator().manual_seed(0)
-        start = [torch.randn(s, generator=self.generator) for s in SHAPES]
-        self.params = [[nn.Parameter(t.to(device).clone()) for t in start] for _ in range(2)]
-        self.eager, self.captured = (make(p, **options) for p in self.params)
-        self.capture = self.captured.capture()
-
-    @property
-    def both(self) -> list[st.optim.Optimizer]:
-        return [self.eager, self.captured]
-
-    def random(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device)
-
-    def step(self, without: tuple[int, ...] = (), scale: float = 1.0) -> None:
-        grads = [None if i in without else self.random(s) * scale for i, s in enumerate(map(tuple, self.shapes()))]
-        for params, opt in zip(self.params, self.both, strict=True):
-            for p, g in zip(params, grads, strict=True):
-                p.grad = None if g is None else g.clone()
-            opt.step()
-
-    def shapes(self) -> list[torch.Size]:
-        return [p.shape for p in self.params[0]]
-
-    def assert_equal(self) -> None:
-        for p, q in zip(*self.params, strict=True):
-            assert torch.equal(p, q)
-            ours, theirs = (opt.state.get(t, {}) for opt, t in zip(self.both, (p, q), strict=True))
-            assert list(ours) == list(theirs)
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -344,175 +291,6 @@ def test_autograd_notices_that_a_replay_wrote_what_it_saved(device: str) -> None
     opt.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-# --- what is recorded again -----------------------------------------------------------------------------------------
-
-
-def test_gradients_that_move_are_followed_without_recording_again(device: str) -> None:
-    pair = Pair(device)
-    kept = []
-    for _ in range(4):
-        pair.step()
-        kept.append([p.grad for params in pair.params for p in params])  # so that each step's are somewhere else
-    pair.assert_equal()
-    assert pair.capture.stats() == {"recordings": 1, "replays": 4, "eager_steps": 0}
-
-
-def test_gradients_that_come_and_go_are_recorded_once_a_set(device: str, caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(device)
-    pair.step()
-    with caplog.at_level(logging.INFO, logger="subtensors.optim"):
-        for without in ((1,), (), (1,), (0, 2), (), (1,)):
-            pair.step(without)
-    pair.assert_equal()
-    assert pair.capture.stats() == {"recordings": 3, "replays": 7, "eager_steps": 0}
-    assert pair.capture.reasons == {"other parameters have a gradient": 2}
-    assert [r.message for r in caplog.records] == ["AdamW: a step is recorded again: other parameters have a gradient"]
-
-
-def test_a_step_without_any_gradient_does_nothing(device: str) -> None:
-    pair = Pair(device)
-    pair.step(tuple(range(len(SHAPES))))
-    pair.step()
-    pair.assert_equal()
-    assert pair.capture.replays == 1
-
-
-def test_a_group_that_is_added_is_recorded(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    new = torch.ones(6, device=device)
-    for params, opt in zip(pair.params, pair.both, strict=True):
-        params.append(nn.Parameter(new.clone()))
-        opt.add_param_group({"params": [params[-1]], "lr": 0.5})
-    for _ in range(3):
-        pair.step()
-    pair.assert_equal()
-    assert pair.capture.reasons == {"a parameter group was added or removed": 1}
-
-
-def test_another_parameter_in_the_place_of_one_is_recorded(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    for params, opt in zip(pair.params, pair.both, strict=True):
-        params[3] = opt.param_groups[0]["params"][3] = nn.Parameter(torch.full((1,), 2.0, device=device))
-    pair.step()
-    pair.assert_equal()
-    assert pair.capture.reasons == {"the parameters of group 0 are others": 1}
-
-
-def test_a_parameter_that_moved_is_recorded_and_the_old_memory_left_alone(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    before = pair.params[1][1].data
-    copied = before.clone()
-    for params in pair.params:
-        params[1].data = params[1].data.clone()
-    pair.step()
-    pair.assert_equal()
-    assert torch.equal(before, copied)
-    assert pair.capture.reasons == {"a parameter moved": 1}
-
-
-def test_state_that_moved_or_was_replaced_is_recorded(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    for params, opt in zip(pair.params, pair.both, strict=True):
-        for p in params:
-            for entry in opt.state[p].values():
-                entry.data = entry.data.clone()
-    pair.step()
-    for params, opt in zip(pair.params, pair.both, strict=True):
-        opt.state[params[0]]["exp_avg"] = torch.ones_like(params[0])
-    pair.step()
-    pair.assert_equal()
-    assert pair.capture.reasons == {"state moved": 1, "state was added or replaced": 1}
-
-
-def test_a_gradient_of_another_layout_is_never_read_as_if_it_had_the_old_one(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    grad = pair.random((5, 3))
-    for params, opt in zip(pair.params, pair.both, strict=True):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        params[0].grad = grad.clone().t()
-        opt.step()
-    pair.assert_equal()
-    assert pair.capture.eager_steps == 1
-    assert "strides of their own" in st.explain(pair.captured)
-    pair.step()
-    pair.assert_equal()
-
-
-def test_a_gradient_that_is_the_parameter_itself_is_updated_in_turn(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    for params, opt in zip(pair.params, pair.both, strict=True):
-        params[1].grad = params[1].data
-        opt.step()
-    pair.assert_equal()
-    assert pair.capture.eager_steps == 1
-
-
-def test_a_sparse_gradient_is_refused_as_ever(device: str) -> None:
-    w = nn.Parameter(torch.ones(3, 2, device=device))
-    opt = st.optim.SGD([w], lr=1.0, graph=True)
-    for dense in (False, True, False):
-        w.grad = torch.ones_like(w) if dense else torch.ones_like(w).to_sparse()
-        if dense:
-            opt.step()
-        else:
-            with pytest.raises(RuntimeError, match="updates dense gradients, and parameter 0"):
-                opt.step()
-
-
-def test_autocast_around_the_step_is_no_other_step_than_without(device: str) -> None:
-    pair = Pair(device)
-    pair.step()
-    with torch.autocast(device, dtype=torch.bfloat16):
-        pair.step()
-    pair.assert_equal()
-
-
-# --- addresses ------------------------------------------------------------------------------------------------------
-
-
-def test_memory_that_moves_while_a_step_is_recorded_is_an_error(device: str) -> None:
-    w = nn.Parameter(torch.ones(3, device=device))
-    spare = [torch.ones(3, device=device) for _ in range(3)]
-
-    class Moving(st.optim.SGD):
-        def _update_batch(self, *args: Any) -> None:
-            super()._update_batch(*args)
-            w.data = spare.pop()
-
-    opt = Moving([w], lr=1.0, graph=True)
-    w.grad = torch.ones_like(w)
-    with pytest.raises(st.AddressError, match="parameter 0 of the step moved while a step was recorded"):
-        opt.step()
-    assert torch.equal(w, torch.ones_like(w))
-
-
-def test_a_checked_replay_finds_state_that_moved_behind_the_optimizers_back(device: str) -> None:
-    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(3)]
-    opt = st.optim.AdamW(params, lr=0.1)
-    opt.capture(check=True)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    opt.step()
-    entry = opt.state[params[2]]["exp_avg"]
-    entry.data = entry.data.clone()  # of one parameter alone: what steps do not look for
-    with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was recorded"):
-        opt.step()
-    opt.capture(check=True)
-    opt.step()
-
-
-def test_replays_are_checked_where_the_environment_asks_for_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBTENSORS_CHECK_REPLAYS", "1")
-    assert st.optim.SGD([nn.Parameter(torch.ones(3, device=device))], lr=1.0, graph=True).capture().check
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

@@ -37,13 +37,12 @@ class Capture:
     # So many recordings that served one step each are enough to see that the next would serve one too.
     FUTILE = 3
 
-    # Packed memory is looked at in full in the first steps, where a program shows what it does, and every so often.
+    # Packed memory is looked at in full in the first steps, where a program shows what it does.
     FIRST_LOOKS = 3
-    GLANCES = 64
 
     def __init__(self, check: bool, packed: PackedMemory | None = None) -> None:
         self.check, self.packed = check, packed
-        self._looks = self._glances = self._futile = 0
+        self._looks = self._futile = 0
         self._is_fresh = False
         """Was the last step recorded for itself alone, so far?"""
         self._last: RecordedStep | None = None
@@ -105,17 +104,12 @@ class Capture:
 
     def _at_a_glance(self, optimizer: Optimizer) -> RecordedStep | None:
         """The last step, where packed memory shows that it is this one too; None where a full look is due."""
-        if (
-            self.packed is None
-            or not self._is_packed
-            or self._looks < self.FIRST_LOOKS
-            or self._glances >= self.GLANCES
-        ):
+        if self.packed is None or not self._is_packed or self._looks < self.FIRST_LOOKS:
             return None
-        if not self.packed.is_intact() or self._steps[0].glance(optimizer):
+        if not (self.packed.is_intact() and self.packed.next_are_intact()):
+            self._is_packed = False  # until a full look has seen why: the turn of these comes again much later
             return None
-        self._glances += 1
-        return self._steps[0]
+        return None if self._steps[0].glance(optimizer) else self._steps[0]
 
     def _look(self, optimizer: Optimizer) -> RecordedStep:
         """The step, found or recorded after a look at every address."""
@@ -128,13 +122,13 @@ class Capture:
             step.gradient_places.addresses == self.packed.gradient_addresses
         )
         self._looks += 1
-        self._glances = 0
         if self._is_packed:
             self.packed.take_note()
-        elif self.packed.is_intact() and not self.packed.has_gradients():
+        elif self.packed.turns > 1 and self.packed.is_intact() and not self.packed.has_gradients():
             raise AddressError(
                 "a gradient was replaced while its packed memory was kept by someone else, which packed steps see only "
-                f"every {self.GLANCES} steps: write into p.grad rather than assigning to it, or capture without packed"
+                f"within {self.packed.turns} steps: write into p.grad rather than assigning to it, or capture without "
+                "packed"
             )
         return step
 

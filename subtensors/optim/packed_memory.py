@@ -6,14 +6,16 @@ to. Asking a thousand tensors where they are takes longer than their update; a f
     the first and the last parameter start where they did, and the first and the last gradient are the same tensors
     as many tensors share the flat memory as did before: none has left it
 
-Who takes one tensor away and adds another view at the same time, in the middle, is not seen at a glance: a full look
-every so often sees it.
+Who takes one tensor away in the middle and keeps it, so that as many share the memory as before, is not seen by that.
+So each glance also looks at some parameters and gradients themselves, at others each time: at all of them where they
+are few, and else at all of them within so many steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
+from itertools import cycle
+from operator import attrgetter, is_
 from typing import Any
 
 import optree
@@ -46,6 +48,9 @@ class PackedMemory:
         False
     """
 
+    A_GLANCE = 16
+    """So many parameters and gradients are looked at themselves in each glance."""
+
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         places: Any = list(range(len(self.params)))
@@ -56,14 +61,15 @@ class PackedMemory:
         del views
         self._gradient_flats = [torch.zeros_like(flat) for flat in self._flats]
         self._ends = [
-            (self.params[members[0]], self.params[members[-1]])
+            self.params[member]
             for flat in range(len(self._flats))
             if (members := [i for i, group in enumerate(self._layout.groups) if group == flat])
+            for member in (members[0], members[-1])
         ]
-        self._storages = [t.untyped_storage() for t in self._flats]
-        self._gradient_storages = [t.untyped_storage() for t in self._gradient_flats]
-        self.addresses = [p.data_ptr() for p in self.params]
-        self._places = [(first.data_ptr(), last.data_ptr()) for first, last in self._ends]
+        self._sharers = torch_private.Sharers(self._flats)
+        self._gradient_sharers = torch_private.Sharers(self._gradient_flats)
+        self.addresses = _addresses(self.params)
+        self._places = _addresses(self._ends)
         for t in (*self._flats, *self.params):
             torch._dynamo.mark_static_address(t, guard=False)
         self.attach()
@@ -72,8 +78,12 @@ class PackedMemory:
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
-        self._gradient_ends = [(first.grad, last.grad) for first, last in self._ends]
-        self._gradient_counts = list(map(torch_private.sharers, self._gradient_storages))
+        self._gradient_ends = list(map(_gradient, self._ends))
+        self._gradient_counts = self._gradient_sharers.counts()
+        turns = [slice(start, start + self.A_GLANCE) for start in range(0, len(self.params), self.A_GLANCE)]
+        self.turns = len(turns)
+        """After so many glances every parameter and gradient was looked at itself."""
+        self._rounds = cycle([(self.params[t], self.addresses[t], self.gradient_addresses[t]) for t in turns])
 
     @torch.no_grad()
     def _attach(self) -> list[int]:
@@ -87,22 +97,28 @@ class PackedMemory:
 
     def take_note(self) -> None:
         """Take what shares the flat memory now for what should: after a full look."""
-        self._counts = list(map(torch_private.sharers, self._storages))
-        self._gradient_counts = list(map(torch_private.sharers, self._gradient_storages))
+        self._counts = self._sharers.counts()
+        self._gradient_counts = self._gradient_sharers.counts()
 
     def is_intact(self) -> bool:
         """Is everything where it was, at a glance?"""
         return (
-            list(map(torch_private.sharers, self._storages)) == self._counts
-            and [(first.data_ptr(), last.data_ptr()) for first, last in self._ends] == self._places
+            self._sharers.counts() == self._counts
+            and _addresses(self._ends) == self._places
             and self._has_gradients_at_a_glance()
         )
 
+    def next_are_intact(self) -> bool:
+        """Are the parameters and gradients whose turn it is where they were?"""
+        params, addresses, gradient_addresses = next(self._rounds)
+        try:
+            return _addresses(params) == addresses and _addresses(map(_gradient, params)) == gradient_addresses
+        except TypeError:  # a gradient is None
+            return False
+
     def _has_gradients_at_a_glance(self) -> bool:
-        return list(map(torch_private.sharers, self._gradient_storages)) == self._gradient_counts and all(
-            first.grad is a and last.grad is b
-            for (first, last), (a, b) in zip(self._ends, self._gradient_ends, strict=True)
-        )
+        ends = map(_gradient, self._ends)
+        return self._gradient_sharers.counts() == self._gradient_counts and all(map(is_, ends, self._gradient_ends))
 
     def has_gradients(self) -> bool:
         """Is every gradient where it was packed?"""
@@ -146,13 +162,21 @@ class PackedMemory:
         torch.autograd.graph.increment_version([*self._flats, *self.alone])
 
 
+_gradient = attrgetter("grad")
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
 def _join(p: Tensor, place: Tensor) -> bool:
     """Give the parameter the memory and the version counter of this view; False where it can't be given them.
 
     A counter comes with a tensor, so the parameter's is swapped for one that was made of the view. What others hold of
     the parameter (DDP, compiled code, graphs of autograd) would not follow it.
     """
-    if type(p) is not Parameter or p._backward_hooks or p._post_accumulate_grad_hooks or torch_private.holders(p) != 1:
+    is_observed = p._backward_hooks or p._post_accumulate_grad_hooks
+    if type(p) is not Parameter or is_observed or torch_private.use_count(p) != 1:
         return False
     joined = Parameter(place, p.requires_grad)
     joined.grad = p.grad

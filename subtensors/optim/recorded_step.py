@@ -23,6 +23,7 @@ from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.group_lists import GroupLists, is_immutable, kept_form, missing
+from subtensors.optim.rounds import Rounds
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -32,6 +33,8 @@ Gradients = list[Elements]
 
 HELD_NUMBER = "a number changed that the graph of this optimizer holds"
 HELD_GRADIENT = "a gradient moved whose address the graph of this optimizer holds"
+STATE_A_STEP = 8
+"""So many tensors of the state are looked at themselves in each step."""
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
@@ -64,6 +67,7 @@ class RecordedStep:
         self.param_places = torch_private.AddressGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_addresses = _addresses(self.state)
+        self.state_rounds = Rounds(self.state, a_turn=STATE_A_STEP)
         for t in [t for p in self.params for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]:
             # It stays where it is: graphs of compiled code that reads it need no copy.
             torch._dynamo.mark_static_address(t, guard=False)
@@ -175,8 +179,13 @@ class RecordedStep:
                 continue  # the very objects of the last step: none of them changed
             if difference := self._take_options(optimizer, i, group):
                 return difference
-        if any(batch.has_moved() for batch in self.batches):
-            return "state moved"
+        for batch in self.batches:
+            if batch.has_moved():
+                return "state moved"
+        if self.state_rounds.next_have_moved():
+            if self.state_rounds.turns == 1:
+                return "state moved"
+            self.check()
         if _modes() != self.modes:
             return "a mode of torch changed"
         if self.stream != _stream(self.device):
@@ -233,11 +242,7 @@ class RecordedStep:
         refuse_sleepers((self.params, self.state))
         for name, buffer in self.buffers.items():
             buffer.copy_(getattr(optimizer, name), non_blocking=True)
-        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
-            self.recording.replay()
-        else:
-            with torch.cuda.device(self.device):
-                self.recording.replay()
+        self.recording.replay()
 
     def check(self) -> None:
         """Look at everything that the next replay reads and writes.
@@ -247,8 +252,8 @@ class RecordedStep:
         """
         if moved := self.moved():
             raise AddressError(
-                f"{moved} moved since it was recorded, in a way that steps don't look for: put new tensors into "
-                "opt.state[p] rather than changing their .data, or call opt.capture() again"
+                f"{moved} moved since it was recorded, which a step sees only at that tensor's turn to be looked at: "
+                "put new tensors into opt.state[p] rather than changing their .data, or call opt.capture() again"
             )
 
 

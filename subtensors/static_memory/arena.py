@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from threading import RLock
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -36,7 +36,6 @@ _R = TypeVar("_R")
 
 _GRANULE = 2 << 20  # what CUDA devices map at least
 
-
 _arenas: WeakSet[Arena] = WeakSet()
 
 
@@ -54,6 +53,7 @@ class Arena:
 
     Raises:
         ValueError: an argument is none of these.
+        AddressError: a CUDA graph is being captured.
         ImportError: a CUDA device, and the package cuda-bindings is not installed.
 
     Example:
@@ -81,12 +81,14 @@ class Arena:
         chunk: int | str = "32MiB",
     ) -> None:
         self.device = _device(device)
+        refuse_capture(self.device)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULE:
             raise ValueError(f"alignment must be a power of two up to {_GRANULE}; got {alignment!r}")
         step = -(-parse_bytes("chunk", chunk) // _GRANULE) * _GRANULE
         size = -(-parse_bytes("reserve", reserve) // step) * step
         memory: AddressRange = CudaRange(size, self.device) if self.device.type == "cuda" else HostRange(size)
         self.alignment = alignment
+        captures.watch(self.device)
         self._lock = RLock()
         self._carver = Carver(memory, step, alignment)
         self._contents = Contents(self._carver, self.device)
@@ -330,7 +332,7 @@ class Arena:
         if not sys.is_finalizing() and hasattr(self, "_sleep"):
             if self._sleep is not None:
                 self._sleep.wake()
-            captures.when_idle(partial(_close, self._contents, self._carver))
+            captures.when_idle(self._contents.close)
 
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """A tensor of this layout, filled with a value where one is given."""
@@ -364,11 +366,6 @@ class Arena:
                 f"{shape} in this Arena is held by C++ code, such as an autograd graph that saved it, which would read "
                 f"memory that is gone: run backward() or delete its result"
             )
-
-
-def _close(contents: Contents, carver: Carver) -> None:
-    contents.wait()
-    carver.close()
 
 
 def _device(device: torch.device | str) -> torch.device:

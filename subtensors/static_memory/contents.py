@@ -81,6 +81,11 @@ class Contents:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def close(self) -> None:
+        """Give the range back; nothing may use it."""
+        self.wait()
+        self._carver.close()
+
     def _copy(self, start: int, size: int, place: int, to_host: bool) -> None:
         for part in self._pages.parts(place, size):
             ours = bytes_at(self._carver.memory.address + start, part.numel(), self._device, self._carver)

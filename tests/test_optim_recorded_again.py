@@ -1,0 +1,205 @@
+"""A captured step is recorded again where it is another step, and never replayed over what moved."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from captured_pairs import SHAPES, Pair
+from torch import nn
+
+import subtensors as st
+from subtensors.optim.recorded_step import STATE_A_STEP
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def test_gradients_that_move_are_followed_without_recording_again(device: str) -> None:
+    pair = Pair(device)
+    kept = []
+    for _ in range(4):
+        pair.step()
+        kept.append([p.grad for params in pair.params for p in params])  # so that each step's are somewhere else
+    pair.assert_equal()
+    assert pair.capture.stats() == {"recordings": 1, "replays": 4, "eager_steps": 0}
+
+
+def test_gradients_that_come_and_go_are_recorded_once_a_set(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(device)
+    pair.step()
+    with caplog.at_level(logging.INFO, logger="subtensors.optim"):
+        for without in ((1,), (), (1,), (0, 2), (), (1,)):
+            pair.step(without)
+    pair.assert_equal()
+    assert pair.capture.stats() == {"recordings": 3, "replays": 7, "eager_steps": 0}
+    assert pair.capture.reasons == {"other parameters have a gradient": 2}
+    assert [r.message for r in caplog.records] == ["AdamW: a step is recorded again: other parameters have a gradient"]
+
+
+def test_a_step_without_any_gradient_does_nothing(device: str) -> None:
+    pair = Pair(device)
+    pair.step(tuple(range(len(SHAPES))))
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.replays == 1
+
+
+def test_a_group_that_is_added_is_recorded(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    new = torch.ones(6, device=device)
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params.append(nn.Parameter(new.clone()))
+        opt.add_param_group({"params": [params[-1]], "lr": 0.5})
+    for _ in range(3):
+        pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"a parameter group was added or removed": 1}
+
+
+def test_another_parameter_in_the_place_of_one_is_recorded(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params[3] = opt.param_groups[0]["params"][3] = nn.Parameter(torch.full((1,), 2.0, device=device))
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"the parameters of group 0 are others": 1}
+
+
+def test_a_parameter_that_moved_is_recorded_and_the_old_memory_left_alone(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    before = pair.params[1][1].data
+    copied = before.clone()
+    for params in pair.params:
+        params[1].data = params[1].data.clone()
+    pair.step()
+    pair.assert_equal()
+    assert torch.equal(before, copied)
+    assert pair.capture.reasons == {"a parameter moved": 1}
+
+
+def test_state_that_moved_or_was_replaced_is_recorded(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        for p in params:
+            for entry in opt.state[p].values():
+                entry.data = entry.data.clone()
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        opt.state[params[0]]["exp_avg"] = torch.ones_like(params[0])
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"state moved": 1, "state was added or replaced": 1}
+
+
+def test_a_gradient_of_another_layout_is_never_read_as_if_it_had_the_old_one(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    grad = pair.random((5, 3))
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        params[0].grad = grad.clone().t()
+        opt.step()
+    pair.assert_equal()
+    assert pair.capture.eager_steps == 1
+    assert "strides of their own" in st.explain(pair.captured)
+    pair.step()
+    pair.assert_equal()
+
+
+def test_a_gradient_that_is_the_parameter_itself_is_updated_in_turn(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params[1].grad = params[1].data
+        opt.step()
+    pair.assert_equal()
+    assert pair.capture.eager_steps == 1
+
+
+def test_a_sparse_gradient_is_refused_as_ever(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, 2, device=device))
+    opt = st.optim.SGD([w], lr=1.0, graph=True)
+    for dense in (False, True, False):
+        w.grad = torch.ones_like(w) if dense else torch.ones_like(w).to_sparse()
+        if dense:
+            opt.step()
+        else:
+            with pytest.raises(RuntimeError, match="updates dense gradients, and parameter 0"):
+                opt.step()
+
+
+def test_autocast_around_the_step_is_no_other_step_than_without(device: str) -> None:
+    pair = Pair(device)
+    pair.step()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        pair.step()
+    pair.assert_equal()
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_moves_while_a_step_is_recorded_is_an_error(device: str) -> None:
+    w = nn.Parameter(torch.ones(3, device=device))
+    spare = [torch.ones(3, device=device) for _ in range(3)]
+
+    class Moving(st.optim.SGD):
+        def _update_batch(self, *args: Any) -> None:
+            super()._update_batch(*args)
+            w.data = spare.pop()
+
+    opt = Moving([w], lr=1.0, graph=True)
+    w.grad = torch.ones_like(w)
+    with pytest.raises(st.AddressError, match="parameter 0 of the step moved while a step was recorded"):
+        opt.step()
+    assert torch.equal(w, torch.ones_like(w))
+
+
+def test_a_checked_replay_finds_state_that_moved_behind_the_optimizers_back(device: str) -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(20)]
+    opt = st.optim.AdamW(params, lr=0.1)
+    opt.capture(check=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    entry = opt.state[params[12]]["exp_avg"]
+    entry.data = entry.data.clone()  # of one parameter alone, whose turn it is not
+    with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was recorded"):
+        opt.step()
+    opt.capture(check=True)
+    opt.step()
+
+
+def test_replays_are_checked_where_the_environment_asks_for_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBTENSORS_CHECK_REPLAYS", "1")
+    assert st.optim.SGD([nn.Parameter(torch.ones(3, device=device))], lr=1.0, graph=True).capture().check
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_state_that_moved_behind_the_optimizers_back_is_an_error_before_all_of_it_was_seen(
+    device: str, name: str
+) -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(20)]
+    opt = st.optim.AdamW(params, lr=0.1, graph=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(3):
+        opt.step()
+    entry = opt.state[params[11]][name]
+    kept = entry.data
+    entry.data = entry.data.clone()
+
+    def steps() -> None:
+        for _ in range(-(-3 * 20 // STATE_A_STEP)):
+            opt.step()
+
+    with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was recorded"):
+        steps()
+    assert kept.shape == entry.shape
