@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+import torch.fx
 
 
 def forget_capture(device: torch.device, pool: tuple[int, int]) -> None:
@@ -27,3 +31,28 @@ def pool_bytes(pool: tuple[int, int]) -> int:
     """How much device memory the segments of a private pool have. Checked on 2.11."""
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment.get("segment_pool_id", ())) == pool)
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """The aten ops that a function of tensors makes, without running them. Checked on 2.11, 2.13.
+
+    Tensors that are not among the inputs are attributes of the module, themselves and not copies.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Programs ask whether they are compiled before they look at values, which a trace has none of.
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with torch.no_grad():
+            module: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    finally:
+        torch.compiler._is_compiling_flag = before
+    return module
+
+
+def compilations() -> int:
+    """How many graphs the compiler has compiled in this process. Checked on 2.11, 2.13."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

@@ -62,10 +62,20 @@ def _with_keys(
         shape = bucket_of(scores[-2]), bucket_of(scores[-1])
         return keys & torch.ones(shape, dtype=torch.bool, device=q.dense.device).tril()
     if given is None:
+        if sizes is not None and sizes.serves_one_capture:
+            keys = _added(keys, q.dense.dtype, scores, sizes)
         return keys.expand(*keys.shape[:-2], bucket_of(scores[-2]), keys.shape[-1])
     if given.dense.dtype == torch.bool:
         return keys & _clean(given)
     return torch.where(keys, _clean(given), float("-inf"))
+
+
+def _added(keys: Tensor, dtype: torch.dtype, scores: tuple[Factors, ...], sizes: TrueSizes) -> Tensor:
+    """The mask as what attention kernels add to the scores: made once a graph, and not by torch in every call."""
+    key = ("added", dtype, scores)
+    if key not in sizes.masks:
+        sizes.masks[key] = torch.zeros_like(keys, dtype=dtype).masked_fill_(~keys, float("-inf"))
+    return sizes.masks[key]
 
 
 def _clean(given: Padded) -> Tensor:

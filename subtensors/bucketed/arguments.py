@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -86,6 +86,7 @@ class Reading:
         caller: the true sizes of the caller's own PaddedTensors.
         host: every symbol's true size.
         bucket_key: what tells this bucket from all others.
+        family_key: the same but for the Dims' sizes.
     """
 
     dims: tuple[Dim, ...]
@@ -95,6 +96,7 @@ class Reading:
     caller: tuple[CallerSizes, ...]
     host: dict[sympy.Symbol, HostSize]
     bucket_key: Any
+    family_key: Any
 
 
 def is_flat(leaves: Sequence[Any]) -> bool:
@@ -130,7 +132,7 @@ def leaf_key(x: Any) -> Any:
         sizes = x._sizes
         known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host(), id(sizes))
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
-    if isinstance(x, FIXED):
+    if issubclass(kind, FIXED):
         return kind, x.data_ptr(), x.shape, x.stride(), x.dtype
     return kind, x
 
@@ -227,7 +229,10 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         else:
             rest.append((i, leaf_key(x)))
     key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared
-    return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key)
+    open_sources = tuple(
+        replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
+    )
+    return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
 
 
 def _take_caller_sizes(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.arguments import Reading
+from subtensors.bucketed.compiled import Compiled
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.statistics import BucketStatistics
 from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
@@ -31,12 +33,19 @@ class Bucket:
         call: runs the program on leaves, some of which become static inputs.
         device: of the static inputs.
         pool: where graphs are captured; None where the program is run again instead.
+        compiled: the program as compiled code.
     """
 
     def __init__(
-        self, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device, pool: GraphPool | None
+        self,
+        reading: Reading,
+        leaves: Sequence[Any],
+        call: Call,
+        device: torch.device,
+        pool: GraphPool | None,
+        compiled: Compiled | None = None,
     ) -> None:
-        self.reading, self.call, self.device, self.pool = reading, call, device, pool
+        self.reading, self.call, self.device, self.pool, self.compiled = reading, call, device, pool, compiled
         # What isn't copied is the caller's, or a number: it stays as it was in the first call.
         copied = {source.leaf for source in reading.sources}
         self.others = {i: x for i, x in enumerate(leaves) if i not in copied}
@@ -50,6 +59,8 @@ class Bucket:
         self.refusal = ""
         """Why it can't be recorded, once that is known."""
         self.is_allocated = False
+        self.last_call = 0
+        """When it was last called, on the runner's clock."""
 
     @property
     def is_recorded(self) -> bool:
@@ -61,14 +72,18 @@ class Bucket:
         if self.is_allocated:
             return
         reading = self.reading
-        self.statics = [torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in reading.sources]
-        self.caller_values = [torch.zeros(c.shape, dtype=torch.int64, device=self.device) for c in reading.caller]
-        self.values = torch.zeros(len(reading.dims), dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False):
+            self._make_inputs(reading)
         targets = [*self.statics, *self.caller_values]
         which = [*[s.which for s in reading.sources], *[(-1,) * len(c.shape) for c in reading.caller]]
         self._load = InputLoad(targets, which, self.values)
-        self.statistics.input_bytes = sum(t.nbytes for t in [*targets, self.values])
+        self.statistics.input_bytes = sum(t.nbytes for t in self.inputs())
         self.is_allocated = True
+
+    def _make_inputs(self, reading: Reading) -> None:
+        self.statics = [torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in reading.sources]
+        self.caller_values = [torch.zeros(c.shape, dtype=torch.int64, device=self.device) for c in reading.caller]
+        self.values = torch.zeros(len(reading.dims), dtype=torch.int64, device=self.device)
 
     def load(self, leaves: Sequence[Any], sizes: tuple[int, ...]) -> None:
         """Copy a call's tensors into the static inputs, with their padding and true sizes."""
@@ -80,35 +95,58 @@ class Bucket:
             found.append(leaves[caller.leaf]._sizes.values)
         self._load(found, sizes)
 
-    def _run(self, host: dict[Any, HostSize] | None) -> Any:
-        """The program on the static inputs.
+    def inputs(self) -> list[Tensor]:
+        """The static inputs: those of sources, the caller's true sizes, and the call's own."""
+        return [*self.statics, *self.caller_values, self.values]
+
+    def zeros(self, buckets: tuple[int, ...]) -> list[Tensor]:
+        """Inputs like these at other buckets."""
+        reading = self.reading
+        made = []
+        for source in reading.sources:
+            shape = [buckets[k] if k >= 0 else n for n, k in zip(source.shape, source.which, strict=True)]
+            made.append(torch.zeros(shape, dtype=source.dtype, device=source.device))
+        return made + [torch.zeros_like(t) for t in [*self.caller_values, self.values]]
+
+    def run_on(self, inputs: Sequence[Tensor], host: dict[Any, HostSize] | None = None) -> Outputs:
+        """The program on some inputs.
 
         Args:
+            inputs: as `inputs` gives them, perhaps at other buckets.
             host: the true sizes, where the host is to know them; None in a capture, which serves all.
         """
         reading = self.reading
-        own: TrueSizes | None = None
-        if reading.dims:
-            symbols = tuple(dim.symbol for dim in reading.dims)
-            own = _true_sizes(symbols, reading.buckets, self.values, host)
+        count = len(reading.sources)
+        statics, caller_values, values = inputs[:count], inputs[count:-1], inputs[-1]
+        buckets = [0] * len(reading.dims)
+        for source, static in zip(reading.sources, statics, strict=True):
+            for d, k in enumerate(source.which):
+                if k >= 0:
+                    buckets[k] = static.shape[d]
+        symbols = tuple(dim.symbol for dim in reading.dims)
+        own = _true_sizes(symbols, tuple(buckets), values, host) if reading.dims else None
         theirs = [
-            _true_sizes(c.symbols, c.buckets, values, host)
-            for c, values in zip(reading.caller, self.caller_values, strict=True)
+            _true_sizes(c.symbols, c.buckets, held, host) for c, held in zip(reading.caller, caller_values, strict=True)
         ]
         leaves: list[Any] = [self.others.get(i) for i in range(self.count)]
-        for source, static in zip(reading.sources, self.statics, strict=True):
+        for source, static in zip(reading.sources, statics, strict=True):
             if source.dims is not None:
                 sizes = theirs[source.sizes] if source.sizes >= 0 else None
                 leaves[source.leaf] = wrap(Padded(static, source.dims, sizes))
             elif any(k >= 0 for k in source.which):
                 dims = [
-                    padded_dim(n, reading.dims[k].symbol) if k >= 0 else static_dims([n])[0]
-                    for n, k in zip(source.shape, source.which, strict=True)
+                    padded_dim(n, symbols[k]) if k >= 0 else static_dims([n])[0]
+                    for n, k in zip(static.shape, source.which, strict=True)
                 ]
                 leaves[source.leaf] = wrap(Padded(static, tuple(dims), own))
             else:
                 leaves[source.leaf] = static
-        return self.call(leaves)
+        return Outputs.of(self.call(leaves))
+
+    def _run(self, host: dict[Any, HostSize] | None) -> Outputs:
+        if self.compiled is not None:
+            return self.compiled.run(self)
+        return self.run_on(self.inputs(), host)
 
     def run_once(self, host: dict[Any, HostSize]) -> Any:
         """Run the program on what was loaded; whoever records it afterwards has had the libraries warmed up.
@@ -116,10 +154,9 @@ class Bucket:
         Returns:
             The result, cut to the true sizes, in memory of its own.
         """
-        with without_autocast_cache(), torch.no_grad():
-            result = self.pool.run(lambda: self._run(host)) if self.pool is not None else self._run(host)
-            outputs = Outputs(result)
-            return outputs.assembled([cut() for cut in outputs.cuts(host)])
+        with _recording_modes():
+            outputs = self.pool.run(lambda: self._run(host)) if self.pool is not None else self._run(host)
+        return outputs.assembled([cut() for cut in outputs.cuts(host)])
 
     def record(self) -> None:
         """Capture the program.
@@ -129,12 +166,12 @@ class Bucket:
         """
         started = time.perf_counter()
         if self.pool is None:
-            self.outputs = Outputs(None)
+            self.outputs = Outputs.of(None)
             self.statistics.is_recorded = True
             return
-        with without_autocast_cache(), torch.no_grad():
+        with _recording_modes():
             before = self.pool.bytes()
-            self.graph, self.outputs = self.pool.capture(lambda: Outputs(self._run(None)))
+            self.graph, self.outputs = self.pool.capture(lambda: self._run(None))
             self.statistics.graph_bytes = self.pool.bytes() - before
         self.statistics.is_recorded = True
         self.statistics.captures += 1
@@ -143,8 +180,8 @@ class Bucket:
     def replay(self, host: dict[Any, HostSize]) -> None:
         """Run the program on what was loaded."""
         if self.graph is None:
-            with without_autocast_cache(), torch.no_grad():
-                self.outputs = Outputs(self._run(host))
+            with _recording_modes():
+                self.outputs = self._run(host)
             return
         assert self.pool is not None
         if self.statistics.is_sampled():
@@ -181,3 +218,10 @@ def _true_sizes(
     sizes = TrueSizes(symbols, buckets, values, None if host is None else tuple(host[s] for s in symbols))
     sizes.serves_one_capture = host is None
     return sizes
+
+
+@contextmanager
+def _recording_modes() -> Iterator[None]:
+    """What is recorded is for all calls: it makes plain tensors, and keeps nothing that the caller's contexts own."""
+    with torch.inference_mode(False), torch.no_grad(), without_autocast_cache():
+        yield

@@ -77,13 +77,19 @@ class Outputs:
     """All that a program returned.
 
     Args:
-        result: any pytree; leaves that are PaddedTensors are cut for each call.
+        leaves: of the result.
+        spec: its structure.
+        is_leaf: the result is its one leaf.
     """
 
-    def __init__(self, result: Any) -> None:
-        leaves, self.spec = pytree.tree_flatten(result)
-        self.is_leaf = len(leaves) == 1 and leaves[0] is result
-        self.leaves = [_output(leaf) for leaf in leaves]
+    def __init__(self, leaves: list[Output], spec: Any, is_leaf: bool) -> None:
+        self.leaves, self.spec, self.is_leaf = leaves, spec, is_leaf
+
+    @staticmethod
+    def of(result: Any) -> Outputs:
+        """What a program returned: any pytree; leaves that are PaddedTensors are cut for each call."""
+        leaves, spec = pytree.tree_flatten(result)
+        return Outputs([_output(leaf) for leaf in leaves], spec, len(leaves) == 1 and leaves[0] is result)
 
     def cuts(self, host: dict[sympy.Symbol, HostSize]) -> list[Cut]:
         """How a call of these true sizes takes its part of each leaf."""

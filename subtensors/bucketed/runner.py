@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, unflatten
 from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.compiled import Compiled
 from subtensors.bucketed.example import kept_state, repeated, with_progress
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.state import State
@@ -67,14 +68,18 @@ class Bucketed:
         memory_limit: int | None,
         on_miss: OnMiss,
         max_waste: float | None,
+        compile_options: dict[str, Any] | None,
     ) -> None:
+        self.compile_options = compile_options
+        self._compiled: dict[Any, Compiled] = {}
+        self._recompiles = 0
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.max_graphs, self.memory_limit, self.on_miss, self.max_waste = max_graphs, memory_limit, on_miss, max_waste
         self.state = State(program)
         self._lock = threading.RLock()
         self._visits: OrderedDict[Any, _Visit] = OrderedDict()
-        self._buckets: OrderedDict[Any, Bucket] = OrderedDict()
-        """By key, the least recently called one first."""
+        self._buckets: dict[Any, Bucket] = {}
+        self._clock = itertools.count(1)
         self._pools: dict[torch.device, GraphPool] = {}
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
@@ -152,9 +157,19 @@ class Bucketed:
                 return self.program(*given, **named)
 
             visit.bucket = Bucket(reading, leaves, call, device, self._pool(device))
+            visit.bucket.compiled = self._compilation(visit.bucket)
             self._buckets[reading.bucket_key] = visit.bucket
             self._drop_unrecorded()
         return visit
+
+    def _compilation(self, bucket: Bucket) -> Compiled | None:
+        """The compiled code that a bucket shares with those that differ from it in sizes alone."""
+        if self.compile_options is None:
+            return None
+        family = bucket.reading.family_key
+        if family not in self._compiled:
+            self._compiled[family] = Compiled(bucket, self.compile_options)
+        return self._compiled[family]
 
     def _device_of(self, reading: Reading) -> torch.device:
         devices = {source.device for source in reading.sources} or {t.device for t in self.state.tensors()}
@@ -194,8 +209,7 @@ class Bucketed:
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
-        if self._buckets.get(reading.bucket_key) is bucket:
-            self._buckets.move_to_end(reading.bucket_key)
+        bucket.last_call = next(self._clock)
         if bucket.pool is None or bucket.device.index == torch.cuda.current_device():
             results = self._replayed(bucket, visit, leaves, reading)
         else:
@@ -289,7 +303,7 @@ class Bucketed:
         self._writes_state = self._writes_state or before is None or before != self.state.versions()
         self._record(bucket)
         self._buckets[reading.bucket_key] = bucket
-        self._buckets.move_to_end(reading.bucket_key)
+        bucket.last_call = next(self._clock)
         return result
 
     def _record(self, bucket: Bucket) -> None:
@@ -327,7 +341,8 @@ class Bucketed:
         self._evictions += 1
 
     def _recorded(self) -> list[Bucket]:
-        return [bucket for bucket in self._buckets.values() if bucket.is_recorded]
+        """The buckets with a graph, the least recently called one first."""
+        return sorted([b for b in self._buckets.values() if b.is_recorded], key=lambda b: b.last_call)
 
     def _bytes(self) -> int:
         pools = sum(pool.bytes() for pool in self._pools.values())
@@ -339,6 +354,11 @@ class Bucketed:
         for bucket in self._recorded():
             bucket.forget()
         self.state.look()
+        # Compiled code holds the tensors that it was compiled with.
+        self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
+        self._compiled.clear()
+        for bucket in self._buckets.values():
+            bucket.compiled = self._compilation(bucket)
 
     # --- what a user asks of it -------------------------------------------------------------------------------------
 
@@ -426,7 +446,7 @@ class Bucketed:
                 sum(b.captures for b in every),
                 sum(max(b.captures - 1, 0) for b in every),
                 self._evictions,
-                0,
+                self._recompiles + sum(max(c.compilations - 1, 0) for c in self._compiled.values()),
                 dict(self._fallbacks),
                 sizes,
             )
@@ -473,6 +493,7 @@ class Bucketed:
 def bucketed(
     program: Callable[..., Any],
     dims: Mapping[Any, Any],
+    compile: bool | dict[str, Any] = False,
     max_graphs: int | None = None,
     memory_limit: int | str | None = None,
     on_miss: OnMiss = "capture",
@@ -484,6 +505,8 @@ def bucketed(
         program: a function or module of tensors; it runs on PaddedTensors, once for each bucket.
         dims: for each argument that varies, by name or position, its padded dims, such as `{"input_ids": {1: seq}}`;
             for a container those of every tensor in it, or a dict or list like it.
+        compile: True, or the options of `torch.compile`: the program is compiled once, with the buckets' sizes left
+            open, and captured as compiled code.
         max_graphs: the most graphs at a time; the least recently called one makes room.
         memory_limit: of the graphs' pool and all static inputs: bytes, or text such as "2GiB".
         on_miss: of a size that has no graph, or can't have one: "capture" one if that is possible, run it at its true
@@ -514,7 +537,12 @@ def bucketed(
     if max_waste is not None and not max_waste >= 1:
         raise ValueError(f"max_waste is a factor of at least 1, got {max_waste!r}")
     limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
-    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste)
+    if not isinstance(compile, (bool, dict)):
+        raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")
+    options = {} if compile is True else compile or None
+    if options and "reduce" in str(options.get("mode")):
+        raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
+    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options)
 
 
 def _add_sizes(visit: _Visit, sizes: dict[str, Counter[int]]) -> None:

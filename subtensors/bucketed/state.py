@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,7 +42,8 @@ class State:
         self.modules = list(dict.fromkeys(module for root in self.roots for module in root.modules()))
         self._holders = [d for m in self.modules for d in (m._parameters, m._buffers) if d]
         self._parents = [m._modules for m in self.modules if m._modules]
-        self._children = [child for parent in self._parents for child in parent.values()]
+        self._children = _values(self._parents)
+        self._held = _values(self._holders)
         self._tensors = self.tensors()
         self._guard = torch_private.AddressGuard(self._tensors)
         with torch.no_grad():
@@ -50,8 +53,7 @@ class State:
 
     def tensors(self) -> list[Tensor]:
         """Parameters, buffers and tensors that the program closes over, as they are now."""
-        own = [t for holder in self._holders for t in holder.values() if t is not None]
-        return own + self.loose
+        return [t for t in _values(self._holders) if t is not None] + self.loose
 
     def training(self) -> tuple[bool, ...]:
         """Which of the outermost modules train."""
@@ -63,10 +65,9 @@ class State:
 
     def moved(self) -> str:
         """What is no longer as recorded, in words; "" where nothing is."""
-        tensors = self.tensors()
-        if len(tensors) != len(self._tensors) or not self._guard.matches(tensors):
-            return f"{self._name_of_first_moved(tensors)} was replaced"
-        if [child for parent in self._parents for child in parent.values()] != self._children:
+        if not _are_same(_values(self._holders), self._held) or not self._guard.matches(self._tensors):
+            return f"{self._name_of_first_moved(self.tensors())} was replaced"
+        if not _are_same(_values(self._parents), self._children):
             return "a module was replaced"
         if [m.training for m in self.modules] != self._training:
             return "a module changed between training and evaluation"
@@ -95,6 +96,15 @@ class State:
             if now.data_ptr() != before.data_ptr():
                 return names.get(now.data_ptr(), "a tensor")
         return "a tensor"
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    """Are these the same objects? Tensors compare themselves elementwise."""
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _within(x: Any, depth: int) -> Iterator[nn.Module | Tensor]:

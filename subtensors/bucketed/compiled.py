@@ -1,0 +1,164 @@
+"""One compilation for all buckets of a program.
+
+The program is traced on padded tensors at two or three sizes, what differs between the traces becomes arithmetic on the
+bucket's size, and that one graph is compiled with the size left open. Capturing a further bucket then takes a run or
+two of compiled code. A program whose graphs differ in more than numbers is compiled once a bucket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from subtensors.bucketed.outputs import Output, Outputs
+from subtensors.dispatch import torch_capture
+from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.shape_template import NoTemplate, Template, grid
+from subtensors.dispatch.size_factors import Factor
+from subtensors.sizes.dims import Dim
+
+if TYPE_CHECKING:
+    from subtensors.bucketed.bucket import Bucket
+
+_log = logging.getLogger("subtensors.bucketed")
+
+
+class Compiled:
+    """The buckets of one program that differ in nothing but sizes.
+
+    Args:
+        bucket: any of them.
+        options: of `torch.compile`.
+    """
+
+    def __init__(self, bucket: Bucket, options: dict[str, Any]) -> None:
+        self.options = options
+        self.dims = bucket.reading.dims
+        self.places = [
+            next(
+                (i, d)
+                for i, source in enumerate(bucket.reading.sources)
+                for d, k in enumerate(source.which)
+                if k == which
+            )
+            for which in range(len(self.dims))
+        ]
+        self._one: tuple[Template, Callable[..., Any]] | None = None
+        self._each: dict[tuple[int, ...], tuple[Template, Callable[..., Any]]] = {}
+        self._is_one: bool | None = None
+        self.compilations = 0
+
+    def run(self, bucket: Bucket) -> Outputs:
+        """The program, compiled, on a bucket's static inputs."""
+        template, function = self._for(bucket)
+        before = torch_capture.compilations()
+        inputs = bucket.inputs()
+        if self._one is not None:
+            for source, static in zip(bucket.reading.sources, bucket.statics, strict=True):
+                for d in (d for d, k in enumerate(source.which) if k >= 0):
+                    torch._dynamo.maybe_mark_dynamic(static, d)
+        tensors = function(*inputs)
+        self.compilations += torch_capture.compilations() - before
+        return _assembled(tensors, template.extra(bucket.reading.buckets))
+
+    def _for(self, bucket: Bucket) -> tuple[Template, Callable[..., Any]]:
+        sizes = bucket.reading.buckets
+        if self._is_one is None:
+            self._is_one = self._make_one(bucket)
+        if self._one is not None:
+            return self._one
+        if sizes not in self._each:
+            template = Template(lambda inputs: _taken_apart(bucket.run_on(inputs)), bucket.zeros, [sizes], self.places)
+            self._each[sizes] = template, self._compiled(template)
+        return self._each[sizes]
+
+    def _make_one(self, bucket: Bucket) -> bool:
+        points = trace_points(self.dims, bucket.reading.buckets)
+        if points is None:
+            return False
+        try:
+            template = Template(lambda inputs: _taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+        except NoTemplate as difference:
+            _log.warning("compiled once a bucket: %s", difference)
+            return False
+        self._one = template, self._compiled(template)
+        return True
+
+    def _compiled(self, template: Template) -> Callable[..., Any]:
+        function: Callable[..., Any] = torch.compile(template.module, **self.options)
+        return function
+
+
+def trace_points(dims: Sequence[Dim], buckets: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """The sizes to trace a program at: those that fix its numbers, and one to check with; None for too few or many.
+
+    Args:
+        dims: the program's Dims.
+        buckets: of some call.
+
+    Example:
+        >>> trace_points([Dim("seq", max=512, buckets=64)], (128,))
+        [(448,), (384,), (64,)]
+        >>> trace_points([Dim("a", max=3, buckets=[1, 3])], (3,))
+    """
+    if not 1 <= len(dims) <= 2:
+        return None
+    each = [_some_buckets(dim, bucket) for dim, bucket in zip(dims, buckets, strict=True)]
+    if any(len(found) < 2 for found in each):
+        return None
+    points = grid(tuple(found[0] for found in each), tuple(found[1] for found in each))
+    check = tuple(found[2] for found in each if len(found) > 2)
+    return [*points, check] if len(check) == len(dims) else points
+
+
+def _some_buckets(dim: Dim, bucket: int) -> list[int]:
+    """Up to three sizes on the buckets' grid, which need not be buckets.
+
+    Not 1, which is a size like no other; and the largest at last, since what a program slices to its size is often just
+    as large, and then isn't sliced.
+    """
+    try:
+        every = list(dim.buckets)
+    except SizeError:
+        every = list(itertools.accumulate(range(2), lambda b, _: dim.bucket(b + 1), initial=bucket))
+    usable = [b for b in every if b > 1]
+    if not usable:
+        return []
+    step, largest = math.gcd(*usable), max(usable)
+    wanted = (largest - step, largest - 2 * step, min(usable), largest)
+    return list(dict.fromkeys(size for size in wanted if size > 1))[:3]
+
+
+def _taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
+    """The tensors that a program returned, and the rest of it, with every bucket as a number."""
+    tensors: list[Tensor] = []
+    rest: list[tuple[Any, ...]] = []
+    for leaf in outputs.leaves:
+        if not isinstance(leaf.value, Tensor):
+            rest.append(("value", leaf.value))
+            continue
+        tensors.append(leaf.value)
+        dims = leaf.dims and [[(f.bucket, f.size) for f in factors] for factors in leaf.dims]
+        rest.append(("tensor", dims, list(leaf.symbols), list(leaf.buckets), leaf.rows))
+    return tensors, (rest, outputs.spec, outputs.is_leaf)
+
+
+def _assembled(tensors: Sequence[Tensor], extra: Any) -> Outputs:
+    """The outputs that `_taken_apart` took apart."""
+    rest, spec, is_leaf = extra
+    left = iter(tensors)
+    leaves = []
+    for kind, *fields in rest:
+        if kind == "value":
+            leaves.append(Output(fields[0]))
+            continue
+        dims, symbols, buckets, rows = fields
+        padded = None if dims is None else tuple(tuple(Factor(*f) for f in factors) for factors in dims)
+        leaves.append(Output(next(left), padded, tuple(symbols), tuple(buckets), rows))
+    return Outputs(leaves, spec, is_leaf)

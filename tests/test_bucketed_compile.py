@@ -1,0 +1,99 @@
+"""A bucketed program is compiled once for all of its buckets, and gives what the program gives."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.dispatch.shape_template import NoTemplate, Number, Template, grid
+
+SEQ = st.Dim("seq", max=64, buckets=8)
+BATCH = st.Dim("batch", max=16, buckets=4)
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def options(device: str) -> dict[str, Any]:
+    """Inductor where it has a GPU; elsewhere the graphs run as they are, for a C++ compiler takes its time."""
+    return {} if device == "cuda" else {"backend": "aot_eager"}
+
+
+@torch.no_grad()
+def test_one_compilation_serves_every_bucket(device: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, device=device, dtype=torch.float64).eval()
+    run = st.bucketed(net, {"src": {1: SEQ}}, compile=options or True)
+    for n in (3, 8, 9, 30, 64, 33, 1):
+        x = torch.randn(2, n, 16, device=device, dtype=torch.float64)
+        torch.testing.assert_close(run(x), net(x))
+    stats = run.stats()
+    assert [b.sizes["seq"] for b in stats.buckets] == [64, 40, 32, 16, 8]
+    assert stats.recompiles == 0
+    assert not stats.fallbacks
+
+
+@torch.no_grad()
+def test_two_open_sizes_are_one_compilation(device: str, options: dict[str, Any]) -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.flatten(0, 1).softmax(0), x.mean((0, 1)).relu()
+
+    run = st.bucketed(program, {"x": {0: BATCH, 1: SEQ}}, compile=options or True)
+    for b, n in ((3, 5), (4, 8), (7, 60), (16, 3), (9, 9)):
+        x = torch.randn(b, n, 3, device=device, dtype=torch.float64)
+        for actual, expected in zip(run(x), program(x), strict=True):
+            torch.testing.assert_close(actual, expected)
+    assert run.stats().recompiles == 0
+
+
+@torch.no_grad()
+def test_a_program_that_branches_on_its_size_is_compiled_once_a_bucket(
+    device: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.softmax(0) if x.shape[0] > 16 else x.softmax(0).exp()
+
+    run = st.bucketed(program, {"x": {0: st.Dim("n", max=24, buckets=8)}}, compile=options or True)
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        for n in (24, 10, 3):
+            x = torch.randn(n, device=device, dtype=torch.float64)
+            wanted = x.softmax(0) if n == 24 else x.softmax(0).exp()
+            torch.testing.assert_close(run(x), wanted)
+    assert "compiled once a bucket" in caplog.text
+
+
+@torch.no_grad()
+def test_replaced_parameters_are_compiled_in_again(device: str, options: dict[str, Any]) -> None:
+    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
+    run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}}, compile=options or True)
+    x = torch.randn(2, 5, 3, device=device, dtype=torch.float64)
+    run(x)
+    net.weight = nn.Parameter(torch.randn(3, 3, device=device, dtype=torch.float64))
+    for _ in range(2):
+        torch.testing.assert_close(run(x), net(x).softmax(1))
+
+
+def test_options_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="reduce-overhead"):
+        st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"mode": "reduce-overhead"})
+    with pytest.raises(TypeError, match="compile is a bool or a dict"):
+        st.bucketed(torch.exp, {0: {0: SEQ}}, compile="yes")  # type: ignore[arg-type]
+
+
+def test_a_number_is_fitted_through_its_points() -> None:
+    assert Number.through(grid((4, 3), (8, 5)), [12 + 4, 20 + 4, 24 + 8, 40 + 8]).at((10, 7)) == 80
+    with pytest.raises(NoTemplate, match="no polynomial"):
+        Number.through([(4,), (8,)], [2, 5])
+
+
+def test_a_template_is_checked_where_it_was_not_fitted() -> None:
+    def program(inputs: Any) -> tuple[list[Tensor], Any]:
+        (x,) = inputs
+        return [x.new_zeros(x.shape[0] ** 2)], None
+
+    with pytest.raises(NoTemplate, match="has the numbers"):
+        Template(program, lambda sizes: [torch.zeros(sizes)], [(4,), (8,), (16,)], [(0, 0)])
