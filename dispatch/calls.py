@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from subtensors.dispatch.columns import Columns, Elements, Repeated
+from subtensors.dispatch.ready_launch import LastLaunch
 
 _interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
 
@@ -76,7 +77,7 @@ class Call:
         TypeError: an argument of another kind.
     """
 
-    __slots__ = ("count", "form", "key", "leaves", "statics")
+    __slots__ = ("count", "form", "key", "last", "leaves", "statics")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nest: Any = (args, kwargs)
@@ -87,6 +88,8 @@ class Call:
         if form is None:
             form = _forms[spec, types] = Form(spec, types)
         self.leaves, self.form = leaves, form
+        self.last = LastLaunch()
+        """Shared with what `again` makes of this call."""
         self.count: int | None = None if form.first_list is None else len(leaves[form.first_list])
         """How many elements the lists have; None when there is no list."""
         self.statics: tuple[Any, ...] = (form, *[leaves[i] for i in form.statics])
@@ -102,7 +105,7 @@ class Call:
             tensors: as many as there were.
         """
         call = object.__new__(Call)
-        call.form, call.count, call.statics = self.form, self.count, self.statics
+        call.form, call.count, call.statics, call.last = self.form, self.count, self.statics, self.last
         call.leaves = list(self.leaves)
         call.leaves[position] = tensors
         call.key = (self.statics, modes())
@@ -143,6 +146,7 @@ class Call:
         """The same call with nothing in the places of tensors and numbers: what may outlive it."""
         bare = object.__new__(Call)
         bare.form, bare.key, bare.count, bare.statics = self.form, self.key, self.count, self.statics
+        bare.last = LastLaunch()
         bare.leaves = list(self.leaves)
         for position in (*self.form.tensors, *self.form.numbers):
             bare.leaves[position] = None

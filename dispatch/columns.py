@@ -131,6 +131,11 @@ class ColumnGuard:
         addresses.append(places.addresses)
         return True
 
+    def places(self, column: Sequence[Tensor]) -> torch_private.AddressGuard | None:
+        """Where the tensors of this column were last seen; None where an address does not tell all about them."""
+        holder = _promising(column)
+        return None if holder is None else self._places.get(holder)
+
 
 def _promising(column: Sequence[Tensor]) -> Elements | None:
     """The list whose promise makes addresses tell all there is to know about this column.

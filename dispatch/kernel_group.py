@@ -34,7 +34,7 @@ class _OnStream:
 
 
 @dataclass
-class _Binding:
+class Binding:
     """A pointer table for one set of addresses."""
 
     fixed: FixedLists
@@ -84,7 +84,7 @@ class KernelGroup(Group):
         outputs = [trace.program.value(v) for v in trace.program.outputs]
         self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
         self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
-        self.bindings: list[_Binding] = []
+        self.bindings: list[Binding] = []
         self.tables = 0
         self.stream = 0
         """The stream of the last eager call."""
@@ -101,7 +101,7 @@ class KernelGroup(Group):
 
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
         """Launch the kernels."""
-        if not self.is_cuda or self.device.index == torch.cuda.current_device():
+        if self.is_on_current_device():
             return self._run(columns, numbers, addresses)
         with torch.cuda.device(self.device):
             return self._run(columns, numbers, addresses)
@@ -121,6 +121,22 @@ class KernelGroup(Group):
         binding = self._bind(columns, addresses, is_capturing)
         if binding.overlaps:
             return self.mapped.run(originals if self.copies else columns, numbers)
+        arenas = self.launch(binding, columns, numbers, is_capturing)
+        if self.copies:
+            for parameter in self.trace.program.stores:
+                for original, copy in zip(originals[parameter], columns[parameter], strict=True):
+                    if original is not copy:
+                        original.copy_(copy)
+            columns = originals
+            self._tell_autograd(columns)
+        return self._results(columns, arenas)
+
+    def launch(self, binding: Binding, columns: Columns, numbers: Sequence[float], is_capturing: bool) -> list[Tensor]:
+        """Run the kernels on a pointer table, which is that of these columns.
+
+        Returns:
+            The memory of the outputs.
+        """
         stream = torch_private.current_stream(self.device) if self.is_cuda else 0
         if not is_capturing:
             self.stream = stream
@@ -130,16 +146,24 @@ class KernelGroup(Group):
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
         self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
-        if self.copies:
-            for parameter in self.trace.program.stores:
-                for original, copy in zip(originals[parameter], columns[parameter], strict=True):
-                    if original is not copy:
-                        original.copy_(copy)
-            columns = originals
+        if not self.copies:
+            self._tell_autograd(columns)
+        return arenas
+
+    def _tell_autograd(self, columns: Columns) -> None:
+        """Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know."""
         for parameter in self.observed:
-            # Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know.
             torch.autograd.graph.increment_version(columns[parameter])
-        return self._results(columns, arenas)
+
+    def is_on_current_device(self) -> bool:
+        """Can it launch without a change of device?"""
+        return not self.is_cuda or self.device.index == torch.cuda.current_device()
+
+    def repeatable_binding(self) -> Binding | None:
+        """The pointer table of the last eager launch, if it may be launched again without a look at anything but it."""
+        if self.copies or self.returns or not self.bindings or self.bindings[0].overlaps or self.is_capturing():
+            return None
+        return self.bindings[0]
 
     def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Give the launch to a recording."""
@@ -173,7 +197,7 @@ class KernelGroup(Group):
             return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
         return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
 
-    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> _Binding:
+    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> Binding:
         addresses = list(map(_place, known, columns)) if known else list(map(addresses_of, columns))
         for host in self.hosts:
             addresses[host] = []
@@ -194,7 +218,7 @@ class KernelGroup(Group):
         ]
         overlaps = written_overlap(columns, self.trace.program.stores)
         table = self.grid.table(pointers)
-        binding = _Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
+        binding = Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
         self.tables += 1
         if is_capturing:
             # Its table is filled at replay, so no eager call may use it.
@@ -208,7 +232,7 @@ class KernelGroup(Group):
         """Is this call recorded into a CUDA graph rather than run?"""
         return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _scalars(self, binding: _Binding, numbers: list[float], is_capturing: bool) -> Tensor:
+    def _scalars(self, binding: Binding, numbers: list[float], is_capturing: bool) -> Tensor:
         """The numbers on the device; written again only when one has changed.
 
         A graph captured with the numbers of the eager call before it reads what later eager calls write, so
@@ -239,7 +263,7 @@ class KernelGroup(Group):
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
 
 
-_captured: list[tuple[KernelGroup, _Binding]] = []
+_captured: list[tuple[KernelGroup, Binding]] = []
 """What graphs read and write, kept for good: a graph does not say when it dies."""
 
 

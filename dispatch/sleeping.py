@@ -106,14 +106,16 @@ class Census:
             self.storage_addresses = {_storage_address(t) for t in found.values()}
             # A wrapper runs its inner tensors' ops where no tensor is asked about them: it must refuse itself.
             wrappers = [t for t in everything if any(id(part) in found for part in _inner_tensors(t))]
+            # A view holds its base, also where it was given memory elsewhere, as those of `holding_views` are.
+            views = {id(t): t for t in [*everything, *gradients] if t._is_view()}
+            self._bases = Counter(id(t._base) for t in views.values())
         self.tensors: list[Tensor] = list({**found, **{id(t): t for t in wrappers}}.values())
         self._gradients = Counter(id(t) for t in gradients)
 
     def held_by_others(self) -> Tensor | None:
         """A tensor that C++ holds as well, as autograd graphs hold what they saved; None when there is none."""
         with torch._C.DisableTorchFunctionSubclass():
-            expected = Counter({id(t): 1 + self._gradients[id(t)] for t in self.tensors})
-            expected.update(id(t._base) for t in self.tensors if t._is_view())
+            expected = Counter({id(t): 1 + self._gradients[id(t)] + self._bases[id(t)] for t in self.tensors})
             # The node that accumulates a leaf's gradient refers to the leaf; asked for, it is there for certain.
             leaves = [t for t in self.tensors if _is_leaf(t)]
             nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in leaves]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import subtensors as st
+from subtensors.dispatch import torch_private
 
 
 def parameters(device: torch.device, count: int = 3) -> list[torch.nn.Parameter]:
@@ -101,3 +102,29 @@ def test_parameters_that_move_between_steps_are_found_where_they_are(device: tor
     for ours_p, theirs_p, old in zip(ours, theirs, left, strict=True):
         torch.testing.assert_close(ours_p, theirs_p)
         assert not torch.equal(ours_p, old)
+
+
+def test_the_old_memory_of_a_parameter_that_moved_is_given_back(device: torch.device) -> None:
+    params = parameters(device)
+    opt = st.optim.Adam(params)
+    for _ in range(3):
+        opt.step()
+        old = torch_private.Sharers(params)
+        for p in params:
+            p.data = p.data.clone()
+        # No one but this test holds it, so that an offload to the host frees memory of the device.
+        assert old.counts() == [1] * len(params)
+
+
+def test_a_parameter_can_be_swapped_where_modules_ask_for_it() -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net = torch.nn.Linear(3, 2)
+        optimizer = st.optim.Adam(net.parameters(), lr=0.1)
+        net(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert net.weight.dtype == torch.float64

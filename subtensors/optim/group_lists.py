@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from subtensors.dispatch import torch_private
 from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import Elements, PerBlock
 from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized
@@ -42,6 +43,18 @@ class Batch:
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self._last: tuple[list[Any], Call] | None = None
+        self._views: list[Tensor] | None = None
+
+    @property
+    def holds_parameters(self) -> bool:
+        """Was `hold_parameters` called?"""
+        return self._views is not None
+
+    def hold_parameters(self) -> None:
+        """Let C++ hold each parameter too, which makes it cheaper to look at all of them (`holding_views`)."""
+        # Where modules swap their parameters for others, nobody else may hold them.
+        is_held = self.has_plain_gradients and not torch.__future__.get_swap_module_params_on_conversion()
+        self._views = torch_private.holding_views(self.params) if is_held else []
 
     def columns(self) -> list[Elements]:
         """The lists that state is kept in."""

@@ -190,6 +190,8 @@ class Optimizer(Stepping):
             *map(group.get, (*self._hyperparameters, *IN_STEP)),
         ]
         gradients = batch.gradients(grads)
+        if not batch.holds_parameters and self._capture is None:
+            batch.hold_parameters()
         call = batch.call_again(options, gradients) or batch.call(
             options,
             gradients,

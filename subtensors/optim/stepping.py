@@ -41,6 +41,10 @@ class Stepping(SavedState):
         """The group's batches for this set of gradients; state that a parameter lacks is made."""
 
     @abstractmethod
+    def _forget(self) -> None:
+        """Drop what is known of the parameters; what was traced and compiled stays."""
+
+    @abstractmethod
     def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements) -> None:
         """Update the parameters of a batch."""
 
@@ -149,6 +153,7 @@ class Stepping(SavedState):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if any(map(is_sharded, params)):
             raise RuleError("capture() takes parameters that are whole, and one is a DTensor: its steps run eagerly")
+        self._forget()  # packing asks that nobody else holds a parameter
         self._capture = Capture(check, PackedMemory(params) if packed and params else None)
         return self._capture
 
