@@ -18,6 +18,7 @@ from subtensors.dispatch.graph_capture import NotRecordable, Recording, recordin
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
+from subtensors.kernels import graph_lifetime
 from subtensors.kernels.launch import Grid, Kernels, bits, to_device
 from subtensors.kernels.program import Extent, Parameter
 
@@ -45,7 +46,6 @@ class Binding:
     """The table's."""
     overlaps: bool
     streams: dict[int, _OnStream] = field(default_factory=dict)
-    is_captured: bool = False
 
 
 class KernelGroup(Group):
@@ -207,9 +207,8 @@ class KernelGroup(Group):
                 binding.addresses = addresses
                 if position:
                     self.bindings.insert(0, self.bindings.pop(position))
-                if is_capturing and not binding.is_captured:
-                    binding.is_captured = True
-                    _captured.append((self, binding))
+                if is_capturing:
+                    graph_lifetime.keep_with_graph((self, binding))
                 return binding
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
         nowhere = [0] * self.grid.count
@@ -222,7 +221,7 @@ class KernelGroup(Group):
         self.tables += 1
         if is_capturing:
             # Its table is filled at replay, so no eager call may use it.
-            _captured.append((self, binding))
+            graph_lifetime.keep_with_graph((self, binding))
             return binding
         self.bindings.insert(0, binding)
         del self.bindings[self.BINDINGS :]
@@ -261,10 +260,6 @@ class KernelGroup(Group):
             what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
             lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
-
-
-_captured: list[tuple[KernelGroup, Binding]] = []
-"""What graphs read and write, kept for good: a graph does not say when it dies."""
 
 
 def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.kernels import blockwise
+from subtensors.kernels import blockwise, graph_lifetime
 from subtensors.kernels.codegen import Kernel, write_kernel
 from subtensors.kernels.program import Extent, Program
 from subtensors.kernels.segments import plan_segments, slot_count
@@ -187,18 +187,17 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """A copy of `array` on `device`, without waiting for it.
 
     While a graph is being captured the copy becomes part of it and reads the host memory again at each
-    replay, so that memory is kept for good.
+    replay, so that memory is kept as long as the graph lives.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return host
     pinned = host.pin_memory()
     if torch.cuda.is_current_stream_capturing():
-        _captured.append(pinned)
+        graph_lifetime.keep_with_graph(pinned)
+    else:
+        graph_lifetime.let_go()
     return pinned.to(device, non_blocking=True)
-
-
-_captured: list[Tensor] = []
 
 
 def bits(numbers: Iterable[float], kinds: Iterable[type[float] | type[int]]) -> list[int]:
