@@ -9,92 +9,22 @@ not measure rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from subtensors.dispatch.op_class_calls import Call, Tensors, holds_values
 from subtensors.dispatch.op_class_supplement import VIEWS_THAT_MAY_COPY
 from subtensors.dispatch.op_classes import OpClass, overload_name
 from subtensors.dispatch.torch_private import schema_of
 
-Tensors = list[torch.Tensor]
 _FIRST_LABEL = 1000  # beyond the constants that ops fill with
 
 
 class SaysNothing(Exception):
     """The call is too small, or of a kind on which the property holds for every op."""
-
-
-def copy_with_storage(t: torch.Tensor) -> torch.Tensor:
-    """A detached copy; of a part of a larger storage, the same part of a copy of all of it."""
-    t = t.detach()
-    stored = t.untyped_storage().nbytes() // t.element_size()
-    if stored == t.numel() or t.is_complex() or t.is_neg():
-        return t.clone()
-    return t.as_strided((stored,), (1,), 0).clone().as_strided(t.shape, t.stride(), t.storage_offset())
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of an op, with its arguments as they were before it ran."""
-
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def tensors(self) -> Tensors:
-        """Every tensor argument, those in lists too."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
-
-    def values(self) -> Tensors:
-        """The floating-point and complex tensor arguments that are not empty."""
-        return [t for t in self.tensors() if _holds_values(t) and t.numel() > 0]
-
-    def has_index_operand(self) -> bool:
-        """Whether some tensor argument holds integers beside others that hold values."""
-        return bool(self.values()) and any(not _holds_values(t) and t.dtype != torch.bool for t in self.tensors())
-
-    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """The same call with every tensor argument changed."""
-        args, kwargs = tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, (self.args, self.kwargs))
-        return Call(self.op, args, kwargs)
-
-    def replacing(self, old: torch.Tensor, new: torch.Tensor) -> Call:
-        """The same call with one tensor argument changed for another."""
-        return self.with_tensors(lambda t: new if t is old else t)
-
-    def with_argument(self, name: str, value: Any) -> Call:
-        """The same call with this argument set, where the op has it."""
-        position = next((i for i, a in enumerate(schema_of(self.op).arguments) if a.name == name), None)
-        if position is None:
-            return self
-        if position < len(self.args):
-            return Call(self.op, (*self.args[:position], value, *self.args[position + 1 :]), self.kwargs)
-        return Call(self.op, self.args, {**self.kwargs, name: value})
-
-    def run(self) -> Tensors:
-        """The tensors it returns, and then those it writes to, on copies of its arguments."""
-        return self.run_on_copies()[1]
-
-    def run_on_copies(self) -> tuple[Tensors, Tensors]:
-        """The copies that the op was given, and its outputs."""
-        copied = self.with_tensors(copy_with_storage)
-        outputs = [t for t in tree_leaves(copied.op(*copied.args, **copied.kwargs)) if isinstance(t, torch.Tensor)]
-        for argument, value in zip(schema_of(self.op).arguments, copied.arguments().values(), strict=True):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                outputs += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-        return copied.tensors(), outputs
-
-    def arguments(self) -> dict[str, Any]:
-        """All arguments by name, defaults filled in."""
-        named = {}
-        for position, argument in enumerate(schema_of(self.op).arguments):
-            given = self.args[position] if position < len(self.args) else argument.default_value
-            named[argument.name] = self.kwargs.get(argument.name, given)
-        return named
 
 
 def acts_element_by_element(call: Call) -> str | None:
@@ -322,7 +252,7 @@ def commutes_with_an_increasing_map(call: Call) -> str | None:
 
 def moves_values_where_an_index_says(call: Call) -> str | None:
     """Has an integer or bool tensor operand, and is affine in each value operand while that is fixed."""
-    if all(map(_holds_values, call.tensors())):
+    if all(map(holds_values, call.tensors())):
         return "it has no index operand"
     named = call.arguments()
     if named.get("reduce", "sum") not in ("sum", "mean", "add", None) or named.get("mode", 0) == 2:
@@ -349,12 +279,8 @@ def _is_affine_in(call: Call, operand: torch.Tensor, outputs: int | None) -> boo
     other = _other_values(operand)
     middle = (operand + other) / 2
     first, second, between = (call.replacing(operand, x).run()[:outputs] for x in (operand, other, middle))
-    averages = [(a + b) / 2 if _holds_values(a) else a for a, b in zip(first, second, strict=True)]
+    averages = [(a + b) / 2 if holds_values(a) else a for a, b in zip(first, second, strict=True)]
     return _all_close(between, averages)
-
-
-def _holds_values(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def _first_of_each_list(call: Call) -> Call:
@@ -388,7 +314,7 @@ def _values_at_positions(
 def _other_values(t: torch.Tensor) -> torch.Tensor:
     if t.dtype == torch.bool:
         return ~t
-    return torch.randn_like(t) if _holds_values(t) else t + 1
+    return torch.randn_like(t) if holds_values(t) else t + 1
 
 
 def _all_close(actual: Tensors, expected: Tensors) -> bool:
@@ -397,7 +323,7 @@ def _all_close(actual: Tensors, expected: Tensors) -> bool:
     for a, b in zip(actual, expected, strict=True):
         if a.shape != b.shape:
             return False
-        if not _holds_values(a):
+        if not holds_values(a):
             if not torch.equal(a, b):
                 return False
             continue

@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from subtensors.dispatch.size_expressions import size_symbol
-from subtensors.dispatch.torch_private import SymbolicSizes
+from subtensors.dispatch.symbolic_sizes import SymbolicSizes
 
 
 @dataclass(frozen=True)

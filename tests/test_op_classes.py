@@ -16,8 +16,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from subtensors.dispatch.op_class_calls import Call
 from subtensors.dispatch.op_class_evidence import DISCOVERABLE, Recorder, Report, validate
-from subtensors.dispatch.op_class_probes import PROBES, Call
+from subtensors.dispatch.op_class_probes import PROBES
 from subtensors.dispatch.op_class_supplement import SUPPLEMENT
 from subtensors.dispatch.op_classes import (
     OpClass,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.size_guards import Way, way_through
-from subtensors.dispatch.torch_private import SymbolicSizes
+from subtensors.dispatch.symbolic_sizes import SymbolicSizes
 from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
 from subtensors.sizes.dims import Dim
 

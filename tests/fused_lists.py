@@ -1,0 +1,30 @@
+"""Lists for fused calls, and what a fusion has made of the calls that it has seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.kernel_group import KernelGroup
+
+
+def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Elements:
+    generator = torch.Generator().manual_seed(seed)
+    wide = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return Elements(t.to(dtype).to(device) for t in wide)
+
+
+def sgd(p: Tensor, g: Tensor, lr: float) -> None:
+    p.sub_(lr * g)
+
+
+def groups(fusion: Fusion) -> list[Any]:
+    return [group for plans in fusion._plans.values() for plan in plans for _, group in plan.groups]
+
+
+def tables(fusion: Fusion) -> int:
+    return sum(g.tables for g in groups(fusion) if isinstance(g, KernelGroup))

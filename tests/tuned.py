@@ -1,0 +1,84 @@
+"""A GPU for tests of tuning: the CPU, with times that a test makes up, and a cache of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.fusion import Fusion
+from subtensors.kernels import tuning
+from subtensors.kernels.launch import Tiling
+from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref
+
+aten = torch.ops.aten
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+FASTEST = Tiling(1024, 8)
+
+
+def program(op: Any = aten.mul.Tensor, dtype: torch.dtype = torch.float32, literal: float = 2.0) -> Program:
+    """Writes `op(x, literal)` to `x`."""
+    step = Instruction(op, (Ref(0), literal), dtype, dtype, Extent.ELEMENT)
+    return Program("f", (Parameter("x0", dtype, Extent.ELEMENT),), (step,), stores={0: 1})
+
+
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, on disk and in the process."""
+    monkeypatch.setenv("SUBTENSORS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("SUBTENSORS_TUNE", raising=False)
+    monkeypatch.setattr(tuning, "_chosen", {})
+    tuning._warn_once.cache_clear()
+    return tmp_path / "cache"
+
+
+class FakeGPU:
+    """The CPU, taken for a GPU whose clock says what the test wants."""
+
+    def __init__(self) -> None:
+        self.times: dict[Tiling, list[float]] = {}
+        """The times that each tiling takes in turn, milliseconds; 10 where there is none."""
+        self.measured: list[Tiling] = []
+
+    def seconds(self, launch: Any) -> float:
+        tiling = launch.args[0].kernels.tiling
+        self.measured.append(tiling)
+        times = self.times.get(tiling, [10.0])
+        return times[(self.measured.count(tiling) - 1) % len(times)] / 1e3
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
+    """A GPU on which `FASTEST` is the best choice."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles where there is a GPU")
+    fake = FakeGPU()
+    fake.times[FASTEST] = [5.0]
+    monkeypatch.setattr(tuning, "_is_gpu", lambda device: True)
+    monkeypatch.setattr(tuning, "_obstacle", lambda program, device: "")
+    monkeypatch.setattr(tuning, "_kind", lambda device: "a GPU (9.0)")
+    monkeypatch.setattr(tuning, "_budget", lambda device: 2000)
+    monkeypatch.setattr(tuning, "seconds", fake.seconds)
+    return fake
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what this process knows."""
+    monkeypatch.setattr(tuning, "_chosen", {})
+    tuning._warn_once.cache_clear()
+
+
+def tilings(fusion: Fusion) -> list[Tiling]:
+    """Those of the kernels that this fusion has made."""
+    return [kernels.tiling for kernels in fusion._kernels.values()]
+
+
+def halve(p: Any) -> None:
+    p.mul_(0.5)
+
+
+def pair(device: str = "cpu") -> Elements:
+    return Elements([torch.arange(4.0, device=device), torch.ones(3, 5, device=device)])
