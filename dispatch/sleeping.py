@@ -107,8 +107,9 @@ class Census:
             # A wrapper runs its inner tensors' ops where no tensor is asked about them: it must refuse itself.
             wrappers = [t for t in everything if any(id(part) in found for part in _inner_tensors(t))]
             # A view holds its base, also where it was given memory elsewhere, as those of `holding_views` are.
-            views = {id(t): t for t in [*everything, *gradients] if t._is_view()}
-            self._bases = Counter(id(t._base) for t in views.values())
+            # Asked past the class: those of another arena may be asleep.
+            views = {id(t): t for t in [*everything, *gradients] if Tensor._is_view(t)}
+            self._bases = Counter(id(Tensor._base.__get__(t)) for t in views.values())  # type: ignore[attr-defined]
         self.tensors: list[Tensor] = list({**found, **{id(t): t for t in wrappers}}.values())
         self._gradients = Counter(id(t) for t in gradients)
 

@@ -210,6 +210,30 @@ def test_a_module_and_an_optimizer_are_refused_while_released(device: str) -> No
     optimizer.step()
 
 
+def test_an_arena_is_released_while_another_one_sleeps(device: str) -> None:
+    first, second = st.Arena(device), st.Arena(device)
+    a, b = first.ones(3), second.ones(3)
+    views = a[1:], b[1:]
+    first.release()
+    second.release()
+    second.restore()
+    first.restore()
+    assert [t.tolist() for t in (a, b, *views)] == [[1, 1, 1], [1, 1, 1], [1, 1], [1, 1]]
+
+
+def test_parameters_that_an_optimizer_has_updated_sleep(device: str) -> None:
+    arena = st.Arena(device)
+    p = nn.Parameter(arena.ones(3).as_subclass(Tensor))
+    assert type(p) is nn.Parameter
+    optimizer = st.optim.SGD([p], lr=0.5)
+    for turn in range(3):
+        p.grad = torch.ones(3, device=device)
+        optimizer.step()
+        arena.release()
+        arena.restore()
+        assert p.tolist() == [0.5 - 0.5 * turn] * 3
+
+
 def test_a_gradient_in_an_arena_sleeps_too(device: str) -> None:
     arena = st.Arena(device)
     w = nn.Parameter(torch.ones(3, device=device))
