@@ -109,7 +109,7 @@ class Census:
             # A view holds its base, also where it was given memory elsewhere, as those of `holding_views` are.
             # Asked past the class: those of another arena may be asleep.
             views = {id(t): t for t in [*everything, *gradients] if Tensor._is_view(t)}
-            self._bases = Counter(id(Tensor._base.__get__(t)) for t in views.values())  # type: ignore[attr-defined]
+            self._bases = Counter(id(Tensor._base.__get__(t)) for t in views.values())  # type: ignore[union-attr]
         self.tensors: list[Tensor] = list({**found, **{id(t): t for t in wrappers}}.values())
         self._gradients = Counter(id(t) for t in gradients)
 
