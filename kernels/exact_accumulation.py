@@ -8,7 +8,8 @@ at the end both are rounded into place: the upper one over itself, from the fron
         while it is summed      [ float32, rows 0 .. V/2  ]    [ float32, rows V/2 .. V ]
         at the end              [ 16 bits, rows 0 .. V    ]    (freed)
 
-Two bytes an element beside the result, and every addition happens inside a GEMM.
+Two bytes an element beside the result, and every addition happens inside a GEMM. Who has as much memory to give back
+at the end sums in one float32 matrix, and rounds it into new memory.
 
 A float32 result keeps what its additions round off in bfloat16 (Kahan, https://doi.org/10.1145/363707.363723, by
 Knuth's exact sum of two): two bytes an element as well. Its products are added by a kernel, a piece at a time.
@@ -107,6 +108,10 @@ class ProductSum:
             if last:
                 self._round()
 
+    def take(self) -> Tensor:
+        """The sum, complete."""
+        return self.result
+
     def _add_compensated(self, a: Tensor, b: Tensor, first: bool) -> None:
         assert self.beside is not None
         add = compensated_add_by_kernel if self._kernels else compensated_add
@@ -127,6 +132,37 @@ class ProductSum:
             begin, end = end, min(2 * end, sums.numel())
             result[begin:end].copy_(sums[begin:end])
         self.result[self._upper.shape[0] :].copy_(self.beside)
+
+
+class WideSum:
+    """A sum of matrix products a^T b in float32, rounded once into memory that is taken at the end.
+
+    A product goes into one matrix, which is faster than into two halves. While it is rounded there is the result beside
+    it: for those who by then have let go of as much.
+
+    Args:
+        rows, columns: of the sum.
+        like: a tensor of the dtype and device of the result.
+    """
+
+    def __init__(self, rows: int, columns: int, like: Tensor) -> None:
+        self._dtype = like.dtype
+        self._sum = torch.empty(rows, columns, dtype=torch.float32, device=like.device)
+        self._is_empty = True
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add a^T b.
+
+        Args:
+            a: (n, rows).
+            b: (n, columns), of the same dtype.
+        """
+        product_into(self._sum, a.t(), b, accumulate=not self._is_empty)
+        self._is_empty = False
+
+    def take(self) -> Tensor:
+        """The sum."""
+        return self._sum.to(self._dtype)
 
 
 def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

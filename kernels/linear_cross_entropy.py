@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
-from subtensors.kernels.exact_accumulation import ProductSum, product_into
+from subtensors.kernels.exact_accumulation import ProductSum, WideSum, product_into
 from subtensors.kernels.logits_block import Block, BlockOps, block_ops, uses_kernels
 
 Accumulate = Literal["exact", "fast"]
@@ -201,13 +201,10 @@ def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
     count, width = task.hidden.shape
     classes = task.weight.shape[0]
     chunks = _parts(count, rows)
-    buffer = task.hidden.new_empty(min(rows, count) * classes)
+    buffer, block = task.hidden.new_empty(min(rows, count) * classes), None
     hidden_grad = task.hidden.new_empty(count, width) if task.needs.hidden else None
-    weight_grad, bias_grad = task.weight_grad(), task.bias_grad()
-    weight_sum = None
-    if weight_grad is not None:
-        kernels = uses_kernels(task.hidden, task.kernels)
-        weight_sum = ProductSum(weight_grad, task.hidden.dtype, exact, len(chunks), kernels)
+    bias_grad = task.bias_grad()
+    weight_sum = _weight_sum(task, rows, exact, len(chunks)) if task.needs.weight else None
     for begin, end in chunks:
         block = task.logits(buffer, (begin, end), (0, classes))
         if not any(task.needs):
@@ -220,7 +217,20 @@ def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
             weight_sum.add(block.logits, task.hidden[begin:end])
         if bias_grad is not None:
             bias_grad += block.logits.sum(0, dtype=task.compute)
-    return task.result(hidden_grad, weight_grad, bias_grad)
+    del buffer, block  # a sum may want memory to be rounded into
+    return task.result(hidden_grad, None if weight_sum is None else weight_sum.take(), bias_grad)
+
+
+def _weight_sum(task: _Task, rows: int, exact: bool, chunks: int) -> ProductSum | WideSum:
+    """Where the gradient of the weight adds up over chunks of so many rows."""
+    classes, width = task.weight.shape
+    is_short = task.weight_grad_dtype == task.hidden.dtype and task.hidden.itemsize == 2
+    if exact and chunks > 1 and is_short and rows >= width:  # the logits take as much as the result
+        return WideSum(classes, width, task.weight)
+    weight_grad = task.weight_grad()
+    assert weight_grad is not None
+    kernels = uses_kernels(task.hidden, task.kernels)
+    return ProductSum(weight_grad, task.hidden.dtype, exact, chunks, kernels)
 
 
 def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:

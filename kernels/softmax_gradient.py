@@ -25,6 +25,11 @@ import triton.language as tl
 
 from subtensors.kernels.libdevice import libdevice
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+RUN: tl.constexpr = tl.constexpr(8)
+"""Columns next to each other that a thread reads at once: 16 bytes of 16-bit logits."""
+
 
 @triton.jit
 def _squash(y, softcap, per_temperature, CAPPED: tl.constexpr):
@@ -145,46 +150,68 @@ def softmax_gradient_kernel(
 ):  # fmt: skip
     """The statistics of rows that are there in full, then their gradient over them, a program a row.
 
+    Each thread keeps statistics of its own columns, `RUN` next to each other at a time, and threads meet once a row.
     The gradient is written from the end of the row to its beginning: what was read last is still in the cache, where
     what is written need not stay.
+
+    Where only the logits and a target are read of a row, everything is in powers of two: with c = log2(e) / T,
+    exp(z - L) = 2^(c y - log2(e) L) is one multiplication with an addition and one power.
     """
+    PLAIN: tl.constexpr = not (SOFT or SMOOTHED or CAPPED)
     row = tl.program_id(0).to(tl.int64)
     row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
+    power = per_temperature * LOG2_E
     target = tl.zeros((), tl.int64)
     if not SOFT:
         target = tl.load(targets + row)
-    total, picked, summed = tl.zeros((), tl.float32), tl.zeros((), tl.float32), tl.zeros((), tl.float32)
-    top = total - float("inf")
+    places = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    nothing = tl.zeros((BLOCK // RUN,), tl.float32)
+    total, picked, summed, top = nothing, nothing, nothing, nothing - float("inf")
     for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
+        k = start + places
         inside = k < columns
         y = tl.load(row_logits + k, mask=inside, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        z, _ = _squash(y, softcap, per_temperature, CAPPED)
-        z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
-        above = tl.maximum(top, tl.max(z, 0))
-        shift = _shift(above)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
+        if PLAIN:
+            above = tl.maximum(top, tl.max(y, 1))
+            shift = _shift(above) * power
+            total = total * tl.exp2(top * power - shift) + tl.sum(tl.exp2(y * power - shift[:, None]), 1)
+        else:
+            z, _ = _squash(y, softcap, per_temperature, CAPPED)
+            z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
+            above = tl.maximum(top, tl.max(z, 1))
+            shift = _shift(above)
+            total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+            if SOFT or SMOOTHED:
+                w = tl.full((BLOCK // RUN, RUN), 1.0, tl.float32)
+                if WEIGHTED:
+                    w = tl.load(class_weight + k, mask=inside, other=0.0).to(tl.float32)
+                if SMOOTHED:
+                    summed += tl.sum(tl.where(inside, w * z, 0.0), 1)
+                if SOFT:
+                    q = tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
+                    picked += tl.sum(tl.where(inside, w * q * z, 0.0), 1)
         top = above
-        if SOFT or SMOOTHED:
-            w = tl.full((BLOCK,), 1.0, tl.float32)
-            if WEIGHTED:
-                w = tl.load(class_weight + k, mask=inside, other=0.0).to(tl.float32)
-            if SMOOTHED:
-                summed += tl.sum(tl.where(inside, w * z, 0.0), 0)
-            if SOFT:
-                q = tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
-                picked += tl.sum(tl.where(inside, w * q * z, 0.0), 0)
-    if not SOFT:
+    row_top = tl.max(top, 0)
+    shift_of_all = _shift(row_top)
+    if PLAIN:
+        row_total = tl.sum(total * tl.exp2((top - shift_of_all) * power), 0)
+        row_top *= per_temperature
+    else:
+        row_total = tl.sum(total * tl.exp(top - shift_of_all), 0)
+    target_logit = tl.zeros((), tl.float32)
+    if SOFT:
+        tl.store(picks + row, tl.sum(picked, 0))
+    else:
         target_logit = tl.load(row_logits + target, mask=target >= 0, other=0.0).to(tl.float32)
-        picked, _ = _squash(target_logit, softcap, per_temperature, CAPPED)
-    tl.store(tops + row, top)
-    tl.store(totals + row, total)
-    tl.store(picks + row, picked)
+        z, _ = _squash(target_logit, softcap, per_temperature, CAPPED)
+        tl.store(picks + row, z)
+    tl.store(tops + row, row_top)
+    tl.store(totals + row, row_total)
     every = 0.0
     if SMOOTHED:
-        tl.store(sums + row, summed)
+        tl.store(sums + row, tl.sum(summed, 0))
         every = tl.load(on_all + row)
-    normaliser = top + tl.log(total)
+    normaliser = row_top + tl.log(row_total)
     weight, hit = tl.load(on_softmax + row), tl.load(on_target + row)
     if PENALISED:
         weight += tl.load(on_square + row) * normaliser
@@ -194,8 +221,15 @@ def softmax_gradient_kernel(
         k = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         inside = k < columns
         y = tl.load(row_logits + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        g = _gradient(
-            y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap, per_temperature,
-            SOFT, WEIGHTED, SMOOTHED, CAPPED,
-        )  # fmt: skip
+        if PLAIN:
+            g = weight * per_temperature * tl.exp2(y * power - normaliser * LOG2_E)
+        else:
+            g = _gradient(
+                y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap,
+                per_temperature, SOFT, WEIGHTED, SMOOTHED, CAPPED,
+            )  # fmt: skip
         tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    if PLAIN:
+        tl.debug_barrier()  # the target's gradient is written over what was written for every class
+        g = per_temperature * (weight * tl.exp2(target_logit * power - normaliser * LOG2_E) - hit)
+        tl.store(row_logits + target, g.to(logits.dtype.element_ty), mask=target >= 0)

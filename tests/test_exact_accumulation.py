@@ -11,7 +11,7 @@ from programs import Lowering, each_kernel_lowering, each_lowering
 from torch import Tensor
 
 from subtensors.kernels import exact_accumulation
-from subtensors.kernels.exact_accumulation import ProductSum, compensated_add, compensated_add_by_kernel
+from subtensors.kernels.exact_accumulation import ProductSum, WideSum, compensated_add, compensated_add_by_kernel
 from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
 
 ROWS, WIDTH, CLASSES = 512, 24, 96
@@ -69,10 +69,11 @@ def test_the_fast_weight_gradient_errs_more_with_every_chunk(device: str) -> Non
     assert errors[2] > 2 * errors[0]
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(40, 1), (41, 3), (1, 5), (200, 7)])
 def test_what_cancels_between_products_leaves_no_error_behind(
-    device: str, dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, shape: tuple[int, int], wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exact_accumulation, "FIRST_STRETCH", 16)  # so that stretches double a few times
     generator = torch.Generator().manual_seed(0)
@@ -80,10 +81,13 @@ def test_what_cancels_between_products_leaves_no_error_behind(
     other = torch.randn(4, shape[1], generator=generator).to(device, dtype)
     result = torch.full(shape, torch.nan, dtype=dtype, device=device)
     factors = (64, 64, -64, -64)
-    total = ProductSum(result, dtype, exact=True, terms=len(factors) + 1, kernels=False)
+    terms = len(factors) + 1
+    total = WideSum(*shape, result) if wide else ProductSum(result, dtype, exact=True, terms=terms, kernels=False)
     total.add(small, other)
     for factor in factors:
         total.add(factor * large, other)
+    result = total.take()
+    assert result.dtype == dtype
     truth = small.double().t() @ other.double()
     at_most = 128 * (large.abs().double().t() @ other.abs().double())  # what was summed on the way
     slack = 8 * torch.finfo(torch.float32).eps * at_most + torch.finfo(dtype).eps * truth.abs()

@@ -233,6 +233,7 @@ def test_where_all_targets_are_ignored_loss_and_gradients_are_torch_s(
     assert bool(actual.loss.isnan().all()) == (reduction == "mean")
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, in the interpreter
 @each_lowering
 @pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

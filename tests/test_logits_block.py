@@ -108,12 +108,12 @@ class Truth:
 ROUNDINGS = 8
 
 
-def assert_near(mine: Tensor, truth: Tensor, terms: Tensor, output: float = 0.0) -> None:
-    """The result errs by no more than roundings of its terms, and one of `output` where it is stored in fewer bits."""
+def assert_near(mine: Tensor, truth: Tensor, terms: Tensor) -> None:
+    """The result errs by no more than roundings of its terms, and one of its own where it is stored in fewer bits."""
     finite = truth.isfinite() & terms.isfinite()
     torch.testing.assert_close(mine[~finite].double(), truth[~finite], equal_nan=True)
-    single = torch.finfo(torch.float32)
-    allowed = ROUNDINGS * single.eps * terms + output * truth.abs() + single.tiny
+    single, stored = torch.finfo(torch.float32), torch.finfo(mine.dtype)
+    allowed = ROUNDINGS * single.eps * terms + stored.eps * (truth.abs() / 2 + stored.tiny) + single.tiny
     over = ((mine.double() - truth).abs() / allowed)[finite]
     assert not over.numel() or over.max() <= 1, f"{over.max()} times the error allowed"
 
@@ -123,8 +123,7 @@ def assert_near_truth(statistics: Statistics, gradient: Tensor, truth: Truth, is
     assert_near(statistics.picked, truth.picked, truth.picked_terms)
     if is_smoothed:
         assert_near(statistics.summed, truth.summed, truth.summed_terms)
-    output = 0.0 if gradient.dtype == torch.float32 else torch.finfo(gradient.dtype).eps / 2
-    assert_near(gradient, truth.gradient, truth.gradient_terms, output)
+    assert_near(gradient, truth.gradient, truth.gradient_terms)
 
 
 def within_poison(values: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""The demo: a byte-level GPT trained on the Python standard library, with plain PyTorch and with subtensors."""
+"""The demo: a small GPT trained on the Python standard library, with plain PyTorch and with subtensors."""

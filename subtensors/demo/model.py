@@ -1,4 +1,4 @@
-"""A small byte-level GPT, written for plain tensors."""
+"""A small GPT, written for plain tensors; where asked for, the hidden states before its head are chunked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256  # bytes
+from subtensors.chunked.chunked_tensor import chunk
+
+LOSS_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Size:
         layers: transformer blocks.
         width: of the residual stream.
         heads: attention heads a block; they divide the width.
-        context: the longest sequence, in bytes.
+        context: the longest sequence, in tokens.
     """
 
     layers: int
@@ -53,28 +55,35 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-byte logits from a sequence of bytes.
+    """Next-token logits from a sequence of tokens.
+
+    Args:
+        size: of the model.
+        vocabulary: how many tokens there are.
+        chunked: give logits as a ChunkedTensor: they and their gradient are then never there in full.
 
     >>> import torch
-    >>> GPT(Size(layers=1, width=8, heads=2, context=16))(torch.zeros(3, 5, dtype=torch.long)).shape
-    torch.Size([3, 5, 256])
+    >>> GPT(Size(layers=1, width=8, heads=2, context=16), 300)(torch.zeros(3, 5, dtype=torch.long)).shape
+    torch.Size([3, 5, 300])
     """
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, vocabulary: int, chunked: bool = False) -> None:
         super().__init__()
-        self.byte = nn.Embedding(VOCABULARY, size.width)
+        self.chunked = chunked
+        self.token = nn.Embedding(vocabulary, size.width)
         self.position = nn.Embedding(size.context, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.width, vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, inputs: Tensor) -> Tensor:  # (batch, length), int64
-        """Logits, `(batch, length, 256)`."""
-        x = self.byte(inputs) + self.position.weight[: inputs.shape[1]]
+        """Logits, `(batch, length, vocabulary)`."""
+        x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
+        logits: Tensor = self.head(chunk(x, chunks=LOSS_CHUNKS) if self.chunked else x)
         return logits

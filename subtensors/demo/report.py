@@ -40,13 +40,14 @@ def table(runs: Sequence[Run], plan: Plan) -> Table:
         ("first step, ms", [f"{run.first_step_ms:.0f}" for run in runs]),
         ("step, median ms", [f"{median(run.step_ms):.2f}" for run in runs]),
         ("of it the optimizer, median ms", [f"{median(run.optimizer_ms):.2f}" for run in runs]),
-        ("peak device memory, MiB", ["-" if run.peak_mb is None else f"{run.peak_mb:.0f}" for run in runs]),
+        ("peak memory, MiB", [f"{run.peak_mb:.0f}" for run in runs]),
         (calls, [str(run.calls) for run in runs]),
         ("steps replayed as a graph", [run.replayed for run in runs]),
     ]
     size = plan.size
     result = Table(
-        title=f"{size.layers}-layer byte GPT, width {size.width}, {plan.steps} steps of {plan.batch} x {size.context}\n"
+        title=f"{size.layers}-layer GPT of byte pairs, width {size.width}, "
+        f"{plan.steps} steps of {plan.batch} x {size.context}\n"
         f"{device_name(plan.device)}, torch {torch.__version__}"
     )
     result.add_column("")
@@ -63,7 +64,7 @@ def plot(runs: Sequence[Run], plan: Plan, path: Path) -> None:
     curves, bars = figure.subplots(1, 2, width_ratios=[3, 1])
     for run, style in zip(runs, ["-", "--", ":"], strict=False):
         curves.plot(run.losses, style, label=run.name)
-    curves.set(xlabel="step", ylabel="loss, nats a byte", title="loss curves")
+    curves.set(xlabel="step", ylabel="loss, nats a pair of bytes", title="loss curves")
     curves.legend()
     heights = [median(run.optimizer_ms) for run in runs]
     bars.bar([run.name.replace(" ", "\n") for run in runs], heights, color=["C0", "C1", "C2"][: len(runs)])

@@ -34,18 +34,35 @@ def corpus(size: int) -> Tensor:
     raise FileNotFoundError(f"{folder} holds {len(text)} bytes of Python sources, and {size} are needed")
 
 
+def pairs(text: Tensor) -> tuple[Tensor, int]:
+    """A text as tokens: two bytes each, numbered among those pairs that the text has.
+
+    Args:
+        text: uint8, `(size,)`.
+
+    Returns:
+        int64, `(size // 2,)`, and how many numbers there are.
+
+    >>> pairs(torch.tensor([1, 2, 0, 9, 1, 2, 7], dtype=torch.uint8))
+    (tensor([1, 0, 1]), 2)
+    """
+    two = text[: len(text) // 2 * 2].view(-1, 2).long()
+    distinct, numbers = (two[:, 0] * 256 + two[:, 1]).unique(return_inverse=True)
+    return numbers, len(distinct)
+
+
 def batches(text: Tensor, batch: int, context: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Random windows of the text, the same ones for the same seed.
 
     Args:
-        text: uint8, `(size,)`.
+        text: tokens, `(size,)`.
         batch: windows a step.
-        context: bytes a window.
+        context: tokens a window.
         steps: how many batches.
         seed: of the windows' places.
 
     Yields:
-        inputs and, one byte on, targets; both int64, `(batch, context)`, on the CPU.
+        inputs and, one token on, targets; both int64, `(batch, context)`, on the CPU.
 
     >>> inputs, targets = next(batches(torch.arange(10, dtype=torch.uint8), batch=2, context=3, steps=1, seed=0))
     >>> bool((targets == inputs + 1).all())

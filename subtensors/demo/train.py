@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subtensors.bench.timing import Span, count_aten_calls, count_kernels, synchronize
-from subtensors.demo.model import GPT, VOCABULARY, Size
-from subtensors.demo.text import batches
+from subtensors.demo.memory import peak_mb
+from subtensors.demo.model import GPT, Size
+from subtensors.demo.text import batches, pairs
 from subtensors.optim import Optimizer
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -53,7 +54,7 @@ class Run:
         first_step_ms: the first whole step, with the state it makes and what it compiles.
         step_ms: each later step: forward, backward, optimizer.
         optimizer_ms: the optimizer's part of each of them.
-        peak_mb: the most device memory in use, in MiB; None on a CPU.
+        peak_mb: the most memory in use, in MiB; on a CPU, that of the tensors which a step makes.
         calls: kernels (GPU) or aten calls (CPU) in one optimizer step.
         replayed: how many optimizer steps were the replay of a graph, or why none was; "-" where none was asked for.
     """
@@ -63,7 +64,7 @@ class Run:
     first_step_ms: float = 0.0
     step_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
-    peak_mb: float | None = None
+    peak_mb: float = 0.0
     calls: int = 0
     replayed: str = "-"
 
@@ -73,6 +74,7 @@ def train(
     make_optimizer: OptimizerFactory,
     plan: Plan,
     text: Tensor,
+    chunked: bool = False,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> Run:
     """Train one model from the plan's seed and measure it.
@@ -82,6 +84,7 @@ def train(
         make_optimizer: gives the optimizer of the model's parameters.
         plan: the model, the data and the steps.
         text: uint8, `(size,)`.
+        chunked: chunk the hidden states before the head.
         on_step: told each step's loss.
 
     Returns:
@@ -99,20 +102,21 @@ def train(
         torch.cuda.reset_peak_memory_stats()
 
     torch.manual_seed(plan.seed)
-    model = GPT(plan.size).to(plan.device, plan.dtype)
+    tokens, vocabulary = pairs(text)
+    model = GPT(plan.size, vocabulary, chunked).to(plan.device, plan.dtype)
     optimizer = make_optimizer(model.parameters())
     run = Run(name)
 
     def forward_backward(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(plan.device, dtype=torch.bfloat16, enabled=on_gpu):
             logits = model(inputs)
-        loss = F.cross_entropy(logits.view(-1, VOCABULARY).to(plan.dtype), targets)
+        loss = F.cross_entropy(logits.flatten(0, 1).to(plan.dtype), targets)
         loss.backward()
         return loss.detach()
 
     data = [
         (inputs.to(plan.device), targets.reshape(-1).to(plan.device))
-        for inputs, targets in batches(text, plan.batch, plan.size.context, plan.steps, plan.seed)
+        for inputs, targets in batches(tokens, plan.batch, plan.size.context, plan.steps, plan.seed)
     ]
     # The device's libraries start up in the first forward and backward: that is no optimizer's time either.
     forward_backward(*data[0])
@@ -137,6 +141,9 @@ def train(
     run.replayed = _replayed(optimizer, plan)
     if on_gpu:
         run.peak_mb = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        optimizer.zero_grad()
+        run.peak_mb = peak_mb(lambda: forward_backward(*data[-1]))
     run.calls = count_kernels(optimizer.step) if on_gpu else count_aten_calls(optimizer.step)
     return run
 
