@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from subtensors.kernels.cuda_range import is_captured
+from subtensors.kernels.cuda_range import has_driver, is_captured
 
 Work = Callable[[], None]
 
@@ -46,12 +46,13 @@ def is_capturing() -> bool:
 def watch(device: torch.device) -> None:
     """From now on `is_capturing` also tells of captures by other threads, on torch's own streams of this device.
 
-    A capture on a stream that another library made is known of in the thread alone whose current stream that is.
+    A capture on a stream that another library made is known of in the thread alone whose current stream that is; so is
+    any where the package cuda-bindings is not installed.
 
     Args:
         device: a CUDA device with its index, or a CPU, for which there is nothing to do.
     """
-    if device.type == "cuda" and device.index not in _streams:
+    if device.type == "cuda" and device.index not in _streams and has_driver():
         # Torch hands out 32 streams of each priority, by turns.
         lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
         _streams[device.index] = [

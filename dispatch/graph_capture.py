@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from subtensors.dispatch import captures, torch_private
 from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.tapes import CudaTape, HostTape
 from subtensors.kernels.launch import bits
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -169,9 +171,10 @@ class Recording:
         self._key = next(_keys)
         self._grids: list[Swept] = []
         self._pending: Iterator[Launch] | None = None
-        self._tape = _CudaTape(device) if device.type == "cuda" else _HostTape()
+        self._tape = CudaTape(device) if device.type == "cuda" else HostTape()
         self._is_number_new = self._is_table_new = False
-        weakref.finalize(self, _release, self._grids, self._key)
+        captures.watch(device)
+        weakref.finalize(self, captures.when_idle, partial(_release, self._grids, self._key, self._tape)).atexit = False
 
     def record(self, calls: Callable[[], object], moving: Sequence[Tensor]) -> None:
         """Make the calls twice, without running them, and keep what they launch.
@@ -336,59 +339,10 @@ class Recording:
         return bool((self._words.cpu().numpy() == self._host).all())
 
 
-class _CudaTape:
-    """Launches as a CUDA graph."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.graph = torch.cuda.CUDAGraph()
-        self.replay: Callable[[], None] = self.graph.replay
-
-    def record(self, calls: Callable[[], object]) -> None:
-        """Capture the calls on a stream of their own; other threads may go on using the device."""
-        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
-        side.wait_stream(current)
-        pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(side), captures.undisturbed():
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                calls()
-            finally:
-                try:
-                    self.graph.capture_end()
-                except RuntimeError:
-                    torch_private.forget_capture(self.device, pool)
-                    raise
-        current.wait_stream(side)
-
-    def take(self, run: Callable[[], None]) -> None:
-        """Capture one launch."""
-        run()
-
-
-class _HostTape:
-    """Launches as what makes them, for kernels that Triton interprets."""
-
-    def __init__(self) -> None:
-        self.runs: list[Callable[[], None]] = []
-
-    def record(self, calls: Callable[[], object]) -> None:
-        """Make the calls, whose launches are taken."""
-        calls()
-
-    def take(self, run: Callable[[], None]) -> None:
-        """Keep one launch."""
-        self.runs.append(run)
-
-    def replay(self) -> None:
-        """Make the launches."""
-        for run in self.runs:
-            run()
-
-
-def _release(grids: list[Swept], key: int) -> None:
+def _release(grids: list[Swept], key: int, tape: CudaTape | HostTape) -> None:
     for grid in grids:
         grid.forget(key)
+    tape.reset()
 
 
 # Streams have numbers from 0 on; the workspaces of recordings are known by others.

@@ -66,6 +66,15 @@ class CudaRange:
         _done(_driver().cuMemAddressFree(self.address, self.size))
 
 
+def has_driver() -> bool:
+    """Is the package cuda-bindings installed?"""
+    try:
+        _driver()
+    except ImportError:
+        return False
+    return True
+
+
 def is_captured(streams: list[int]) -> bool:
     """Is one of these streams of CUDA, given by their handles, being captured?"""
     driver = _driver()

@@ -130,6 +130,19 @@ def test_no_garbage_is_collected_and_nothing_done_while_a_capture_of_ours_is_on_
         gc.enable()
 
 
+def test_the_graph_of_a_recording_waits_for_the_end_of_a_capture(capture: list[bool]) -> None:
+    recording = Recording(torch.device("cpu"))
+    runs = recording._tape.runs  # type: ignore[union-attr]
+    runs.append(lambda: None)
+    capture[0] = True
+    del recording
+    gc.collect()
+    assert len(runs) == captures.waiting() == 1
+    capture[0] = False
+    gc.collect()
+    assert len(runs) == captures.waiting() == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["thread_local", "global", "relaxed"])
 @pytest.mark.parametrize("collects", ["the thread that captures", "another thread"])
@@ -185,6 +198,31 @@ def test_a_recorded_step_survives_arenas_that_die_while_it_is_recorded() -> None
     assert optimizer._capture is not None
     assert optimizer._capture.recordings == 1
     assert memory() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["thread_local", "global"])
+def test_a_capture_of_the_users_survives_optimizers_with_graphs_that_die_in_it(mode: str) -> None:
+    def make() -> st.optim.AdamW:
+        p = Parameter(torch.ones(100, device="cuda"))
+        p.grad = torch.ones_like(p)
+        optimizer = st.optim.AdamW([p], graph=True)
+        optimizer.step()
+        assert optimizer.replays == 1
+        return optimizer
+
+    x = torch.zeros(8, device="cuda")
+    optimizers = [make()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        x.add_(1)
+        optimizers.clear()
+        gc.collect()
+        assert captures.waiting() == 1
+    graph.replay()
+    assert x.tolist() == [1.0] * 8
+    gc.collect()
+    assert captures.waiting() == 0
 
 
 @pytest.mark.gpu

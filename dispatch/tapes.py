@@ -1,0 +1,67 @@
+"""What a recording replays: its launches as a CUDA graph, or one by one where Triton interprets kernels on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from subtensors.dispatch import captures, torch_private
+
+
+class CudaTape:
+    """Launches as a CUDA graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.graph = torch.cuda.CUDAGraph()
+        self.replay: Callable[[], None] = self.graph.replay
+
+    def record(self, calls: Callable[[], object]) -> None:
+        """Capture the calls on a stream of their own; other threads may go on using the device."""
+        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(side), captures.undisturbed():
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                calls()
+            finally:
+                try:
+                    self.graph.capture_end()
+                except RuntimeError:
+                    torch_private.forget_capture(self.device, pool)
+                    raise
+        current.wait_stream(side)
+
+    def take(self, run: Callable[[], None]) -> None:
+        """Capture one launch."""
+        run()
+
+    def reset(self) -> None:
+        """Give the graph back, which ends the capture of another one that is on."""
+        self.graph.reset()
+
+
+class HostTape:
+    """Launches as what makes them, for kernels that Triton interprets."""
+
+    def __init__(self) -> None:
+        self.runs: list[Callable[[], None]] = []
+
+    def record(self, calls: Callable[[], object]) -> None:
+        """Make the calls, whose launches are taken."""
+        calls()
+
+    def take(self, run: Callable[[], None]) -> None:
+        """Keep one launch."""
+        self.runs.append(run)
+
+    def replay(self) -> None:
+        """Make the launches."""
+        for run in self.runs:
+            run()
+
+    def reset(self) -> None:
+        """Forget the launches."""
+        self.runs.clear()
