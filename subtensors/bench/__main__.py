@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from subtensors.bench import chunked, gpt2_step, lend, optim, padded_ops, pointwise, static
+from subtensors.bench import bucketed, chunked, gpt2_step, lend, optim, padded_ops, pointwise, static
 
 # Each benchmark declares its options, and with them the function that runs it.
 BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "gpt2-step": ("a training step of GPT-2: whole logits beside chunked ones", gpt2_step.add_arguments),
     "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
+    "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
     "padded-ops": ("ops over what is real in a padded tensor, beside masked torch", padded_ops.add_arguments),
 }
 

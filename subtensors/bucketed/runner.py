@@ -317,7 +317,7 @@ class Bucketed:
         if self.memory_limit is None or self._bytes() <= self.memory_limit:
             return
         graphs = bucket.graph is not None
-        for other in self._recorded():
+        for other in self.recorded():
             if other is not bucket and self._bytes() > self.memory_limit:
                 self._evict(other, "memory_limit")
         if self._bytes() > self.memory_limit and graphs:
@@ -330,7 +330,7 @@ class Bucketed:
 
     def _make_room(self, bucket: Bucket) -> None:
         """Evict before capturing, never after: what a graph is destroyed with may be another's."""
-        recorded = [other for other in self._recorded() if other is not bucket]
+        recorded = [other for other in self.recorded() if other is not bucket]
         if self.max_graphs is not None:
             for other in recorded[: max(len(recorded) + 1 - self.max_graphs, 0)]:
                 self._evict(other, "max_graphs")
@@ -340,18 +340,18 @@ class Bucketed:
         bucket.forget()
         self._evictions += 1
 
-    def _recorded(self) -> list[Bucket]:
+    def recorded(self) -> list[Bucket]:
         """The buckets with a graph, the least recently called one first."""
         return sorted([b for b in self._buckets.values() if b.is_recorded], key=lambda b: b.last_call)
 
     def _bytes(self) -> int:
         pools = sum(pool.bytes() for pool in self._pools.values())
-        return pools + sum(bucket.statistics.input_bytes for bucket in self._recorded())
+        return pools + sum(bucket.statistics.input_bytes for bucket in self.recorded())
 
     def _restart(self, moved: str) -> None:
         """Forget every graph, since what they read is no longer there."""
         _log.warning("%s is recorded again: %s", self._name(), moved)
-        for bucket in self._recorded():
+        for bucket in self.recorded():
             bucket.forget()
         self.state.look()
         # Compiled code holds the tensors that it was compiled with.

@@ -1,0 +1,30 @@
+"""The benchmark of varying sizes runs end to end, and every way answers right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from subtensors.__main__ import main
+from subtensors.bench.bucketed import measure
+from subtensors.bench.bucketed_rows import load
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+def test_a_tiny_run_leaves_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "bucketed", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--cases", "bert-1"]
+    assert main([*options, "--variants", "eager"]) == 0
+    (row,) = load(tmp_path / "bucketed.json")
+    assert (row.case, row.variant, row.requests) == ("bert-1", "eager", 10)
+    assert 0 < row.p50_ms <= row.p99_ms
+    assert row.error == 1
+    assert "Tiny sizes: the figures mean nothing." in capsys.readouterr().out
+
+
+def test_ours_answers_as_the_model_does() -> None:
+    row = measure("bert-1", "bucketed", tiny=True, device="cpu")
+    assert row.error <= 1.5
+    assert row.recompiles == 0
