@@ -47,6 +47,7 @@ class Source:
         which: for each dim which of the call's true sizes it has, -1 for a dim without padding.
         dims: the padded dims of a PaddedTensor that the caller made, whose storage this is.
         sizes: which of the caller's `TrueSizes` it has, by order; -1 for the call's own.
+        requires_grad: does autograd follow it?
     """
 
     leaf: int
@@ -56,6 +57,7 @@ class Source:
     which: tuple[int, ...]
     dims: tuple[Factors, ...] | None = None
     sizes: int = -1
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,14 +220,14 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
     for i, x in enumerate(leaves):
         if isinstance(x, PaddedTensor):
             n = order[id(x._sizes)] if x._sizes is not None else -1
-            sources.append(Source(i, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n))
+            sources.append(Source(i, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad))
         elif isinstance(x, Tensor) and not isinstance(x, FIXED):
             if type(x) is not Tensor:
                 raise Unreadable(f"an argument is a {type(x).__name__}")
             where = padded.get(i, {})
             which = tuple(dims.index(where[d]) if d in where else -1 for d in range(x.dim()))
             shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
-            sources.append(Source(i, shape, x.dtype, x.device, which))
+            sources.append(Source(i, shape, x.dtype, x.device, which, requires_grad=x.requires_grad))
         else:
             rest.append((i, leaf_key(x)))
     key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared

@@ -154,7 +154,7 @@ class Bucket:
         Returns:
             The result, cut to the true sizes, in memory of its own.
         """
-        with _recording_modes():
+        with recording_modes():
             outputs = self.pool.run(lambda: self._run(host)) if self.pool is not None else self._run(host)
         return outputs.assembled([cut() for cut in outputs.cuts(host)])
 
@@ -169,7 +169,7 @@ class Bucket:
             self.outputs = Outputs.of(None)
             self.statistics.is_recorded = True
             return
-        with _recording_modes():
+        with recording_modes():
             before = self.pool.bytes()
             self.graph, self.outputs = self.pool.capture(lambda: self._run(None))
             self.statistics.graph_bytes = self.pool.bytes() - before
@@ -180,7 +180,7 @@ class Bucket:
     def replay(self, host: dict[Any, HostSize]) -> None:
         """Run the program on what was loaded."""
         if self.graph is None:
-            with _recording_modes():
+            with recording_modes():
                 self.outputs = self._run(host)
             return
         assert self.pool is not None
@@ -221,7 +221,11 @@ def _true_sizes(
 
 
 @contextmanager
-def _recording_modes() -> Iterator[None]:
-    """What is recorded is for all calls: it makes plain tensors, and keeps nothing that the caller's contexts own."""
-    with torch.inference_mode(False), torch.no_grad(), without_autocast_cache():
+def recording_modes(records: bool = False) -> Iterator[None]:
+    """What is recorded is for all calls: it makes plain tensors, and keeps nothing that the caller's contexts own.
+
+    Args:
+        records: does autograd follow?
+    """
+    with torch.inference_mode(False), torch.set_grad_enabled(records), without_autocast_cache():
         yield

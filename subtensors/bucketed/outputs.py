@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -15,7 +15,8 @@ from subtensors.dispatch.padded.padded_value import Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import Factors, size_of
-from subtensors.padded.padded_tensor import PaddedTensor, value_of
+from subtensors.padded.calls import followed
+from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import logical
 
 Cut = Callable[[], Any]
@@ -85,6 +86,11 @@ class Outputs:
     def __init__(self, leaves: list[Output], spec: Any, is_leaf: bool) -> None:
         self.leaves, self.spec, self.is_leaf = leaves, spec, is_leaf
 
+    def detached(self) -> Outputs:
+        """The same without autograd's graph behind it."""
+        leaves = [replace(x, value=x.value.detach()) if isinstance(x.value, Tensor) else x for x in self.leaves]
+        return Outputs(leaves, self.spec, self.is_leaf)
+
     @staticmethod
     def of(result: Any) -> Outputs:
         """What a program returned: any pytree; leaves that are PaddedTensors are cut for each call."""
@@ -102,9 +108,9 @@ class Outputs:
 
 def _output(leaf: Any) -> Output:
     if not isinstance(leaf, PaddedTensor):
-        return Output(leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    value = value_of(leaf)
+        return Output(leaf)
+    value = followed(leaf)
     sizes = value.sizes
     if sizes is None:
-        return Output(value.dense.detach())
-    return Output(value.dense.detach(), value.dims, sizes.symbols, sizes.buckets, sizes.rows)
+        return Output(value.dense)
+    return Output(value.dense, value.dims, sizes.symbols, sizes.buckets, sizes.rows)

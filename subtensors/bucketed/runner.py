@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, unflatten
-from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.compiled import Compiled
 from subtensors.bucketed.example import kept_state, repeated, with_progress
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
+from subtensors.bucketed.training import ReplayClock, Replayed, TrainedBucket, TrainedCall
 from subtensors.byte_sizes import in_units, parse_bytes
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.graph_pool import GraphPool
@@ -37,8 +38,6 @@ OnMiss = Literal["capture", "eager", "error"]
 
 READINGS = 4096
 """How many different keys a runner remembers."""
-
-RECORDS_GRADIENTS = "gradients are recorded"
 
 
 @dataclass(slots=True)
@@ -80,6 +79,7 @@ class Bucketed:
         self._visits: OrderedDict[Any, _Visit] = OrderedDict()
         self._buckets: dict[Any, Bucket] = {}
         self._clock = itertools.count(1)
+        self._replays = ReplayClock()
         self._pools: dict[torch.device, GraphPool] = {}
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
@@ -93,7 +93,7 @@ class Bucketed:
         """Call the program: at the bucket's sizes, with plain values in and out."""
         with self._lock:
             leaves, spec = flatten(args, kwargs)
-            key = (len(args), tuple(kwargs), spec, self._modes(), *map(leaf_key, leaves))
+            key = (len(args), tuple(kwargs), spec, self._modes(leaves), *map(leaf_key, leaves))
             try:
                 visit = self._visits.get(key)
             except TypeError as error:  # an argument without a hash
@@ -107,23 +107,23 @@ class Bucketed:
 
     # --- what a call is ---------------------------------------------------------------------------------------------
 
-    def _modes(self) -> tuple[Any, ...]:
-        """What beside the arguments decides what the program computes."""
+    def _modes(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """What beside the arguments decides what the program computes; first whether autograd follows it."""
         cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
         types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
-        records = torch.is_grad_enabled() and self.state.needs_gradients()
-        return records, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, types, self.state.training()
+        return self._is_followed(leaves), torch.is_inference_mode_enabled(), cast, types, self.state.training()
+
+    def _is_followed(self, leaves: Sequence[Any]) -> bool:
+        return torch.is_grad_enabled() and (
+            self.state.needs_gradients() or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        )
 
     def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Visit:
         self._example = self._example or (args, kwargs)
-        modes = key[3]
         visit = self._reading(key[:4], leaves, args, kwargs)
         if len(self._visits) >= READINGS:
             self._count_sizes(self._visits.popitem(last=False)[1])
         self._visits[key] = visit
-        records = modes[0] or (modes[1] and any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
-        if records and visit.bucket is not None and visit.bucket.pool is not None:
-            visit.refusal = RECORDS_GRADIENTS
         if self._warms_up_first and not visit.refusal and visit.bucket is not None:
             self._warms_up_first = False
             self.warmup(*args, **kwargs)
@@ -156,11 +156,21 @@ class Bucketed:
                 given, named = unflatten(leaves, spec, count, names)
                 return self.program(*given, **named)
 
-            visit.bucket = Bucket(reading, leaves, call, device, self._pool(device))
-            visit.bucket.compiled = self._compilation(visit.bucket)
+            visit.bucket = self._new_bucket(shared[3][0], reading, leaves, call, device)
             self._buckets[reading.bucket_key] = visit.bucket
             self._drop_unrecorded()
         return visit
+
+    def _new_bucket(
+        self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
+    ) -> Bucket:
+        if is_followed:
+            trained = TrainedBucket(reading, leaves, call, device, self._pool(device))
+            trained.state = self.state
+            return trained
+        bucket = Bucket(reading, leaves, call, device, self._pool(device))
+        bucket.compiled = self._compilation(bucket)
+        return bucket
 
     def _compilation(self, bucket: Bucket) -> Compiled | None:
         """The compiled code that a bucket shares with those that differ from it in sizes alone."""
@@ -199,10 +209,8 @@ class Bucketed:
         if bucket.refusal:
             return self._fall_back(bucket.refusal, None, args, kwargs)
         self.state.refuse_sleepers()
-        if bucket.pool is None and self._modes_record(leaves):
-            self._count(bucket, visit)
-            return self._with_autograd(visit, args, kwargs)
-        if self._writes_state and (moved := self.state.moved()):
+        is_followed = isinstance(bucket, TrainedBucket)
+        if (self._writes_state or is_followed) and (moved := self.state.moved()):
             self._restart(moved)
         if not bucket.is_recorded:
             if self.on_miss != "capture":
@@ -210,13 +218,15 @@ class Bucketed:
                 return self._fall_back(why, None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
         bucket.last_call = next(self._clock)
+        if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
+            return self._followed(bucket, visit, leaves, reading)
         if bucket.pool is None or bucket.device.index == torch.cuda.current_device():
             results = self._replayed(bucket, visit, leaves, reading)
         else:
             with torch.cuda.device(bucket.device):
                 results = self._replayed(bucket, visit, leaves, reading)
         # The device is busy with the replay meanwhile.
-        if not self._writes_state and (moved := self.state.moved()):
+        if not (self._writes_state or is_followed) and (moved := self.state.moved()):
             self._restart(moved)
             return self._answer(visit, leaves, args, kwargs)
         self._count(bucket, visit)
@@ -227,6 +237,7 @@ class Bucketed:
     def _replayed(self, bucket: Bucket, visit: _Visit, leaves: list[Any], reading: Reading) -> list[Any]:
         if bucket.pool is not None:
             bucket.pool.order()
+        self._replays.tick()
         bucket.load(leaves, reading.sizes)
         bucket.replay(reading.host)
         if visit.outputs is not bucket.outputs:
@@ -234,23 +245,15 @@ class Bucketed:
             visit.cuts = bucket.outputs.cuts(reading.host) if bucket.outputs is not None else []
         return [cut() for cut in visit.cuts]
 
-    def _modes_record(self, leaves: Sequence[Any]) -> bool:
-        """Will someone ask for gradients?"""
-        return torch.is_grad_enabled() and (
-            self.state.needs_gradients() or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-        )
-
-    def _with_autograd(self, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The program on padded arguments, with autograd following."""
-        places = self.dims.of_leaves(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        padded = [
-            pad(x, dims) if dims and isinstance(x, Tensor) and not isinstance(x, PaddedTensor) else x
-            for x, (_, dims) in zip(leaves, places, strict=True)
-        ]
-        given, named = pytree.tree_unflatten(padded, spec)
-        out = self.program(*given, **named)
-        return pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), out)
+    def _followed(self, bucket: TrainedBucket, visit: _Visit, leaves: list[Any], reading: Reading) -> Any:
+        """A replay that is a node of the caller's autograd graph."""
+        assert bucket.outputs is not None
+        outputs = bucket.outputs
+        call = TrainedCall(bucket, leaves, reading, self._lock, self._replays)
+        tensors = iter(Replayed.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
+        self._count(bucket, visit)
+        bucket.statistics.hits += 1
+        return outputs.assembled([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
     def _count(self, bucket: Bucket, visit: _Visit) -> None:
         statistics = bucket.statistics
@@ -259,7 +262,7 @@ class Bucketed:
         statistics.padded += visit.elements[1]
 
     def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.on_miss == "error" and why != RECORDS_GRADIENTS:
+        if self.on_miss == "error":
             raise error or RuleError(f"no graph for this call: {why}")
         if not self._fallbacks[why]:
             _log.warning("%s runs at its true sizes, without a graph: %s", self._name(), why)
@@ -297,13 +300,36 @@ class Bucketed:
         assert reading is not None
         self._make_room(bucket)
         bucket.allocate()
-        bucket.load(leaves, reading.sizes)
         before = self.state.versions()
-        result = bucket.run_once(reading.host)
+        if isinstance(bucket, TrainedBucket):
+            result = self._first_followed(bucket, visit, leaves)
+        else:
+            bucket.load(leaves, reading.sizes)
+            result = bucket.run_once(reading.host)
         self._writes_state = self._writes_state or before is None or before != self.state.versions()
         self._record(bucket)
         self._buckets[reading.bucket_key] = bucket
         bucket.last_call = next(self._clock)
+        return result
+
+    def _first_followed(self, bucket: TrainedBucket, visit: _Visit, leaves: list[Any]) -> Any:
+        """The program on padded arguments, with autograd following; then what warms its recording up."""
+        assert visit.reading is not None
+        reading = visit.reading
+        dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
+        padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+
+        def run() -> Any:
+            return pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
+
+        result = run() if bucket.pool is None else bucket.pool.run(run)
+        bucket.load(leaves, reading.sizes)
+        leaves = pytree.tree_leaves(result)
+        bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        if bucket.is_differentiable:
+            # What returns no gradients may be a whole step, which is not to be taken twice.
+            with kept_state(self.state):
+                bucket.run_once(reading.host)
         return result
 
     def _record(self, bucket: Bucket) -> None:
@@ -409,9 +435,9 @@ class Bucketed:
 
     def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, spec = flatten(args, kwargs)
-        visit = self._reading((len(args), tuple(kwargs), spec, self._modes()), leaves, args, kwargs)
+        visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), leaves, args, kwargs)
         bucket = visit.bucket
-        if bucket is None or bucket.is_recorded or bucket.refusal or self._modes_record(leaves):
+        if bucket is None or bucket.is_recorded or bucket.refusal or isinstance(bucket, TrainedBucket):
             return
         try:
             self._run_and_record(visit, leaves)

@@ -39,6 +39,8 @@ class BucketStatistics:
     """Elements along the Dims that calls brought, over all calls."""
     padded: int = 0
     """Elements along the Dims that calls were padded to."""
+    replayed_again: int = 0
+    """Forwards that were replayed once more for their backward, since another replay came between."""
     is_recorded: bool = False
     events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
     _replay_ms: list[float] = field(default_factory=list, repr=False)

@@ -1,0 +1,197 @@
+"""Gradients through a bucketed program are those of the program, and are the caller's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import subtensors as st
+
+SEQ = st.Dim("seq", max=32, buckets=8)
+
+
+class Net(nn.Module):
+    """Positions meet, so that padding would show in gradients."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 6)
+        self.inner = nn.Linear(6, 6)
+        self.unused = nn.Linear(2, 2)
+        self.to(device, torch.float64)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        h = self.inner(self.embed(ids)).tanh()
+        h = h * h.softmax(1) + h.mean(1, keepdim=True)
+        logits = h @ self.embed.weight.T
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+DIMS = {"ids": {1: SEQ}, "labels": {1: SEQ}}
+
+
+def tokens(n: int, device: str) -> Tensor:
+    return torch.randint(0, 11, (2, n), device=device)
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def check(actual: list[Any], expected: list[Any]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        if e is None:
+            assert a is None
+        else:
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    run = st.bucketed(net, DIMS)
+    for n in (5, 3, 8, 20, 7, 32, 20):
+        ids, labels = tokens(n, device), tokens(n, device)
+        loss, wanted = run(ids, labels), alone(ids, labels)
+        torch.testing.assert_close(loss, wanted)
+        loss.backward()
+        wanted.backward()
+        check(gradients(net), gradients(alone))
+    stats = run.stats()
+    assert stats.hits == 4
+    assert not stats.fallbacks
+    assert all(b.replayed_again == 0 for b in stats.buckets)
+
+
+def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(lambda x: (net.inner(x).softmax(1), {"sum": x.sum(1), "size": 7}), {"x": {1: SEQ}})
+    for n in (3, 6, 10, 2, 9):
+        x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
+        cotangents = [torch.randn(2, n, 6, device=device).double(), torch.randn(2, 6, device=device).double()]
+        out, more = run(x)
+        assert out.shape == (2, n, 6)
+        assert more["size"] == 7
+        wrt = [x, *net.inner.parameters()]
+        found = torch.autograd.grad([out, more["sum"]], wrt, cotangents)
+        check(list(found), list(torch.autograd.grad([net.inner(x).softmax(1), x.sum(1)], wrt, cotangents)))
+
+
+def test_two_calls_in_one_loss(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    run = st.bucketed(net, DIMS)
+    for n, m in ((3, 9), (4, 5), (10, 2), (16, 15)):
+        batches = [(tokens(k, device), tokens(k, device)) for k in (n, m)]
+        for model in (run, alone):
+            loss = sum(model(*batch) for batch in batches)
+            loss.backward()  # type: ignore[union-attr]
+        check(gradients(net), gradients(alone))
+    assert sum(b.replayed_again for b in run.stats().buckets) > 0
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, DIMS)
+    batch = tokens(5, device), tokens(5, device)
+    run(*batch)
+    loss = run(*batch)
+    wrt = [*net.embed.parameters(), *net.inner.parameters()]
+    first = torch.autograd.grad(loss, wrt, retain_graph=True)
+    run(tokens(20, device), tokens(20, device))
+    check(list(torch.autograd.grad(loss, wrt)), list(first))
+
+
+def test_gradients_are_not_overwritten_by_the_next_bucket(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, DIMS)
+    for n in (5, 20):
+        run(tokens(n, device), tokens(n, device)).backward()
+    net.zero_grad()
+    run(tokens(5, device), tokens(5, device)).backward()
+    kept, held = gradients(net), [p.grad for p in net.parameters()]
+    net.zero_grad()
+    run(tokens(20, device), tokens(20, device)).backward()
+    check(held, kept)
+
+
+def test_dropped_elements_are_the_same_in_forward_and_backward(device: str) -> None:
+    run = st.bucketed(lambda x: F.dropout(x, 0.5), {"x": {0: SEQ}})
+    for n in (20, 20, 19):
+        x, y = (torch.ones(n, device=device, requires_grad=True) for _ in range(2))
+        a, b = run(x), run(y)
+        (a.sum() + b.sum()).backward()
+        assert torch.equal(x.grad, a.detach())  # type: ignore[arg-type]
+        assert torch.equal(y.grad, b.detach())  # type: ignore[arg-type]
+        assert not torch.equal(a, b)
+
+
+def test_buffers_are_written_once_a_call(device: str) -> None:
+    net, alone = (nn.BatchNorm1d(3, device=device, dtype=torch.float64) for _ in range(2))
+    run = st.bucketed(net, {"input": {0: SEQ}})
+    for n in (5, 9, 6, 30, 7):
+        x = torch.randn(n, 3, dtype=torch.float64, device=device)
+        (run(x) ** 2).sum().backward()
+        (alone(x) ** 2).sum().backward()
+        torch.testing.assert_close(net.running_mean, alone.running_mean)
+        assert net.num_batches_tracked == alone.num_batches_tracked
+        check(gradients(net), gradients(alone))
+
+
+def test_no_gradients_are_recorded_where_none_are_asked_for(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, DIMS)
+    ids = tokens(5, device)
+    for _ in range(2):
+        with torch.no_grad():
+            assert not run(ids).requires_grad
+        assert run(ids).requires_grad
+        with torch.inference_mode():
+            assert run(ids).is_inference()
+
+
+@pytest.mark.parametrize("make", ["torch", "subtensors"])
+def test_a_whole_step_is_one_graph(device: str, make: str) -> None:
+    net, alone = Net(device), Net(device)
+
+    def optimizer(model: nn.Module) -> Any:
+        return (torch.optim.SGD if make == "torch" else st.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step_of(model: nn.Module) -> Any:
+        opt = optimizer(model)
+
+        def step(ids: Tensor, labels: Tensor) -> Tensor:
+            loss = model(ids, labels)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        return step
+
+    run, plain = st.bucketed(step_of(net), DIMS), step_of(alone)
+    for n in (5, 6, 20, 5, 17, 8):
+        batch = tokens(n, device), tokens(n, device)
+        torch.testing.assert_close(run(*batch), plain(*batch))
+    check(list(net.parameters()), list(alone.parameters()))
+    assert run.stats().hits == 4
+
+
+@pytest.mark.gpu
+def test_autocast_and_a_scaled_loss() -> None:
+    net, alone = Net("cuda").float(), Net("cuda").float()
+    run = st.bucketed(net, DIMS)
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    for n in (5, 20, 6, 17):
+        batch = tokens(n, "cuda"), tokens(n, "cuda")
+        for model in (run, alone):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(*batch)
+            scaler.scale(loss).backward()
+    for a, e in zip(gradients(net), gradients(alone), strict=True):
+        if e is not None and a is not None:
+            torch.testing.assert_close(a, e, rtol=5e-3, atol=5e-2)
+    assert run.stats().hits == 2
