@@ -12,13 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _words(address, BYTES: tl.constexpr):
-    """An address as a pointer to words of so many bytes."""
-    if BYTES == 8:
+def _words(address, BYTES: tl.constexpr, INPUT: tl.constexpr):
+    """An address as a pointer to words of `BYTES[INPUT]` bytes."""
+    if BYTES[INPUT] == 8:
         return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int64))
-    elif BYTES == 4:
+    elif BYTES[INPUT] == 4:
         return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int32))
-    elif BYTES == 2:
+    elif BYTES[INPUT] == 2:
         return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16))
     else:
         return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int8))
@@ -26,8 +26,9 @@ def _words(address, BYTES: tl.constexpr):
 
 @triton.jit
 def _load(
-    source, target, tile, total, shape, scale, sizes, DIMS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr
-):
+    source, target, tile, total, shape, scale, sizes,
+    DIMS: tl.constexpr, BYTES: tl.constexpr, INPUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One tile of one input."""
     index = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     whole = index < total
@@ -35,21 +36,21 @@ def _load(
     rest = index
     at = tl.zeros([BLOCK], tl.int64)
     step = tl.full([], 1, tl.int64)
-    for i in tl.static_range(len(DIMS) - 1):
-        along = rest % shape[len(DIMS) - 1 - i]
-        rest = rest // shape[len(DIMS) - 1 - i]
-        if DIMS[len(DIMS) - 1 - i] < 0:
-            true = tl.cast(shape[len(DIMS) - 1 - i], tl.int64)
+    for i in tl.static_range(len(DIMS[INPUT]) - 1):
+        along = rest % shape[len(DIMS[INPUT]) - 1 - i]
+        rest = rest // shape[len(DIMS[INPUT]) - 1 - i]
+        if DIMS[INPUT][len(DIMS[INPUT]) - 1 - i] < 0:
+            true = tl.cast(shape[len(DIMS[INPUT]) - 1 - i], tl.int64)
         else:
-            true = tl.cast(sizes[DIMS[len(DIMS) - 1 - i]], tl.int64)
+            true = tl.cast(sizes[DIMS[INPUT][len(DIMS[INPUT]) - 1 - i]], tl.int64)
         inside = inside & (along < true)
         at += along * step
         step = step * true
     at += rest * step
-    if DIMS[0] >= 0:
-        inside = inside & (rest < tl.cast(sizes[DIMS[0]], tl.int64) * scale)
-    word = tl.load(_words(source, BYTES) + at, mask=inside, other=0)
-    tl.store(_words(target, BYTES) + index, word, mask=whole)
+    if DIMS[INPUT][0] >= 0:
+        inside = inside & (rest < tl.cast(sizes[DIMS[INPUT][0]], tl.int64) * scale)
+    word = tl.load(_words(source, BYTES, INPUT) + at, mask=inside, other=0)
+    tl.store(_words(target, BYTES, INPUT) + index, word, mask=whole)
 
 
 @triton.jit
@@ -65,10 +66,10 @@ def load_inputs_kernel(
     program = tl.program_id(0)
     if program == 0:
         for j in tl.static_range(len(sizes)):
-            tl.store(_words(true_sizes, 8) + j, tl.cast(sizes[j], tl.int64))
+            tl.store(tl.cast(true_sizes, tl.int64).to(tl.pointer_type(tl.int64)) + j, tl.cast(sizes[j], tl.int64))
     for i in tl.static_range(len(BYTES)):
         if (program >= firsts[i]) & (program < firsts[i + 1]):
             _load(
-                sources[i], targets[i], program - firsts[i], totals[i], shapes[i], scales[i], sizes, DIMS[i], BYTES[i],
+                sources[i], targets[i], program - firsts[i], totals[i], shapes[i], scales[i], sizes, DIMS, BYTES, i,
                 BLOCK,
             )  # fmt: skip

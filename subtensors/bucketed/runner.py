@@ -249,7 +249,7 @@ class Bucketed:
         """A replay that is a node of the caller's autograd graph."""
         assert bucket.outputs is not None
         outputs = bucket.outputs
-        call = TrainedCall(bucket, leaves, reading, self._lock, self._replays)
+        call = TrainedCall(bucket, leaves, reading, self._lock, self._replays, self._record_again)
         tensors = iter(Replayed.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
         self._count(bucket, visit)
         bucket.statistics.hits += 1
@@ -353,6 +353,12 @@ class Bucketed:
         if self._bytes() > self.memory_limit:
             bucket.refusal = f"it needs {in_units(self._bytes())}, beyond memory_limit={in_units(self.memory_limit)}"
             bucket.forget()
+
+    def _record_again(self, bucket: Bucket) -> None:
+        """Record a bucket that was evicted between a call's forward and its backward."""
+        self._make_room(bucket)
+        bucket.allocate()
+        self._record(bucket)
 
     def _make_room(self, bucket: Bucket) -> None:
         """Evict before capturing, never after: what a graph is destroyed with may be another's."""

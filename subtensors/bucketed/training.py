@@ -12,7 +12,7 @@ replayed again on the call's inputs, with the random numbers of the first time a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -231,12 +231,19 @@ class TrainedCall:
         reading: what they are.
         lock: of the runner.
         clock: what counts the replays of the pool.
+        record: records a bucket that was evicted, within the runner's budget.
     """
 
     def __init__(
-        self, bucket: TrainedBucket, leaves: list[Any], reading: Reading, lock: Any, clock: ReplayClock
+        self,
+        bucket: TrainedBucket,
+        leaves: list[Any],
+        reading: Reading,
+        lock: Any,
+        clock: ReplayClock,
+        record: Callable[[Bucket], None],
     ) -> None:
-        self.bucket, self.reading, self.lock, self.clock = bucket, reading, lock, clock
+        self.bucket, self.reading, self.lock, self.clock, self.record = bucket, reading, lock, clock, record
         self.leaves: list[Any] = [None] * len(leaves)
         self.sources = [leaves[source.leaf] for source in reading.sources]
         self.wanted = bucket.wanted(leaves)
@@ -268,7 +275,10 @@ class TrainedCall:
         """Replay the backward; before it the forward again, if its traces are gone."""
         with self.lock, torch.no_grad():
             if not self.bucket.is_recorded:
-                raise RuntimeError("the graph of this call was evicted or released before its backward")
+                self.record(self.bucket)
+                if not self.bucket.is_recorded:
+                    raise RuntimeError(f"the graph of this call can't be recorded again: {self.bucket.refusal}")
+                self.clock.tick()
             if self.bucket.pool is not None:
                 self.bucket.pool.order()
             if self.ticket != self.clock.now:

@@ -1,0 +1,161 @@
+"""Any order of calls, new sizes, training, eviction, release, replaced parameters and threads: results stay right."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from torch import Tensor, nn
+
+import subtensors as st
+
+SEQ = st.Dim("seq", max=12, buckets=[2, 4, 8, 12])
+SIZES = some.integers(1, 12)
+
+
+class Net(nn.Module):
+    """Positions meet, and a buffer counts calls."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.to(device, torch.float64)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        h = self.inner(x)
+        return h.softmax(1) * scale, h.mean(1)
+
+
+class Calls(RuleBasedStateMachine):
+    """A runner beside the module that it runs."""
+
+    device = "cpu"
+
+    @initialize(max_graphs=some.sampled_from([1, 2, None]))
+    def start(self, max_graphs: int | None) -> None:
+        self.net, self.alone = Net(self.device), Net(self.device)
+        self.run = st.bucketed(self.net, {"x": {1: SEQ}}, max_graphs=max_graphs)
+        self.max_graphs = max_graphs
+        self.held: list[tuple[Any, Any]] = []
+        self.called = 0
+
+    def data(self, n: int) -> Tensor:
+        return torch.randn(2, n, 3, dtype=torch.float64, device=self.device)
+
+    @rule(n=SIZES, scale=some.sampled_from([1.0, 2.0]))
+    @torch.no_grad()
+    def call(self, n: int, scale: float) -> None:
+        x = self.data(n)
+        found, expected = self.run(x, scale=scale), self.alone(x, scale=scale)
+        torch.testing.assert_close(found, expected)
+        self.held = [*self.held[-3:], (found, expected)]
+        self.called += 1
+
+    @rule(n=SIZES)
+    @torch.no_grad()
+    def call_with_a_padded_tensor(self, n: int) -> None:
+        x = self.data(n)
+        torch.testing.assert_close(self.run(st.pad(x, {1: SEQ}, value=float("nan"))), self.alone(x))
+        self.called += 1
+
+    @rule(n=SIZES, m=SIZES)
+    def train(self, n: int, m: int) -> None:
+        batches = [self.data(n), self.data(m)]
+        for model in (self.run, self.alone):
+            sum(part.square().sum() for x in batches for part in model(x)).backward()  # type: ignore[union-attr]
+        for own, other in zip(self.net.parameters(), self.alone.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+            own.grad = other.grad = None
+        self.called += 2
+
+    @rule()
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, other in zip(self.net.parameters(), self.alone.parameters(), strict=True):
+            own.mul_(1.01)
+            other.mul_(1.01)
+
+    @rule()
+    @torch.no_grad()
+    def replace_a_parameter(self) -> None:
+        for net in (self.net, self.alone):
+            net.inner.bias = nn.Parameter(net.inner.bias + 0.1)
+
+    @rule()
+    def release(self) -> None:
+        self.run.release()
+        assert not self.run.recorded()
+
+    @rule(n=SIZES, m=SIZES)
+    def call_in_threads(self, n: int, m: int) -> None:
+        failures: list[Exception] = []
+
+        def answer(x: Tensor) -> None:
+            try:
+                with torch.no_grad():
+                    torch.testing.assert_close(self.run(x), Net.forward(self.alone, x))
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=answer, args=(self.data(k),)) for k in (n, m)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        self.called += 2
+
+    @invariant()
+    def results_are_the_callers_own(self) -> None:
+        for found, expected in self.held:
+            torch.testing.assert_close(found, expected)
+
+    @invariant()
+    def every_call_counts_once(self) -> None:
+        assert self.net.calls == self.called
+
+    @invariant()
+    def there_are_no_more_graphs_than_allowed(self) -> None:
+        assert self.max_graphs is None or len(self.run.recorded()) <= self.max_graphs
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    logger = logging.getLogger("subtensors.bucketed")
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+def test_calls_in_any_order(device: str) -> None:
+    class OnDevice(Calls):
+        pass
+
+    OnDevice.device = device
+    run_state_machine_as_test(OnDevice, settings=settings(stateful_step_count=12))
+
+
+@torch.no_grad()
+def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, {"x": {1: SEQ}}, max_graphs=3)
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(3, 13, (10_000 if device == "cuda" else 500,), generator=generator).tolist()
+    seen = []
+    for i, n in enumerate(sizes):
+        run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
+        if i in (200, len(sizes) - 1):
+            seen.append(
+                (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if device == "cuda" else run._bytes()
+            )
+    assert seen[0] == seen[1]
+    assert len(run._visits) == 10
