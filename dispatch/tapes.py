@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from subtensors.dispatch import captures, torch_private
+from subtensors.dispatch import captures, torch_capture
 
 
 class CudaTape:
@@ -30,7 +30,7 @@ class CudaTape:
                 try:
                     self.graph.capture_end()
                 except RuntimeError:
-                    torch_private.forget_capture(self.device, pool)
+                    torch_capture.forget_capture(self.device, pool)
                     raise
         current.wait_stream(side)
 

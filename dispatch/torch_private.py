@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -229,26 +228,6 @@ def custom_allocator(allocate: Any, free: Any) -> Any:
 
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, free)]
     return torch._C._cuda_customAllocator(*addresses)  # type: ignore[attr-defined, arg-type]
-
-
-def forget_capture(device: torch.device, pool: Any) -> None:
-    """Bring torch's allocator and generator back from a capture that failed, on its stream. Checked on 2.11, 2.13.
-
-    They learn that a capture is over only where it succeeds. So the allocator is told by itself, and a small capture
-    that succeeds tells the generator: until then each random number would be an error.
-
-    Args:
-        device: of the capture, with its index.
-        pool: that the capture was given; nothing else uses it.
-    """
-    for forget in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # type: ignore[attr-defined]
-        with contextlib.suppress(RuntimeError):  # it knew
-            forget(device.index, pool)
-    work = torch.empty(1, device=device)
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    work.zero_()
-    graph.capture_end()
 
 
 def use_count(tensor: torch.Tensor) -> int:
