@@ -9,14 +9,15 @@ its graphs is left.
 
 from __future__ import annotations
 
-import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from subtensors.dispatch import torch_capture, torch_private
+from subtensors.dispatch import captures, torch_capture, torch_private
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class GraphPool:
         self._last_number = torch_private.current_stream(device)
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        captures.watch(device)
+        weakref.finalize(self, captures.when_idle, partial(_reset, self.graphs)).atexit = False
 
     def run(self, program: Callable[[], T]) -> T:
         """Run on the pool's stream what will be captured: libraries make their workspaces then, outside of the pool."""
@@ -63,7 +66,7 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with _without_collection(), torch.cuda.stream(self.stream):
+        with captures.undisturbed(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
                 out = program()
@@ -104,16 +107,10 @@ class GraphPool:
         return torch_capture.pool_bytes(self._handle) if self._handle is not None else 0
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Without Python's cyclic garbage collector: what it frees may synchronize, which ends a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:
+    for graph in graphs:
+        graph.reset()
+    graphs.clear()
 
 
 @contextmanager
