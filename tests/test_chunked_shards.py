@@ -1,4 +1,4 @@
-"""FSDP2 with a head whose loss is chunked, between processes: what is gathered and reduced, and how often."""
+"""Heads spread over processes, whose loss is chunked: what is gathered and reduced, and how often."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from test_chunked_training import LanguageModel, batches
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import subtensors as st
 
 STEPS = 2
 
@@ -36,6 +40,22 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Gathers(TorchDispatchMode):
+    """Notes what DTensors send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes here again as what it does
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and name.startswith(("all_", "reduce_", "broadcast")):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
 def sharded(tied: bool, device: str) -> LanguageModel:
     model = LanguageModel(tied).to(device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -52,6 +72,26 @@ def stepped(model: nn.Module, data: list[Tensor]) -> None:
     torch.stack([model(tokens) for tokens in data]).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def a_head_divided_by_classes_is_gathered_once(device: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 6, 8, device=device), torch.randn(20, 8, device=device)
+    target = torch.randint(20, (12,), device=device)
+    mesh = init_device_mesh(device, (ranks,))
+    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, w).flatten(0, 1), target), (x, w))
+    for placement in (None, Replicate()):
+        head = distribute_tensor(weight.clone(), mesh, [Shard(0)]).requires_grad_()
+        here = hidden if placement is None else distribute_tensor(hidden, mesh, [placement])
+        here = here.detach().requires_grad_()
+        with Gathers() as gathers:
+            F.cross_entropy(F.linear(st.chunk(here, rows=1, dim=1), head).flatten(0, 1), target).backward()
+        assert gathers.seen == ([] if ranks == 1 else ["all_gather_into_tensor"]), gathers.seen
+        for leaf, e in zip((here, head), expected, strict=True):
+            assert type(leaf.grad) is type(leaf)
+            actual = leaf.grad.full_tensor() if hasattr(leaf.grad, "full_tensor") else leaf.grad
+            torch.testing.assert_close(actual, e)
 
 
 def _process(rank: int, ranks: int, folder: str, device: str, tied: bool) -> None:
@@ -76,6 +116,7 @@ def _process(rank: int, ranks: int, folder: str, device: str, tied: bool) -> Non
         # The layer is let go of after forward, and gathered again for backward.
         expected += Counter({("_allgather_base_", layer): 2, ("_reduce_scatter_base_", layer): 1})
         assert sent.seen == Counter({sizes: STEPS * count for sizes, count in expected.items()})
+    a_head_divided_by_classes_is_gathered_once(device, ranks)
     dist.barrier()
     dist.destroy_process_group()
 

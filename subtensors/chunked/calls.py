@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, shell, show_gradient
+from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, shell, show_gradient, whole_of
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
@@ -90,10 +90,10 @@ def _recorded(
         if grad and isinstance(x, Tensor) and x.requires_grad:
             # Ops on it inside the function must be recorded too, or its gradient would be lost there.
             if id(x) not in borrowed:
-                borrowed[id(x)] = shell(kind, Cell(constant(x), borrowed=True))
+                borrowed[id(x)] = shell(kind, Cell(constant(whole_of(x)), borrowed=True))
                 lent[id(borrowed[id(x)]._cell)] = x
             return borrowed[id(x)]
-        return x
+        return whole_of(x) if isinstance(x, Tensor) else x
 
     call: Any = (args, kwargs)
     inner_args, inner_kwargs = optree.tree_map(lower, call, none_is_leaf=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched
-from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer
+from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
 from subtensors.chunked.traced_chunk import traced_chunk
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
@@ -56,7 +56,7 @@ class ChunkedTensor(RecordedTensor):
     ) -> ChunkedTensor:
         """The tensor, chunked."""
         policy = _policy(chunks, rows, memory_limit, accumulate, compile)
-        x = x.realize() if isinstance(x, ChunkedTensor) else x
+        x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
         if not isinstance(x, Tensor):
             raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
         if is_transformed(x):

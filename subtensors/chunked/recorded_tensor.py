@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 import torch
@@ -38,6 +39,17 @@ def cell_of(x: RecordedTensor) -> Cell:
         f"a ChunkedTensor came out of {function.name().removesuffix('Backward')}, an autograd.Function, and its "
         f"gradient would not go through that function's backward: give it the tensor's realize()"
     )
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """A tensor that is spread over processes (a DTensor), gathered; another tensor itself.
+
+    Its gradient is taken to be the same in each process, as torch's own `full_tensor` has it, and each keeps its part.
+    """
+    if "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
+        return x
+    whole: Tensor = x.full_tensor()
+    return whole
 
 
 def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
