@@ -56,8 +56,10 @@ class Graph:
         return aot_autograd(fw_compiler=keep)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("nesterov", [False, True])
+# Which branch of the maths is taken is settled before inductor sees it.
+@pytest.mark.parametrize(
+    ("backend", "nesterov"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_compiled_step_equals_the_eager_one(packed: bool, nesterov: bool, backend: str) -> None:
     expected, actual = lists(4, packed), lists(4, packed)
