@@ -11,7 +11,7 @@ from captured_pairs import SHAPES, Pair
 from torch import nn
 
 import subtensors as st
-from subtensors.optim.recorded_step import STATE_A_STEP
+from subtensors.optim.rounds import turns
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -197,9 +197,16 @@ def test_state_that_moved_behind_the_optimizers_back_is_an_error_before_all_of_i
     entry.data = entry.data.clone()
 
     def steps() -> None:
-        for _ in range(-(-3 * 20 // STATE_A_STEP)):
+        for _ in range(8):
             opt.step()
 
     with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was recorded"):
         steps()
     assert kept.shape == entry.shape
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 128, 129, 1000])
+def test_every_tensor_has_its_turn_once_a_round(device: str, count: int) -> None:
+    seen = [i for turn in turns(count) if turn is not None for i in range(count)[turn]]
+    assert seen == list(range(count))
+    assert len(turns(count)) == (1 if count <= 16 else 8 * -(-count // 128))

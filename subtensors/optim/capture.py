@@ -124,10 +124,10 @@ class Capture:
         self._looks += 1
         if self._is_packed:
             self.packed.take_note()
-        elif self.packed.turns > 1 and self.packed.is_intact() and not self.packed.has_gradients():
+        elif self.packed.steps > 1 and self.packed.is_intact() and not self.packed.has_gradients():
             raise AddressError(
                 "a gradient was replaced while its packed memory was kept by someone else, which packed steps see only "
-                f"within {self.packed.turns} steps: write into p.grad rather than assigning to it, or capture without "
+                f"within {self.packed.steps} steps: write into p.grad rather than assigning to it, or capture without "
                 "packed"
             )
         return step

@@ -7,8 +7,8 @@ to. Asking a thousand tensors where they are takes longer than their update; a f
     as many tensors share the flat memory as did before: none has left it
 
 Who takes one tensor away in the middle and keeps it, so that as many share the memory as before, is not seen by that.
-So each glance also looks at some parameters and gradients themselves, at others each time: at all of them where they
-are few, and else at all of them within so many steps.
+So parameters and gradients are also looked at themselves: where they are few all of them in each glance, and else by
+turns.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.lists.packing import pack
+from subtensors.optim.rounds import turns
 
 
 class PackedMemory:
@@ -47,9 +48,6 @@ class PackedMemory:
         >>> packed.is_intact()
         False
     """
-
-    A_GLANCE = 16
-    """So many parameters and gradients are looked at themselves in each glance."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
@@ -80,10 +78,13 @@ class PackedMemory:
         self.gradient_addresses = self._attach()
         self._gradient_ends = list(map(_gradient, self._ends))
         self._gradient_counts = self._gradient_sharers.counts()
-        turns = [slice(start, start + self.A_GLANCE) for start in range(0, len(self.params), self.A_GLANCE)]
-        self.turns = len(turns)
-        """After so many glances every parameter and gradient was looked at itself."""
-        self._rounds = cycle([(self.params[t], self.addresses[t], self.gradient_addresses[t]) for t in turns])
+        parts = [
+            None if t is None else (self.params[t], self.addresses[t], self.gradient_addresses[t])
+            for t in turns(len(self.params))
+        ]
+        self.steps = len(parts)
+        """Within so many glances every parameter and gradient is looked at itself."""
+        self._rounds = cycle(parts)
 
     @torch.no_grad()
     def _attach(self) -> list[int]:
@@ -110,7 +111,10 @@ class PackedMemory:
 
     def next_are_intact(self) -> bool:
         """Are the parameters and gradients whose turn it is where they were?"""
-        params, addresses, gradient_addresses = next(self._rounds)
+        part = next(self._rounds)
+        if part is None:
+            return True
+        params, addresses, gradient_addresses = part
         try:
             return _addresses(params) == addresses and _addresses(map(_gradient, params)) == gradient_addresses
         except TypeError:  # a gradient is None

@@ -33,8 +33,6 @@ Gradients = list[Elements]
 
 HELD_NUMBER = "a number changed that the graph of this optimizer holds"
 HELD_GRADIENT = "a gradient moved whose address the graph of this optimizer holds"
-STATE_A_STEP = 8
-"""So many tensors of the state are looked at themselves in each step."""
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
@@ -67,7 +65,7 @@ class RecordedStep:
         self.param_places = torch_private.AddressGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_addresses = _addresses(self.state)
-        self.state_rounds = Rounds(self.state, a_turn=STATE_A_STEP)
+        self.state_rounds = Rounds(self.state)
         for t in [t for p in self.params for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]:
             # It stays where it is: graphs of compiled code that reads it need no copy.
             torch._dynamo.mark_static_address(t, guard=False)
@@ -183,7 +181,7 @@ class RecordedStep:
             if batch.has_moved():
                 return "state moved"
         if self.state_rounds.next_have_moved():
-            if self.state_rounds.turns == 1:
+            if self.state_rounds.steps == 1:
                 return "state moved"
             self.check()
         if _modes() != self.modes:
