@@ -9,6 +9,7 @@ import torch
 
 from subtensors.__main__ import main
 from subtensors.demo.compare import PLAIN, PLANS, optimizers
+from subtensors.demo.evaluate import documents, evaluate
 from subtensors.demo.model import GPT, Size
 from subtensors.demo.text import batches, corpus, pairs
 from subtensors.demo.train import Plan, Run, train
@@ -88,6 +89,17 @@ def test_both_loss_curves_are_equally_near_to_float64() -> None:
     assert ours <= 1.5 * plain + rounding
 
 
+def test_the_bucketed_evaluation_is_the_plain_one() -> None:
+    run = trained(PLAIN, torch.float32)
+    assert run.model is not None
+    texts = documents(pairs(corpus(10_000))[0], count=12, longest=16, seed=0)
+    assert len({text.shape[1] for text in texts}) > 5
+    plain, ours = evaluate(run.model, texts, "cpu")
+    assert ours.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert ours.summary.startswith("eager: 24 calls")
+    assert run.model.training
+
+
 def test_the_command_writes_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "new" / "demo.png"
     assert main(["demo", "--device", "cpu", "--steps", "3", "--out", str(figure)]) == 0
@@ -101,6 +113,8 @@ def test_the_command_writes_a_table_and_a_plot(tmp_path: Path, capsys: pytest.Ca
         "captured step",
         "peak memory, MiB",
         "none: no GPU",
+        "evaluation of 30 documents of varying lengths",
+        "bucketed",
     ):
         assert words in shown
     assert figure.read_bytes().startswith(PNG)

@@ -7,15 +7,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
 
+from subtensors.demo.evaluate import documents, evaluate
 from subtensors.demo.model import Size
-from subtensors.demo.report import plot, table
-from subtensors.demo.text import corpus
+from subtensors.demo.report import evaluation_table, plot, table
+from subtensors.demo.text import corpus, pairs
 from subtensors.demo.train import OptimizerFactory, Plan, Run, train
 from subtensors.optim import AdamW
 
 CORPUS_BYTES = 2 << 20
 PLAIN = "plain PyTorch"
+DOCUMENTS = {"cpu": 30, "cuda": 300}
 PLANS = {
     "cpu": Plan(Size(layers=4, width=128, heads=4, context=128), batch=8, steps=120, device="cpu", learning_rate=1e-3),
     "cuda": Plan(
@@ -34,7 +38,7 @@ def optimizers(learning_rate: float) -> dict[str, OptimizerFactory]:
 
 
 def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
-    """Train in each way from the same seed on the same data, print a table and write a plot.
+    """Train in each way from the same seed on the same data, evaluate the last, print tables and write a plot.
 
     Args:
         plan: the model, the data and the steps; `PLANS` has one a device.
@@ -52,7 +56,7 @@ def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
         TextColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
     ]
-    runs = []
+    runs: list[Run] = []
     with Progress(*columns, console=console) as progress:
         for name, make_optimizer in optimizers(plan.learning_rate).items():
             task = progress.add_task(name, total=plan.steps, loss=float("nan"))
@@ -60,8 +64,19 @@ def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
             def show(loss: float, task: TaskID = task) -> None:
                 progress.update(task, advance=1, loss=loss)
 
+            for done in runs:
+                done.model = None  # its memory is not the next run's
             runs.append(train(name, make_optimizer, plan, text, chunked=name != PLAIN, on_step=show))
     console.print(table(runs, plan))
     plot(runs, plan, figure)
     console.print(f"plot: {figure}")
+    console.print(evaluated(runs[-1], plan, text))
     return runs
+
+
+def evaluated(run: Run, plan: Plan, text: Tensor) -> Table:
+    """The evaluation of a trained model over documents of varying lengths."""
+    assert run.model is not None
+    run.model.chunked = False
+    texts = documents(pairs(text)[0], DOCUMENTS[plan.device], plan.size.context, plan.seed + 1)
+    return evaluation_table(evaluate(run.model, texts, plan.device), len(texts))

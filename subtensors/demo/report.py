@@ -10,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from subtensors.demo.evaluate import Evaluation
 from subtensors.demo.train import Plan, Run
 
 
@@ -25,6 +26,19 @@ def largest_loss_difference(run: Run, reference: Run) -> float:
 def device_name(device: str) -> str:
     """What the device is called, with the count of threads for a CPU."""
     return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def evaluation_table(found: Sequence[Evaluation], count: int) -> Table:
+    """One column a way, one row a measure."""
+    result = Table(title=f"evaluation of {count} documents of varying lengths, one by one")
+    result.add_column("")
+    for each in found:
+        result.add_column(each.name, justify="right")
+    result.add_row("loss, mean over tokens", *(f"{each.loss:.4f}" for each in found))
+    result.add_row("first pass, s", *(f"{each.first_s:.2f}" for each in found))
+    result.add_row("second pass, s", *(f"{each.again_s:.2f}" for each in found))
+    result.caption = next((each.summary for each in found if each.summary), None)
+    return result
 
 
 def table(runs: Sequence[Run], plan: Plan) -> Table:

@@ -57,6 +57,7 @@ class Run:
         peak_mb: the most memory in use, in MiB; on a CPU, that of the tensors which a step makes.
         calls: kernels (GPU) or aten calls (CPU) in one optimizer step.
         replayed: how many optimizer steps were the replay of a graph, or why none was; "-" where none was asked for.
+        model: as it was trained.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Run:
     peak_mb: float = 0.0
     calls: int = 0
     replayed: str = "-"
+    model: GPT | None = field(default=None, repr=False)
 
 
 def train(
@@ -105,7 +107,7 @@ def train(
     tokens, vocabulary = pairs(text)
     model = GPT(plan.size, vocabulary, chunked).to(plan.device, plan.dtype)
     optimizer = make_optimizer(model.parameters())
-    run = Run(name)
+    run = Run(name, model=model)
 
     def forward_backward(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(plan.device, dtype=torch.bfloat16, enabled=on_gpu):
