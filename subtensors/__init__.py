@@ -1,7 +1,7 @@
 """Tensor types around values you already have: lists of tensors as one value, and maths fused over them."""
 
 from subtensors import optim
-from subtensors.bucketed.runner import bucketed
+from subtensors.bucketed.bucketed import bucketed
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain

@@ -86,7 +86,7 @@ def test_graphs_stay_within_the_memory_limit(device: str) -> None:
     for n in (8, 16, 8, 32, 8, 16):
         x = torch.randn(2, n, width, dtype=torch.float64, device=device)
         torch.testing.assert_close(run(x), softmax(x))
-        assert run._bytes() <= run.memory_limit
+        assert run.recorder.bytes() <= run.recorder.memory_limit
     assert run.stats().evictions
     assert recorded(run)
 
@@ -174,7 +174,7 @@ def test_released_memory_comes_back_with_the_next_call(device: str, counted: Cou
     run(data(9, device))
     run.release()
     assert recorded(run) == []
-    assert run._bytes() == 0
+    assert run.recorder.bytes() == 0
     counted.take()
     torch.testing.assert_close(run(x), softmax(x))
     assert counted.take() == (1, 0)

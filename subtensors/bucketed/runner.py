@@ -14,21 +14,17 @@ from typing import Any, Literal
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, unflatten
-from subtensors.bucketed.bucket import Bucket, Call
-from subtensors.bucketed.compiled import Compiled
+from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import kept_state, repeated, with_progress
 from subtensors.bucketed.outputs import Cut, Outputs
+from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import ReplayClock, Replayed, TrainedBucket, TrainedCall
-from subtensors.byte_sizes import in_units, parse_bytes
+from subtensors.bucketed.training import Replayed, TrainedBucket, TrainedCall
 from subtensors.dispatch.errors import RuleError, SizeError
-from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.padding import pad
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
@@ -69,24 +65,16 @@ class Bucketed:
         max_waste: float | None,
         compile_options: dict[str, Any] | None,
     ) -> None:
-        self.compile_options = compile_options
-        self._compiled: dict[Any, Compiled] = {}
-        self._recompiles = 0
         self.program, self.dims = program, ArgumentDims(program, dims)
-        self.max_graphs, self.memory_limit, self.on_miss, self.max_waste = max_graphs, memory_limit, on_miss, max_waste
+        self.on_miss, self.max_waste = on_miss, max_waste
         self.state = State(program)
+        self.recorder = Recorder(self._name(), self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
         self._visits: OrderedDict[Any, _Visit] = OrderedDict()
-        self._buckets: dict[Any, Bucket] = {}
-        self._clock = itertools.count(1)
-        self._replays = ReplayClock()
-        self._pools: dict[torch.device, GraphPool] = {}
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
-        self._writes_state = False
         self._fallbacks: Counter[str] = Counter()
         self._sizes: dict[str, Counter[int]] = {name: Counter() for name in self.dims.distinct}
-        self._evictions = 0
         functools.update_wrapper(self, program, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,57 +136,20 @@ class Bucketed:
         if self.max_waste is not None and padded > self.max_waste * real:
             visit.refusal = f"padding would be more than max_waste={self.max_waste:g} times the true size"
             return visit
-        visit.bucket = self._buckets.get(reading.bucket_key)
-        if visit.bucket is None:
-            spec, count, names = shared[2], shared[0], shared[1]
+        spec, count, names = shared[2], shared[0], shared[1]
 
-            def call(leaves: Sequence[Any]) -> Any:
-                given, named = unflatten(leaves, spec, count, names)
-                return self.program(*given, **named)
+        def call(leaves: Sequence[Any]) -> Any:
+            given, named = unflatten(leaves, spec, count, names)
+            return self.program(*given, **named)
 
-            visit.bucket = self._new_bucket(shared[3][0], reading, leaves, call, device)
-            self._buckets[reading.bucket_key] = visit.bucket
-            self._drop_unrecorded()
+        visit.bucket = self.recorder.bucket_of(shared[3][0], reading, leaves, call, device)
         return visit
-
-    def _new_bucket(
-        self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
-    ) -> Bucket:
-        if is_followed:
-            trained = TrainedBucket(reading, leaves, call, device, self._pool(device))
-            trained.state = self.state
-            return trained
-        bucket = Bucket(reading, leaves, call, device, self._pool(device))
-        bucket.compiled = self._compilation(bucket)
-        return bucket
-
-    def _compilation(self, bucket: Bucket) -> Compiled | None:
-        """The compiled code that a bucket shares with those that differ from it in sizes alone."""
-        if self.compile_options is None:
-            return None
-        family = bucket.reading.family_key
-        if family not in self._compiled:
-            self._compiled[family] = Compiled(bucket, self.compile_options)
-        return self._compiled[family]
 
     def _device_of(self, reading: Reading) -> torch.device:
         devices = {source.device for source in reading.sources} or {t.device for t in self.state.tensors()}
         if len(devices) > 1:
             raise Unreadable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
         return devices.pop() if devices else torch.device("cpu")
-
-    def _pool(self, device: torch.device) -> GraphPool | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._pools:
-            self._pools[device] = GraphPool(device)
-        return self._pools[device]
-
-    def _drop_unrecorded(self) -> None:
-        """Forget the oldest buckets that hold nothing, where there are very many."""
-        if len(self._buckets) > READINGS:
-            oldest = next((key for key, bucket in self._buckets.items() if not bucket.is_recorded), None)
-            self._buckets.pop(oldest, None)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -210,14 +161,14 @@ class Bucketed:
             return self._fall_back(bucket.refusal, None, args, kwargs)
         self.state.refuse_sleepers()
         is_followed = isinstance(bucket, TrainedBucket)
-        if (self._writes_state or is_followed) and (moved := self.state.moved()):
-            self._restart(moved)
+        if (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
+            self.recorder.restart(moved)
         if not bucket.is_recorded:
             if self.on_miss != "capture":
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
-        bucket.last_call = next(self._clock)
+        bucket.last_call = next(self.recorder.clock)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
             return self._followed(bucket, visit, leaves, reading)
         if bucket.pool is None or bucket.device.index == torch.cuda.current_device():
@@ -226,8 +177,8 @@ class Bucketed:
             with torch.cuda.device(bucket.device):
                 results = self._replayed(bucket, visit, leaves, reading)
         # The device is busy with the replay meanwhile.
-        if not (self._writes_state or is_followed) and (moved := self.state.moved()):
-            self._restart(moved)
+        if not (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
+            self.recorder.restart(moved)
             return self._answer(visit, leaves, args, kwargs)
         self._count(bucket, visit)
         bucket.statistics.hits += 1
@@ -237,7 +188,7 @@ class Bucketed:
     def _replayed(self, bucket: Bucket, visit: _Visit, leaves: list[Any], reading: Reading) -> list[Any]:
         if bucket.pool is not None:
             bucket.pool.order()
-        self._replays.tick()
+        self.recorder.replays.tick()
         bucket.load(leaves, reading.sizes)
         bucket.replay(reading.host)
         if visit.outputs is not bucket.outputs:
@@ -249,7 +200,7 @@ class Bucketed:
         """A replay that is a node of the caller's autograd graph."""
         assert bucket.outputs is not None
         outputs = bucket.outputs
-        call = TrainedCall(bucket, leaves, reading, self._lock, self._replays, self._record_again)
+        call = TrainedCall(bucket, leaves, reading, self._lock, self.recorder)
         tensors = iter(Replayed.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
         self._count(bucket, visit)
         bucket.statistics.hits += 1
@@ -276,12 +227,13 @@ class Bucketed:
 
     def _first(self, visit: _Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call by running the program once, and record it for those to come."""
-        bucket = visit.bucket
+        bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
+        assert reading is not None
         try:
-            result = self._run_and_record(visit, leaves)
+            result = self.recorder.run_and_record(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
-            bucket.refusal = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            bucket.refusal = said_in_a_line(error)
             bucket.forget() if bucket.is_allocated else None
             return self._fall_back(bucket.refusal, error, args, kwargs)
         self._count(bucket, visit)
@@ -293,104 +245,6 @@ class Bucketed:
         if self.on_miss == "error":
             raise RuleError(f"no graph for this call: {bucket.refusal}")
         _log.warning("%s can't be recorded at %s: %s", self._name(), bucket.statistics.sizes, bucket.refusal)
-
-    def _run_and_record(self, visit: _Visit, leaves: list[Any]) -> Any:
-        bucket, reading = visit.bucket, visit.reading
-        assert bucket is not None
-        assert reading is not None
-        self._make_room(bucket)
-        bucket.allocate()
-        before = self.state.versions()
-        if isinstance(bucket, TrainedBucket):
-            result = self._first_followed(bucket, visit, leaves)
-        else:
-            bucket.load(leaves, reading.sizes)
-            result = bucket.run_once(reading.host)
-        self._writes_state = self._writes_state or before is None or before != self.state.versions()
-        self._record(bucket)
-        self._buckets[reading.bucket_key] = bucket
-        bucket.last_call = next(self._clock)
-        return result
-
-    def _first_followed(self, bucket: TrainedBucket, visit: _Visit, leaves: list[Any]) -> Any:
-        """The program on padded arguments, with autograd following; then what warms its recording up."""
-        assert visit.reading is not None
-        reading = visit.reading
-        dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
-        padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
-
-        def run() -> Any:
-            return pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
-
-        result = run() if bucket.pool is None else bucket.pool.run(run)
-        bucket.load(leaves, reading.sizes)
-        leaves = pytree.tree_leaves(result)
-        bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-        if bucket.is_differentiable:
-            # What returns no gradients may be a whole step, which is not to be taken twice.
-            with kept_state(self.state):
-                bucket.run_once(reading.host)
-        return result
-
-    def _record(self, bucket: Bucket) -> None:
-        """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""
-        try:
-            bucket.record()
-        except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
-            bucket.refusal = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            bucket.forget()
-            return
-        if self.memory_limit is None or self._bytes() <= self.memory_limit:
-            return
-        graphs = bucket.graph is not None
-        for other in self.recorded():
-            if other is not bucket and self._bytes() > self.memory_limit:
-                self._evict(other, "memory_limit")
-        if self._bytes() > self.memory_limit and graphs:
-            # What the others left in the pool is torch's again only with the last graph.
-            bucket.forget_graph()
-            bucket.record()
-        if self._bytes() > self.memory_limit:
-            bucket.refusal = f"it needs {in_units(self._bytes())}, beyond memory_limit={in_units(self.memory_limit)}"
-            bucket.forget()
-
-    def _record_again(self, bucket: Bucket) -> None:
-        """Record a bucket that was evicted between a call's forward and its backward."""
-        self._make_room(bucket)
-        bucket.allocate()
-        self._record(bucket)
-
-    def _make_room(self, bucket: Bucket) -> None:
-        """Evict before capturing, never after: what a graph is destroyed with may be another's."""
-        recorded = [other for other in self.recorded() if other is not bucket]
-        if self.max_graphs is not None:
-            for other in recorded[: max(len(recorded) + 1 - self.max_graphs, 0)]:
-                self._evict(other, "max_graphs")
-
-    def _evict(self, bucket: Bucket, why: str) -> None:
-        _log.info("%s: the graph of %s is evicted for %s", self._name(), bucket.statistics.sizes, why)
-        bucket.forget()
-        self._evictions += 1
-
-    def recorded(self) -> list[Bucket]:
-        """The buckets with a graph, the least recently called one first."""
-        return sorted([b for b in self._buckets.values() if b.is_recorded], key=lambda b: b.last_call)
-
-    def _bytes(self) -> int:
-        pools = sum(pool.bytes() for pool in self._pools.values())
-        return pools + sum(bucket.statistics.input_bytes for bucket in self.recorded())
-
-    def _restart(self, moved: str) -> None:
-        """Forget every graph, since what they read is no longer there."""
-        _log.warning("%s is recorded again: %s", self._name(), moved)
-        for bucket in self.recorded():
-            bucket.forget()
-        self.state.look()
-        # Compiled code holds the tensors that it was compiled with.
-        self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
-        self._compiled.clear()
-        for bucket in self._buckets.values():
-            bucket.compiled = self._compilation(bucket)
 
     # --- what a user asks of it -------------------------------------------------------------------------------------
 
@@ -428,7 +282,7 @@ class Bucketed:
         used = {dim: None for _, dims in places for dim in (dims or {}).values()}
         largest = sorted(itertools.product(*[dim.buckets for dim in used]), key=_product, reverse=True)
         calls = []
-        for buckets in largest[: self.max_graphs]:
+        for buckets in largest[: self.recorder.max_graphs]:
             sizes = dict(zip(used, buckets, strict=True))
             moved = [
                 repeated(x, {d: sizes[dim] for d, dim in (dims or {}).items()})
@@ -442,13 +296,19 @@ class Bucketed:
     def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, spec = flatten(args, kwargs)
         visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), leaves, args, kwargs)
-        bucket = visit.bucket
-        if bucket is None or bucket.is_recorded or bucket.refusal or isinstance(bucket, TrainedBucket):
+        bucket, reading = visit.bucket, visit.reading
+        if (
+            bucket is None
+            or reading is None
+            or bucket.is_recorded
+            or bucket.refusal
+            or isinstance(bucket, TrainedBucket)
+        ):
             return
         try:
-            self._run_and_record(visit, leaves)
+            self.recorder.run_and_record(bucket, reading, leaves)
         except Exception as error:  # as in a call, which will say so
-            bucket.refusal = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            bucket.refusal = said_in_a_line(error)
         if bucket.refusal:
             self._note_refusal(bucket)
 
@@ -466,19 +326,21 @@ class Bucketed:
         """
         with self._lock:
             every = [
-                bucket.statistics for bucket in self._buckets.values() if bucket.statistics.calls or bucket.outputs
+                bucket.statistics
+                for bucket in self.recorder.buckets.values()
+                if bucket.statistics.calls or bucket.outputs
             ]
             sizes = {name: Counter(counted) for name, counted in self._sizes.items()}
             for visit in self._visits.values():
                 _add_sizes(visit, sizes)
             return Statistics(
-                "graphs" if self._pools else "eager",
+                "graphs" if self.recorder.pools else "eager",
                 sorted(every, key=lambda b: -_product(b.sizes.values())),
-                sum(pool.bytes() for pool in self._pools.values()),
+                sum(pool.bytes() for pool in self.recorder.pools.values()),
                 sum(b.captures for b in every),
                 sum(max(b.captures - 1, 0) for b in every),
-                self._evictions,
-                self._recompiles + sum(max(c.compilations - 1, 0) for c in self._compiled.values()),
+                self.recorder.evictions,
+                self.recorder.recompiles,
                 dict(self._fallbacks),
                 sizes,
             )
@@ -487,11 +349,15 @@ class Bucketed:
         """Keep what a forgotten key says of sizes."""
         _add_sizes(visit, self._sizes)
 
+    def recorded(self) -> list[Bucket]:
+        """The buckets with a graph, the least recently called one first."""
+        return self.recorder.recorded()
+
     def explain(self) -> str:
         """What was done and why: `st.explain(run)`."""
         dims = ", ".join(map(str, self.dims.distinct.values()))
-        limits = f"max_graphs={self.max_graphs}, memory_limit={self.memory_limit}, on_miss={self.on_miss!r}"
-        return f"{self._name()} bucketed on {dims}; {limits}\n{self.stats()}"
+        budget = f"max_graphs={self.recorder.max_graphs}, memory_limit={self.recorder.memory_limit}"
+        return f"{self._name()} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}"
 
     def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
         """The buckets that would have wasted least on the sizes seen so far.
@@ -502,7 +368,7 @@ class Bucketed:
         Returns:
             For each Dim that calls gave a size, its policy: `st.Dim(name, buckets=policy)`.
         """
-        most = max_graphs or self.max_graphs or 8
+        most = max_graphs or self.recorder.max_graphs or 8
         seen = self.stats().sizes
         return {name: fit_buckets(list(counted.elements()), most) for name, counted in seen.items() if counted}
 
@@ -515,66 +381,7 @@ class Bucketed:
     def release(self) -> None:
         """Give the memory of graphs and static inputs back to the device; the next calls record again."""
         with self._lock:
-            for bucket in self._buckets.values():
-                if bucket.is_allocated:
-                    bucket.forget()
-            if self._pools:
-                torch.cuda.empty_cache()
-
-
-def bucketed(
-    program: Callable[..., Any],
-    dims: Mapping[Any, Any],
-    compile: bool | dict[str, Any] = False,
-    max_graphs: int | None = None,
-    memory_limit: int | str | None = None,
-    on_miss: OnMiss = "capture",
-    max_waste: float | None = None,
-) -> Bucketed:
-    """A program over varying sizes as one CUDA graph a bucket: pads, replays, cuts back.
-
-    Args:
-        program: a function or module of tensors; it runs on PaddedTensors, once for each bucket.
-        dims: for each argument that varies, by name or position, its padded dims, such as `{"input_ids": {1: seq}}`;
-            for a container those of every tensor in it, or a dict or list like it.
-        compile: True, or the options of `torch.compile`: the program is compiled once, with the buckets' sizes left
-            open, and captured as compiled code.
-        max_graphs: the most graphs at a time; the least recently called one makes room.
-        memory_limit: of the graphs' pool and all static inputs: bytes, or text such as "2GiB".
-        on_miss: of a size that has no graph, or can't have one: "capture" one if that is possible, run it at its true
-            size ("eager"), or refuse it ("error").
-        max_waste: where the bucket is more than so many times the true size, run at the true size.
-
-    Returns:
-        What is called as the program is, with plain tensors, PaddedTensors, pytrees of them and other arguments, which
-        are part of the graph's key. It returns what the program returns, at true sizes and in memory of its own.
-
-    Raises:
-        TypeError, ValueError: an argument of this function is none of these.
-        SizeError, RuleError: of a call, with `on_miss="error"`; a Dim that gets two sizes is always a SizeError.
-
-    Example:
-        >>> import subtensors as st
-        >>> seq = st.Dim("seq", max=512, buckets=64)
-        >>> run = st.bucketed(lambda x: x.softmax(1), {"x": {1: seq}})
-        >>> run(torch.zeros(1, 5))
-        tensor([[0.2000, 0.2000, 0.2000, 0.2000, 0.2000]])
-    """
-    if not callable(program):
-        raise TypeError(f"bucketed takes a function or a module, got {program!r}")
-    if max_graphs is not None and (not isinstance(max_graphs, int) or max_graphs < 1):
-        raise ValueError(f"max_graphs is an int of at least 1, got {max_graphs!r}")
-    if on_miss not in ("capture", "eager", "error"):
-        raise ValueError(f"on_miss is 'capture', 'eager' or 'error', got {on_miss!r}")
-    if max_waste is not None and not max_waste >= 1:
-        raise ValueError(f"max_waste is a factor of at least 1, got {max_waste!r}")
-    limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
-    if not isinstance(compile, (bool, dict)):
-        raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")
-    options = {} if compile is True else compile or None
-    if options and "reduce" in str(options.get("mode")):
-        raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
-    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options)
+            self.recorder.release()
 
 
 def _add_sizes(visit: _Visit, sizes: dict[str, Counter[int]]) -> None:

@@ -12,7 +12,7 @@ replayed again on the call's inputs, with the random numbers of the first time a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from subtensors.kernels.inputs import InputLoad
 
 if TYPE_CHECKING:
     from subtensors.bucketed.arguments import Reading
+    from subtensors.bucketed.recorder import Recorder
     from subtensors.bucketed.state import State
 
 
@@ -230,8 +231,7 @@ class TrainedCall:
         leaves: the call's.
         reading: what they are.
         lock: of the runner.
-        clock: what counts the replays of the pool.
-        record: records a bucket that was evicted, within the runner's budget.
+        recorder: of the bucket; it counts replays, and records again what was evicted.
     """
 
     def __init__(
@@ -240,10 +240,10 @@ class TrainedCall:
         leaves: list[Any],
         reading: Reading,
         lock: Any,
-        clock: ReplayClock,
-        record: Callable[[Bucket], None],
+        recorder: Recorder,
     ) -> None:
-        self.bucket, self.reading, self.lock, self.clock, self.record = bucket, reading, lock, clock, record
+        self.bucket, self.reading, self.lock, self.recorder = bucket, reading, lock, recorder
+        self.clock = recorder.replays
         self.leaves: list[Any] = [None] * len(leaves)
         self.sources = [leaves[source.leaf] for source in reading.sources]
         self.wanted = bucket.wanted(leaves)
@@ -275,7 +275,7 @@ class TrainedCall:
         """Replay the backward; before it the forward again, if its traces are gone."""
         with self.lock, torch.no_grad():
             if not self.bucket.is_recorded:
-                self.record(self.bucket)
+                self.recorder.record_again(self.bucket)
                 if not self.bucket.is_recorded:
                     raise RuntimeError(f"the graph of this call can't be recorded again: {self.bucket.refusal}")
                 self.clock.tick()

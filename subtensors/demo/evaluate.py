@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subtensors.bench.timing import synchronize
-from subtensors.bucketed.runner import Bucketed, bucketed
+from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.runner import Bucketed
 from subtensors.sizes.dims import Dim
 
 BUCKETS = 8

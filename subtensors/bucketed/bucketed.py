@@ -1,0 +1,64 @@
+"""`st.bucketed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from subtensors.bucketed.runner import Bucketed, OnMiss
+from subtensors.byte_sizes import parse_bytes
+
+
+def bucketed(
+    program: Callable[..., Any],
+    dims: Mapping[Any, Any],
+    compile: bool | dict[str, Any] = False,
+    max_graphs: int | None = None,
+    memory_limit: int | str | None = None,
+    on_miss: OnMiss = "capture",
+    max_waste: float | None = None,
+) -> Bucketed:
+    """A program over varying sizes as one CUDA graph a bucket: pads, replays, cuts back.
+
+    Args:
+        program: a function or module of tensors; it runs on PaddedTensors, once for each bucket.
+        dims: for each argument that varies, by name or position, its padded dims, such as `{"input_ids": {1: seq}}`;
+            for a container those of every tensor in it, or a dict or list like it.
+        compile: True, or the options of `torch.compile`: the program is compiled once, with the buckets' sizes left
+            open, and captured as compiled code.
+        max_graphs: the most graphs at a time; the least recently called one makes room.
+        memory_limit: of the graphs' pool and all static inputs: bytes, or text such as "2GiB".
+        on_miss: of a size that has no graph, or can't have one: "capture" one if that is possible, run it at its true
+            size ("eager"), or refuse it ("error").
+        max_waste: where the bucket is more than so many times the true size, run at the true size.
+
+    Returns:
+        What is called as the program is, with plain tensors, PaddedTensors, pytrees of them and other arguments, which
+        are part of the graph's key. It returns what the program returns, at true sizes and in memory of its own.
+
+    Raises:
+        TypeError, ValueError: an argument of this function is none of these.
+        SizeError, RuleError: of a call, with `on_miss="error"`; a Dim that gets two sizes is always a SizeError.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> seq = st.Dim("seq", max=512, buckets=64)
+        >>> run = st.bucketed(lambda x: x.softmax(1), {"x": {1: seq}})
+        >>> run(torch.zeros(1, 5))
+        tensor([[0.2000, 0.2000, 0.2000, 0.2000, 0.2000]])
+    """
+    if not callable(program):
+        raise TypeError(f"bucketed takes a function or a module, got {program!r}")
+    if max_graphs is not None and (not isinstance(max_graphs, int) or max_graphs < 1):
+        raise ValueError(f"max_graphs is an int of at least 1, got {max_graphs!r}")
+    if on_miss not in ("capture", "eager", "error"):
+        raise ValueError(f"on_miss is 'capture', 'eager' or 'error', got {on_miss!r}")
+    if max_waste is not None and not max_waste >= 1:
+        raise ValueError(f"max_waste is a factor of at least 1, got {max_waste!r}")
+    limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
+    if not isinstance(compile, (bool, dict)):
+        raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")
+    options = {} if compile is True else compile or None
+    if options and "reduce" in str(options.get("mode")):
+        raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
+    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options)

@@ -1,0 +1,232 @@
+"""Which graphs a bucketed program has: recorded within a budget, evicted, given up when what they read has moved."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.arguments import Reading
+from subtensors.bucketed.bucket import Bucket, Call
+from subtensors.bucketed.compiled import Compiled
+from subtensors.bucketed.example import kept_state
+from subtensors.bucketed.state import State
+from subtensors.bucketed.training import ReplayClock, TrainedBucket
+from subtensors.byte_sizes import in_units
+from subtensors.dispatch.graph_pool import GraphPool
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.padding import pad
+
+_log = logging.getLogger("subtensors.bucketed")
+
+BUCKETS = 4096
+"""How many buckets are remembered, those without a graph among them."""
+
+
+class Recorder:
+    """The buckets of a program and their graphs.
+
+    Args:
+        name: of the program.
+        state: what it reads beside its arguments.
+        max_graphs, memory_limit: the budget.
+        compile_options: of `torch.compile`; None where it is not asked for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: State,
+        max_graphs: int | None,
+        memory_limit: int | None,
+        compile_options: dict[str, Any] | None,
+    ) -> None:
+        self.name, self.state = name, state
+        self.max_graphs, self.memory_limit, self.compile_options = max_graphs, memory_limit, compile_options
+        self.buckets: dict[Any, Bucket] = {}
+        self.pools: dict[torch.device, GraphPool] = {}
+        self.replays = ReplayClock()
+        self.clock = itertools.count(1)
+        """Tells which bucket was called last."""
+        self.writes_state = False
+        """Has the program written to what it reads?"""
+        self.evictions = 0
+        self._compiled: dict[Any, Compiled] = {}
+        self._recompiles = 0
+
+    @property
+    def recompiles(self) -> int:
+        """Compilations after the first of each program."""
+        return self._recompiles + sum(max(c.compilations - 1, 0) for c in self._compiled.values())
+
+    def bucket_of(
+        self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
+    ) -> Bucket:
+        """The bucket of some calls, new where it is not known.
+
+        Args:
+            is_followed: does autograd follow them?
+            reading: what one of them is.
+            leaves: its leaves.
+            call: runs the program.
+            device: of the static inputs.
+        """
+        found = self.buckets.get(reading.bucket_key)
+        if found is None:
+            found = self.buckets[reading.bucket_key] = self._new(is_followed, reading, leaves, call, device)
+            self._drop_unrecorded()
+        return found
+
+    def _new(
+        self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
+    ) -> Bucket:
+        if is_followed:
+            trained = TrainedBucket(reading, leaves, call, device, self._pool(device))
+            trained.state = self.state
+            return trained
+        bucket = Bucket(reading, leaves, call, device, self._pool(device))
+        bucket.compiled = self._compilation(bucket)
+        return bucket
+
+    def _compilation(self, bucket: Bucket) -> Compiled | None:
+        """The compiled code that a bucket shares with those that differ from it in sizes alone."""
+        if self.compile_options is None:
+            return None
+        family = bucket.reading.family_key
+        if family not in self._compiled:
+            self._compiled[family] = Compiled(bucket, self.compile_options)
+        return self._compiled[family]
+
+    def _pool(self, device: torch.device) -> GraphPool | None:
+        if device.type != "cuda":
+            return None
+        if device not in self.pools:
+            self.pools[device] = GraphPool(device)
+        return self.pools[device]
+
+    def _drop_unrecorded(self) -> None:
+        """Forget the oldest buckets that hold nothing, where there are very many."""
+        if len(self.buckets) > BUCKETS:
+            oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_recorded), None)
+            self.buckets.pop(oldest, None)
+
+    def run_and_record(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+        """Run the program once, which answers the call, and record it for those to come.
+
+        Where it can't be recorded, the bucket's refusal says why.
+        """
+        self._make_room(bucket)
+        bucket.allocate()
+        before = self.state.versions()
+        if isinstance(bucket, TrainedBucket):
+            result = self._first_followed(bucket, reading, leaves)
+        else:
+            bucket.load(leaves, reading.sizes)
+            result = bucket.run_once(reading.host)
+        self.writes_state = self.writes_state or before is None or before != self.state.versions()
+        self._record(bucket)
+        self.buckets[reading.bucket_key] = bucket
+        bucket.last_call = next(self.clock)
+        return result
+
+    def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
+        """The program on padded arguments, with autograd following; then what warms its recording up."""
+        dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
+        padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+
+        def run() -> Any:
+            return pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
+
+        result = run() if bucket.pool is None else bucket.pool.run(run)
+        bucket.load(leaves, reading.sizes)
+        leaves = pytree.tree_leaves(result)
+        bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        if bucket.is_differentiable:
+            # What returns no gradients may be a whole step, which is not to be taken twice.
+            with kept_state(self.state):
+                bucket.run_once(reading.host)
+        return result
+
+    def _record(self, bucket: Bucket) -> None:
+        """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""
+        try:
+            bucket.record()
+        except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
+            bucket.refusal = said_in_a_line(error)
+            bucket.forget()
+            return
+        if self.memory_limit is None or self.bytes() <= self.memory_limit:
+            return
+        graphs = bucket.graph is not None
+        for other in self.recorded():
+            if other is not bucket and self.bytes() > self.memory_limit:
+                self._evict(other, "memory_limit")
+        if self.bytes() > self.memory_limit and graphs:
+            # What the others left in the pool is torch's again only with the last graph.
+            bucket.forget_graph()
+            bucket.record()
+        if self.bytes() > self.memory_limit:
+            bucket.refusal = f"it needs {in_units(self.bytes())}, beyond memory_limit={in_units(self.memory_limit)}"
+            bucket.forget()
+
+    def record_again(self, bucket: Bucket) -> None:
+        """Record a bucket that was evicted between a call's forward and its backward."""
+        self._make_room(bucket)
+        bucket.allocate()
+        self._record(bucket)
+
+    def _make_room(self, bucket: Bucket) -> None:
+        """Evict before capturing, never after: what a graph is destroyed with may be another's."""
+        recorded = [other for other in self.recorded() if other is not bucket]
+        if self.max_graphs is not None:
+            for other in recorded[: max(len(recorded) + 1 - self.max_graphs, 0)]:
+                self._evict(other, "max_graphs")
+
+    def _evict(self, bucket: Bucket, why: str) -> None:
+        _log.info("%s: the graph of %s is evicted for %s", self.name, bucket.statistics.sizes, why)
+        bucket.forget()
+        self.evictions += 1
+
+    def recorded(self) -> list[Bucket]:
+        """The buckets with a graph, the least recently called one first."""
+        return sorted([b for b in self.buckets.values() if b.is_recorded], key=lambda b: b.last_call)
+
+    def bytes(self) -> int:
+        """The device memory of pools and static inputs."""
+        pools = sum(pool.bytes() for pool in self.pools.values())
+        return pools + sum(bucket.statistics.input_bytes for bucket in self.recorded())
+
+    def restart(self, moved: str) -> None:
+        """Forget every graph, since what they read is no longer there."""
+        _log.warning("%s is recorded again: %s", self.name, moved)
+        for bucket in self.recorded():
+            bucket.forget()
+        self.state.look()
+        # Compiled code holds the tensors that it was compiled with.
+        self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
+        self._compiled.clear()
+        for bucket in self.buckets.values():
+            if not isinstance(bucket, TrainedBucket):
+                bucket.compiled = self._compilation(bucket)
+
+    def release(self) -> None:
+        """Give up every graph and static input."""
+        for bucket in self.buckets.values():
+            if bucket.is_allocated:
+                bucket.forget()
+        if self.pools:
+            torch.cuda.empty_cache()
+
+
+def said_in_a_line(error: Exception) -> str:
+    """An error's kind and the first line of its message.
+
+    >>> said_in_a_line(ValueError("no"))
+    'ValueError: no'
+    """
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
