@@ -301,6 +301,20 @@ def test_many_tiles_of_one_tensor_arrive_in_any_order_and_are_all_counted() -> N
         assert [int(s) for s in doubled] == [2 * t.numel() for t in x]
 
 
+def test_a_step_makes_nothing_of_the_size_of_a_parameter() -> None:
+    params = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(16)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = st.optim.AdamW(params, lr=1e-3)
+    optimizer.step()
+    optimizer.step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.param_groups[0]["lr"] = 1e-4
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < 1 << 16
+
+
 # --- size ---------------------------------------------------------------------------------------------------------
 
 
