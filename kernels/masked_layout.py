@@ -100,6 +100,11 @@ class Layout:
         )
 
     @property
+    def is_flat(self) -> bool:
+        """Do columns lie side by side in memory?"""
+        return self.column_strides[1] == 1
+
+    @property
     def _neighbours(self) -> int:
         """How many rows a tile has at least, so that its loads are wide where rows lie side by side in memory."""
         return NEIGHBOURS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1

@@ -24,11 +24,11 @@ KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 PARTS = 2048
 """The most parts that a row is cut into."""
 
-RESIDENT = 4
-"""Programs of four warps that a multiprocessor runs at a time, at the least."""
+THREADS = 128
+"""Of a program."""
 
-REGISTERS = 128
-"""The most that a thread may take for `RESIDENT` programs to fit."""
+REGISTERS = 65536
+"""Of a multiprocessor, which runs so many programs at a time as its registers hold."""
 
 MERGING = 4
 """What a second kernel takes, in tiles of a program of the first."""
@@ -212,7 +212,10 @@ def masked_reduction_forward(
     high, wide = layout.tile()
     programs = layout.rows[0] * -(-layout.rows[1] // high)
     tiles = layout.columns[0] * -(-layout.columns[1] // wide)
-    parts = _parts(programs, tiles, multiprocessors(x.device) * RESIDENT) if tiles else 1
+    # A state of lanes along contiguous columns is small enough for twice as many, and so many more loads under way.
+    resident = 8 if layout.is_flat and kind != "var" and dtype != torch.float64 else 4
+    parts = _parts(programs, tiles, multiprocessors(x.device) * resident) if tiles else 1
+    registers = REGISTERS // (THREADS * resident)
     grid = (programs, parts)
     statics = (
         layout.statics,
@@ -228,13 +231,13 @@ def masked_reduction_forward(
     results: tuple[Tensor, ...] = (out, aux, counts)
     if parts > 1:
         states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
-        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=REGISTERS)
+        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers)
         merged = power_of_two(parts)
         high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
         programs = layout.rows[0] * -(-layout.rows[1] // high)
         merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
     else:
-        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=REGISTERS)
+        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers)
     return Reduced(out, aux, counts)
 
 

@@ -96,11 +96,8 @@ def _absorb(
     LANES: tl.constexpr,
 ):  # fmt: skip
     """The state with a tile's elements absorbed, a few by each lane, those that are real; in a `WHOLE` tile all are."""
-    if KIND != "var":
-        if WHOLE:
-            n += x.shape[1]
-        else:
-            n += tl.sum(real.to(tl.int64), 1, keep_dims=True)
+    if KIND != "var" and not WHOLE:
+        n += tl.sum(_folded(real.to(tl.int32), LANES), 1)
     if KIND == "sum" or KIND == "mean":
         a += tl.sum(_folded(_or_else(x, real, 0, WHOLE), LANES), 1)
     elif KIND == "prod":
@@ -145,9 +142,18 @@ def _absorb(
 
 
 @triton.jit
+def _total(n):
+    """The sum of each row, (BM, 1); of a single row a number, whose layout cannot spread to the lanes."""
+    if n.shape[0] == 1:
+        return tl.sum(n)
+    else:
+        return tl.sum(n, 1, keep_dims=True)
+
+
+@triton.jit
 def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n, FAST: tl.constexpr):
     """The state of all lanes of a row together, (BM, 1)."""
-    count = tl.sum(n.to(tl.int64), 1, keep_dims=True)
+    count = _total(n.to(tl.int64))
     if KIND == "prod":
         return tl.reduce(a, 1, _multiply, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
     elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
@@ -213,11 +219,10 @@ def reduction_kernel(
     fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
     a = tl.full([BM, LANES], _identity(KIND, P, kind), kind)
     b = tl.zeros([BM, LANES], kind)
-    # Only a running mean needs to know how many elements each lane has met.
-    if KIND == "var":
-        n = tl.zeros([BM, LANES], tl.int32)
-    else:
-        n = tl.zeros([BM, 1], tl.int64)
+    n = tl.zeros([BM, LANES], tl.int32)
+    # Only a running mean needs to know of whole tiles how many elements each lane has met. For others a number does: in
+    # a tensor of one element its layout would spread to the counts, a thread holding all lanes of a row.
+    in_whole_tiles = part.to(tl.int64) * 0
     all_real = tl.full([BM, BN], 1, tl.int1)
     tiles = C1 * wide
     every, some = column_bounds(slots, STATICS, ROW_SLOTS, r1, r0, 0, in_rows, R0, C0)
@@ -232,6 +237,8 @@ def reduction_kernel(
                 value = tl.load(x + at).to(kind)
                 value = -value if NEGATE else value
                 a, b, n = _absorb(KIND, P, a, b, n, value, all_real, True, TIES, fast, LANES)
+                if KIND != "var":
+                    in_whole_tiles += BN
             else:
                 near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
                 real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
@@ -239,6 +246,7 @@ def reduction_kernel(
                 value = -value if NEGATE else value
                 a, b, n = _absorb(KIND, P, a, b, n, value, real, False, TIES, fast, LANES)
     a, b, count = _merge(KIND, P, a, b, n, fast)
+    count += in_whole_tiles
     row = r1.to(tl.int64) * R0 + r0
     if SPLIT:
         row += part.to(tl.int64) * R1 * R0

@@ -42,9 +42,26 @@ def _level(WHICH: tl.constexpr, r1, r0, c1, c0):
 
 
 @triton.jit
+def _of_rows(sizes, row, inside):
+    """The sizes of a tile's rows, (BM, 1).
+
+    They are loaded as a vector: a column's layout would spread to all that meets it, a thread for each row, which then
+    holds whole rows of the tile.
+    """
+    BM: tl.constexpr = row.shape[0]
+    return tl.load(sizes + tl.reshape(row, [BM]), mask=tl.reshape(inside, [BM]), other=0)[:, None]
+
+
+@triton.jit
 def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
     sizes, div, mod, batch_div, batch_mod = slot
-    at = _index(_level(STATICS[SLOT][0], r1, r0, c1, c0), div, mod, STATICS[SLOT][1])
+    at = _level(STATICS[SLOT][0], r1, r0, c1, c0)
+    if STATICS[SLOT][1]:
+        at = _index(at, div, mod, True)
+        scale = 1
+    else:
+        # The index is at // div, and at // div < size where at < size * div: one product in place of many quotients.
+        scale = div
     if STATICS[SLOT][0] % 2 == 0:
         # A level that is one number for all of a tile. Triton's interpreter makes integers of a lone truth value.
         at = at + tl.zeros([1, 1], tl.int32)
@@ -55,14 +72,14 @@ def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, 
         row = _index(_level(STATICS[SLOT][2], r1, r0, c1, c0), batch_div, batch_mod, STATICS[SLOT][3])
         # Lanes past the end of a level have no row to ask about.
         if STATICS[SLOT][2] == 1:
-            size = tl.load(sizes + row, mask=r0 < R0, other=0)
+            size = _of_rows(sizes, row, r0 < R0)
         elif STATICS[SLOT][2] == 3:
             size = tl.load(sizes + row, mask=c0 < C0, other=0)
         else:
             size = tl.load(sizes + row)
     else:
         size = tl.load(sizes)
-    return at < size
+    return at < size * scale
 
 
 @triton.jit
@@ -95,7 +112,7 @@ def column_bounds(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0,
             every = every * 0
         else:
             if STATICS[i][2] == 1:
-                size = tl.load(sizes + _index(r0, batch_div, batch_mod, STATICS[i][3]), mask=in_rows, other=0)
+                size = _of_rows(sizes, _index(r0, batch_div, batch_mod, STATICS[i][3]), in_rows)
                 most = tl.max(size)
                 least = tl.min(tl.where(in_rows, size, most))
             else:

@@ -140,7 +140,12 @@ def _captured(call: Callable[[], object], device: str) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    replay: Callable[[], object] = graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    # The call holds the tensors that the graph reads.
+    replay.call = call  # type: ignore[attr-defined]
     return replay
 
 
