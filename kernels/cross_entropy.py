@@ -107,8 +107,8 @@ class Statistics:
     @staticmethod
     def none(count: int, dtype: torch.dtype, device: torch.device) -> Statistics:
         """Those of rows of which no column was seen."""
-        zeros = [torch.zeros(count, dtype=dtype, device=device) for _ in range(3)]
-        return Statistics(torch.full((count,), -torch.inf, dtype=dtype, device=device), *zeros)
+        top, *zeros = torch.zeros(4, count, dtype=dtype, device=device).unbind()
+        return Statistics(top.fill_(-torch.inf), *zeros)
 
     def rows(self, begin: int, end: int) -> Statistics:
         """Views of those of rows [begin, end)."""
@@ -161,8 +161,9 @@ class RowTerms:
         if target.dim() == 1:
             self.valid = target != options.ignore_index
             self.targets = Targets(torch.where(self.valid, target, -1).long(), None, weight)
-            self.on_target = _row_weights(target, weight, classes, options.ignore_index, dtype)
-            self.denominators = self.on_target.sum(), self.valid.sum().to(dtype)
+            self.on_target = _row_weights(target, self.valid, weight, classes, options.ignore_index, dtype)
+            weighed = self.on_target.sum()
+            self.denominators = weighed, weighed if weight is None else self.valid.sum().to(dtype)
         else:
             if target.shape[1:] != (classes,) or not target.is_floating_point():
                 raise ValueError(
@@ -216,7 +217,9 @@ class RowTerms:
 
         Where the options make no use of a factor, something else stands in its place.
         """
-        scales = [torch.ones_like(d) if self.options.reduction != "mean" else 1 / d for d in self.denominators]
+        count = 2 if self.is_penalised else 1
+        mean = self.options.reduction == "mean"
+        scales = [1 / d if mean else torch.ones_like(d) for d in self.denominators[:count]]
         if upstream is not None:
             scales = [scale * upstream.to(self.dtype) for scale in scales]
         # Where all rows are ignored the mean is 0 / 0, and the gradient still zero.
@@ -233,13 +236,14 @@ class RowTerms:
         return GradientFactors(on_softmax, on_square, on_target, on_all)
 
 
-def _row_weights(target: Tensor, weight: Tensor | None, classes: int, ignored: int, dtype: torch.dtype) -> Tensor:
+def _row_weights(
+    target: Tensor, valid: Tensor, weight: Tensor | None, classes: int, ignored: int, dtype: torch.dtype
+) -> Tensor:
     """The class weight of each hard target, 0 for an ignored one; a target that is no class is torch's own error."""
-    table = torch.ones(1, dtype=dtype, device=target.device).expand(classes) if weight is None else weight
     # On a GPU nll_loss would make its stand-in for the logits contiguous; gather has the same assertion.
     if target.is_cuda:
-        chosen = table.gather(0, torch.where(target == ignored, 0, target.long()))
-        return torch.where(target == ignored, 0.0, chosen)
+        table = torch.ones(1, dtype=dtype, device=target.device).expand(classes) if weight is None else weight
+        return torch.where(valid, table.gather(0, torch.where(valid, target, 0).long()), 0.0)
     minus_one = torch.full((1, 1), -1.0, dtype=dtype, device=target.device).expand(target.shape[0], classes)
     return F.nll_loss(minus_one, target, weight, reduction="none", ignore_index=ignored)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-import optree
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -19,11 +19,22 @@ from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
-from subtensors.dispatch.region.graph import NeedsValues, Value, constant, gathered, leaf_value, recording
+from subtensors.dispatch.region.graph import (
+    NeedsValues,
+    Value,
+    constant,
+    gathered,
+    leaf_value,
+    leaves,
+    recording,
+    replace_leaves,
+)
 from subtensors.dispatch.region.lowering import lowered_cross_entropy
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
 from subtensors.dispatch.torch_private import prepares_backward, schema_of
+
+aten = torch.ops.aten
 
 _log = logging.getLogger("subtensors.chunked")
 
@@ -59,6 +70,8 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
         return _on_values(func, args, kwargs)
     if func in _LOWERED and (loss := _LOWERED[func](*args, **kwargs)) is not None:
         return loss
+    if func is torch.nn.functional.linear and (logits := _linear(kind, *args, **kwargs)) is not None:
+        return logits
     drawn = _generators(args)
     try:
         return _recorded(kind, func, args, kwargs)
@@ -96,7 +109,7 @@ def _recorded(
         return whole_of(x) if isinstance(x, Tensor) else x
 
     call: Any = (args, kwargs)
-    inner_args, inner_kwargs = optree.tree_map(lower, call, none_is_leaf=True)
+    inner_args, inner_kwargs = replace_leaves(call, lower)
     writes = {key: cell_of(x).writes for key, x in users.items()}
     with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
         out = func(*inner_args, **inner_kwargs)
@@ -116,7 +129,7 @@ def _recorded(
         is_plain = x._cell.value.layout is None and x._cell.base is None
         return evaluate(x._cell.value) if is_plain else outer(kind, x._cell)
 
-    return optree.tree_map(lift, out, none_is_leaf=True)
+    return replace_leaves(out, lift)
 
 
 def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,24 +148,24 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
     try:
         results = record(op, *values, **named)
     except NeedsValues as missing:
-        if not op.is_view or op.overloadpacket is torch.ops.aten.as_strided:
+        if not op.is_view or op.overloadpacket is aten.as_strided:
             raise
         # A view of the whole may be written through, as a realised copy may not.
         _note(missing)
         results = record(op, *(gathered(v) if isinstance(v, Value) else v for v in values), **named)
-    cells = optree.tree_map(lambda v: Cell(v) if isinstance(v, Value) else v, results, none_is_leaf=True)
+    cells = replace_leaves(results, lambda v: Cell(v) if isinstance(v, Value) else v)
     if op.is_view and args and isinstance(args[0], RecordedTensor):
-        made = [c for c in optree.tree_leaves(cells) if isinstance(c, Cell)]
+        made = [c for c in leaves(cells) if isinstance(c, Cell)]
         for place, cell in enumerate(made):
             cell.view_of(args[0]._cell, op, _values(args[1:]), _values(kwargs), place)
-    return optree.tree_map(lambda c: shell(kind, c) if isinstance(c, Cell) else c, cells, none_is_leaf=True)
+    return replace_leaves(cells, lambda c: shell(kind, c) if isinstance(c, Cell) else c)
 
 
 def _values(tree: Any) -> Any:
     def value(x: Any) -> Any:
         return x._cell.value if isinstance(x, RecordedTensor) else x
 
-    return optree.tree_map(value, tree, none_is_leaf=True)
+    return replace_leaves(tree, value)
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,9 +175,9 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if functional is None or not isinstance(target, RecordedTensor):
         raise NeedsValues(op, "it writes to a plain tensor")
     old = target._cell.value
-    if op is torch.ops.aten.copy_.default:
-        source = record(torch.ops.aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
-        new = record(torch.ops.aten.expand.default, source, list(old.shape))
+    if op is aten.copy_.default:
+        source = record(aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
+        new = record(aten.expand.default, source, list(old.shape))
     else:
         # By name: the functional form may order them otherwise, or lack a default.
         call = Call(op, _values(args), _values(kwargs))
@@ -173,7 +186,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(new, Value) or new.shape != old.shape:
         raise NeedsValues(op, "it has several results, or changes sizes")
     if new.dtype != old.dtype:
-        new = record(torch.ops.aten._to_copy.default, new, dtype=old.dtype)
+        new = record(aten._to_copy.default, new, dtype=old.dtype)
     target._cell.write(new)
     return target
 
@@ -210,7 +223,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return realised[id(x._cell)][1]
 
     call: Any = (args, kwargs)
-    plain_args, plain_kwargs = optree.tree_map(dense, call, none_is_leaf=True)
+    plain_args, plain_kwargs = replace_leaves(call, dense)
     out = func(*plain_args, **plain_kwargs)
     if not writes:
         return out
@@ -229,7 +242,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
                 raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
             show_gradient(x)
             users[id(tensor)] = x
-    return optree.tree_map(lambda y: users.get(id(y), y), out, none_is_leaf=True)
+    return replace_leaves(out, lambda y: users.get(id(y), y))
 
 
 def _prepare(x: RecordedTensor, hook: Callable[[Tensor], Tensor]) -> None:
@@ -269,6 +282,30 @@ def _cross_entropy(
         label_smoothing=label_smoothing,
         grad=torch.is_grad_enabled(),
     )
+
+
+def _linear(kind: type[RecordedTensor], input: Any, weight: Any, bias: Any = None) -> RecordedTensor | None:
+    """`F.linear` in the ops that torch makes of it, recorded without going through torch: it is in every step."""
+    operands = [weight] if bias is None else [weight, bias]
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in operands) and isinstance(input, RecordedTensor)
+    if not plain or input.ndim < 2 or weight.ndim != 2 or torch.is_autocast_enabled(weight.device.type):
+        return None
+    value = cell_of(input).value
+    try:
+        with recording(torch.is_grad_enabled()):
+            flat = value
+            if value.ndim != 2:
+                flat = record(aten.reshape.default, value, [math.prod(value.shape[:-1]), value.shape[-1]])
+            across = record(aten.t.default, constant(weight))
+            if bias is None:
+                out = record(aten.mm.default, flat, across)
+            else:
+                out = record(aten.addmm.default, constant(bias), flat, across)
+            if value.ndim != 2:
+                out = record(aten.reshape.default, out, [*value.shape[:-1], weight.shape[0]])
+    except NeedsValues:
+        return None
+    return outer(kind, Cell(out)) if out.layout is not None else None
 
 
 _LOWERED: dict[Any, Callable[..., Tensor | None]] = {torch.nn.functional.cross_entropy: _cross_entropy}
