@@ -190,7 +190,7 @@ class Optimizer(Stepping):
             *map(group.get, (*self._hyperparameters, *IN_STEP)),
         ]
         gradients = batch.gradients(grads)
-        if not batch.holds_parameters and self._capture is None:
+        if not batch.holds_parameters and (self._capture is None or self._capture.packed is None):
             batch.hold_parameters()
         call = batch.call_again(options, gradients) or batch.call(
             options,
