@@ -1,7 +1,7 @@
 """Which functions act on each stored value alone, so that they may run on one flat arena of many tensors.
 
 Between the tensors of an arena lie gaps of a few unused values. A function belongs here when whatever stands in a gap
-can change neither a result nor whether an error is raised. Most are found by torch's own `pointwise` tag.
+can change neither a result nor whether an error is raised. Those are the pointwise ops of the class table, but for some.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-# Tagged pointwise by torch, and yet unfit for an arena.
+from subtensors.dispatch.op_classes import OpClass, op_class
+
+# Pointwise, and yet unfit for an arena.
 _UNFIT = {
-    "equal": "reduces to one bool",
-    "rrelu": "random: the numbers drawn would differ from those drawn tensor by tensor",
     "mvlgamma": "checks the range of its values",
+    "special_multigammaln": "checks the range of its values",
     "max": "a reduction unless it has two operands; maximum is the pointwise one",
     "min": "a reduction unless it has two operands; minimum is the pointwise one",
     "floor_divide": "an integer division by the zero of a gap raises",
@@ -25,13 +26,11 @@ _UNFIT = {
     "remainder": "an integer division by the zero of a gap raises",
 }
 
-# Each value alone, though torch does not tag them.
-_UNTAGGED = frozenset(
+# Of other classes, or functions that are no aten ops: each value stays in its place, or is made there.
+_IN_PLACE = frozenset(
     """
-    copy_ fill fill_ zero_ to _to_copy float double half bfloat16 int long bool short cpu cuda type_as
-    zeros_like ones_like full_like empty_like detach alias lift_fresh absolute subtract multiply negative
-    square arccos arcsin arctan arctanh arcsinh arccosh fix hardswish masked_fill abs_ eq_ ne_ lt_ le_ gt_ ge_
-    greater greater_equal less less_equal not_equal copysign_ gcd_ lcm_ heaviside_ threshold_ tanh_ tan_ expit
+    zeros_like ones_like full_like empty_like detach alias lift_fresh positive
+    to float double half bfloat16 int long bool short cpu cuda type_as
     """.split()
 )
 
@@ -62,9 +61,7 @@ def overload_acts_on_values(overload: OpOverload) -> bool:
     """Whether an aten overload acts on each value alone."""
     name = overload._schema.name.split("::")[-1]
     bare = name.rstrip("_") or name
-    if bare in _UNFIT:
-        return False
-    return torch.Tag.pointwise in overload.tags or name in _UNTAGGED or bare in _UNTAGGED
+    return bare not in _UNFIT and (bare in _IN_PLACE or op_class(overload) is OpClass.POINTWISE)
 
 
 @cache
@@ -72,10 +69,12 @@ def _named(name: str) -> bool:
     bare = name.rstrip("_")
     if bare in _UNFIT:
         return False
-    if name in _UNTAGGED or bare in _UNTAGGED:
+    if bare in _IN_PLACE:
         return True
     packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    # What torch keeps private has conventions of its own; operators are not.
+    is_private = name.startswith("_") and not name.startswith("__")
+    if is_private or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     overloads = [getattr(packet, o) for o in packet.overloads()]
-    return any(isinstance(o, OpOverload) and torch.Tag.pointwise in o.tags for o in overloads)
+    return any(isinstance(o, OpOverload) and op_class(o) is OpClass.POINTWISE for o in overloads)
