@@ -1,7 +1,7 @@
 """Which functions act on each stored value alone, so that they may run on one flat arena of many tensors.
 
 Between the tensors of an arena lie gaps of a few unused values. A function belongs here when whatever stands in a gap
-can change neither a result nor whether an error is raised. Those are the pointwise ops of the class table, but for some.
+can change neither a result nor whether an error is raised: the pointwise ops of the class table, but for some.
 """
 
 from __future__ import annotations
