@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.bench.chunked_rows import LossRow, from_json, plot, save, table, to_json
@@ -20,6 +21,8 @@ from subtensors.bench.rows import Setting
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import Span, synchronize
+from subtensors.chunked.chunked_tensor import chunk
+from subtensors.kernels.linear_cross_entropy import Accumulate
 
 OURS = "subtensors"
 """All of our settings are measured in one process: they compile the same kernels."""
@@ -70,6 +73,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((error / expected.square().sum()) ** 0.5)
 
 
+def _through_chunk(hidden: Tensor, weight: Tensor, target: Tensor, rows: int, accumulate: Accumulate) -> Tensor:
+    """The plain program, its hidden states chunked."""
+    return F.cross_entropy(F.linear(chunk(hidden, rows=rows, accumulate=accumulate), weight), target)
+
+
 def _settings(shape: Shape) -> Iterator[tuple[str, LossOf]]:
     """Our settings of a shape: their names and their loss functions."""
     from subtensors.kernels.cross_entropy_autograd import Schedule, differentiable_cross_entropy
@@ -83,6 +91,8 @@ def _settings(shape: Shape) -> Iterator[tuple[str, LossOf]]:
         schedule = Schedule(columns=columns, kept=kept * columns)
         name = f"columns/{columns}" + (f"+{kept * columns}" if kept else "")
         yield name, functools.partial(differentiable_cross_entropy, schedule=schedule)
+    for accumulate, rows in shape.through:
+        yield f"st.chunk {accumulate}/{rows}", functools.partial(_through_chunk, rows=rows, accumulate=accumulate)
 
 
 class _Run(NamedTuple):
@@ -95,7 +105,9 @@ class _Run(NamedTuple):
     weight_grad: Tensor
 
 
-def measure(shape_name: str, variant: str, tiny: bool, device: str) -> list[LossRow]:
+def measure(
+    shape_name: str, variant: str, tiny: bool, device: str, settings: Sequence[str] | None = None
+) -> list[LossRow]:
     """Measure a peer, or all of our settings, in this process.
 
     Args:
@@ -103,6 +115,7 @@ def measure(shape_name: str, variant: str, tiny: bool, device: str) -> list[Loss
         variant: a key of `PEERS`, or "subtensors".
         tiny: cut the sizes down.
         device: "cpu" or "cuda".
+        settings: names of those of ours to measure; None for all.
 
     Returns:
         a row for each.
@@ -112,7 +125,9 @@ def measure(shape_name: str, variant: str, tiny: bool, device: str) -> list[Loss
     """
     shape = TINY if tiny else SHAPES[shape_name]
     started = time.perf_counter()
-    ways = list(_settings(shape)) if variant == OURS else [(variant, PEERS[variant].make())]
+    ways = [(variant, PEERS[variant].make())] if variant in PEERS else list(_settings(shape))
+    if variant not in PEERS and settings is not None:
+        ways = [(name, loss_of) for name, loss_of in ways if name in settings]
     values = inputs(shape, device)
     runs: list[_Run] = []
     for name, loss_of in ways:
@@ -184,6 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join([*PEERS, OURS]), help="comma-separated (%(default)s)")
+    parser.add_argument("--settings", help="comma-separated: of ours, measure these alone")
     parser.add_argument("--tiny", action="store_true", help="a small shape: shows that it runs, no more")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
@@ -196,7 +212,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status, 1 where something could not be measured."""
     if options.row:
         shape, variant = options.row
-        print(to_json(measure(shape, variant, options.tiny, options.device)))
+        settings = None if options.settings is None else options.settings.split(",")
+        print(to_json(measure(shape, variant, options.tiny, options.device, settings)))
         return 0
     shapes = names(options.shapes, list(SHAPES), "shape")
     variants = names(options.variants, [*PEERS, OURS], "variant")
@@ -211,6 +228,7 @@ def run(options: argparse.Namespace) -> int:
                 console.print(f"{shape} {variant}: not here", markup=False)
                 continue
             arguments = ["chunked", "--row", shape, variant, "--device", options.device]
+            arguments += [] if options.settings is None else ["--settings", options.settings]
             with console.status(f"{shape}  {variant}"):
                 try:
                     measured = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subtensors.kernels.linear_cross_entropy import Accumulate
+
 LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden, weight, target) -> the mean loss."""
 
@@ -109,6 +111,7 @@ class Shape:
         tokens, hidden, vocabulary: N, H, V.
         rows: chunks of so many rows are measured, both ways to add up.
         columns: blocks of so many columns are measured, each with so many blocks that have memory of their own.
+        through: of so many rows, and how their sums add up, the whole way through `st.chunk` is measured, too.
     """
 
     tokens: int
@@ -116,18 +119,28 @@ class Shape:
     vocabulary: int
     rows: tuple[int, ...]
     columns: tuple[tuple[int, int], ...] = field(default=())
+    through: tuple[tuple[Accumulate, int], ...] = field(default=())
 
 
 SHAPES: dict[str, Shape] = {
     "gemma2-2b": Shape(
-        8192, 2304, 256000, (512, 1024, 2048, 4096, 8192), ((1056, 0), (4224, 0), (8448, 0), (8448, 6), (8448, 14))
+        *(8192, 2304, 256000),
+        (112, 512, 1024, 2048, 4096, 8192),
+        ((1056, 0), (4224, 0), (8448, 0), (8448, 6), (8448, 14)),
+        (("fast", 2048), ("exact", 2048)),
     ),
     "llama3-8b": Shape(
-        4096, 4096, 128256, (112, 256, 512, 1024, 2048, 4096), ((2112, 0), (4224, 0), (8448, 0), (16896, 0), (42752, 0))
+        *(4096, 4096, 128256),
+        (112, 256, 512, 1024, 2048, 4096),
+        ((2112, 0), (4224, 0), (8448, 0), (16896, 0), (42752, 0)),
+        (("fast", 1024), ("exact", 1024)),
     ),
     "gpt2": Shape(
-        16384, 768, 50304, (256, 512, 912, 1024, 2048, 4096, 16384), ((1056, 0), (2112, 0), (4224, 0), (4224, 4))
+        *(16384, 768, 50304),
+        (240, 512, 896, 1024, 2048, 4096, 16384),
+        ((1056, 0), (2112, 0), (4224, 0), (4224, 4)),
+        (("fast", 1024), ("exact", 896)),
     ),
 }
 
-TINY = Shape(32, 8, 96, (8, 32), ((32, 0), (32, 1)))
+TINY = Shape(32, 8, 96, (8, 32), ((32, 0), (32, 1)), (("exact", 8),))
