@@ -7,6 +7,9 @@ the multiplication reads the number on the device and does nothing where it is o
 Two cases compute their gradients at backward instead, with the upstream gradient in them from the start, for one GEMM
 more: a loss a row, whose upstream is a vector; and float16, in which the gradient of a mean over N rows would be lost
 before a loss scale could save it.
+
+A float32 weight of 16-bit hidden states, as autocast has them, is multiplied in their dtype and gets its exact gradient
+in its own: summed in the gradient's memory, and never rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy import CrossEntropy
 from subtensors.kernels.in_place_scale import scale_
-from subtensors.kernels.linear_cross_entropy import Accumulate, linear_cross_entropy
+from subtensors.kernels.linear_cross_entropy import Accumulate, LossAndGradients, linear_cross_entropy
 
 
 class Schedule(NamedTuple):
@@ -53,14 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, target, bias)
         ctx.options, ctx.schedule, ctx.needs = options, schedule, needs
         is_deferred = options.reduction == "none" or hidden.dtype == torch.float16
-        result = linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            options=options,
-            needs=(False, False, False) if is_deferred else needs,
-            **schedule._asdict(),
+        result = _computed(
+            hidden, weight, target, bias, options, schedule, (False,) * 3 if is_deferred else needs, None
         )
         ctx.gradients = None if is_deferred else result[1:]
         return result.loss
@@ -78,22 +75,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients = (None, None, None)
         elif gradients is None:
             hidden, weight, target, bias = ctx.saved_tensors
-            gradients = linear_cross_entropy(
-                hidden,
-                weight,
-                target,
-                bias,
-                options=ctx.options,
-                needs=ctx.needs,
-                upstream=upstream,
-                **ctx.schedule._asdict(),
-            )[1:]
+            gradients = _computed(hidden, weight, target, bias, ctx.options, ctx.schedule, ctx.needs, upstream)[1:]
         else:
             for gradient in gradients:
                 if gradient is not None:
                     scale_(gradient, upstream)
         for_hidden, for_weight, for_bias = gradients
         return for_hidden, for_weight, None, for_bias, None, None, None
+
+
+def _computed(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: CrossEntropy,
+    schedule: Schedule,
+    needs: tuple[bool, bool, bool],
+    upstream: Tensor | None,
+) -> LossAndGradients:
+    return linear_cross_entropy(
+        hidden,
+        weight.to(hidden.dtype),
+        target,
+        bias,
+        options=options,
+        needs=needs,
+        upstream=upstream,
+        weight_grad_dtype=weight.dtype if schedule.accumulate == "exact" else hidden.dtype,
+        **schedule._asdict(),
+    )
 
 
 def differentiable_cross_entropy(
@@ -109,7 +120,7 @@ def differentiable_cross_entropy(
 
     Args:
         hidden: (N, H), floating point.
-        weight: (V, H), of the same dtype and device.
+        weight: (V, H), of the same device and dtype, or float32 where that has 16 bits.
         target: (N,) int64 class indices, or (N, V) floating point distributions; no gradient flows to it.
         bias: (V,), of the same dtype.
         options: which cross entropy; None: the mean over all rows but those of target -100.
@@ -135,6 +146,8 @@ def differentiable_cross_entropy(
     constants = [t for t in (target, options.class_weight) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in constants):
         raise ValueError("no gradient flows to targets and class weights; give them detached")
+    if weight.dtype != hidden.dtype and (weight.dtype != torch.float32 or hidden.itemsize != 2):
+        raise ValueError(f"weight has the dtype of hidden, {hidden.dtype}, or float32; got {weight.dtype}")
     needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, target, bias, options, schedule, needs

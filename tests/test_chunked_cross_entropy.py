@@ -257,3 +257,26 @@ def test_under_autocast_a_linear_layer_of_float32_states_goes_to_the_kernels(hea
     assert abs(loss - expected) < 2**-8 * expected
     for a, e in zip(mine, plain, strict=True):
         assert (a - e).norm() < 2**-7 * e.norm()
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+def test_the_exact_gradient_of_a_float32_weight_under_autocast_is_not_rounded_on_the_way(rows: int) -> None:
+    case = linear_case(64, 6, 50)
+    h, target = case["h"].bfloat16(), case["target"]
+    true = case["w"].bfloat16().double().requires_grad_()
+    F.cross_entropy(h.double() @ true.t(), target).backward()
+    errors = []
+    for chunked in (True, False):
+        w = case["w"].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = F.linear(st.chunk(h, rows=rows) if chunked else h, w)
+            loss = F.cross_entropy(logits.float(), target)
+        if chunked:
+            assert st.explain(loss).startswith("linear + cross entropy")
+        loss.backward()
+        assert w.grad is not None
+        assert true.grad is not None
+        assert w.grad.dtype == torch.float32
+        assert torch.equal(w.grad, w.grad.bfloat16().float()) != chunked
+        errors.append(float((w.grad - true.grad).norm()))
+    assert errors[0] <= errors[1]

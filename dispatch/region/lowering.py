@@ -218,14 +218,16 @@ def lowered_cross_entropy(
     dtype = loss_dtype(logits.dtype, logits.device.type)
     with recording(flows), torch.set_grad_enabled(flows):
         hidden = found.rows_of(_whole_input(found.hidden))
-        weight = evaluate(_transposed(found.weight))
+        weight = evaluate(_master(_transposed(found.weight), hidden.dtype))
         bias = None if found.bias is None else evaluate(found.bias)
-    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != hidden.dtype):
+    if weight.dtype not in (hidden.dtype, _MASTER.get(hidden.dtype)) or (
+        bias is not None and bias.dtype != hidden.dtype
+    ):
         return None
     options = CrossEntropy(
         ignore_index, class_weight, label_smoothing, 0.0, found.softcap, found.temperature, reduction
     )
-    shape = loss_shape(hidden, weight, flows)
+    shape = loss_shape(hidden, weight, flows, layout.axis.policy.exact)
     chunks = chunk_plan(shape, layout.axis.policy, _asked_rows(layout), hidden.device)
     plan = LoweredPlan(shape, chunks, options)
     with torch.set_grad_enabled(flows), as_recorded():
@@ -247,6 +249,20 @@ def _transposed(weight: Value) -> Value:
         return node.args[0]
     out: Value = record(aten.t.default, weight)
     return out
+
+
+_MASTER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def _master(weight: Value, dtype: torch.dtype) -> Value:
+    """The float32 weight of which autocast made this one: its gradient needs no rounding on the way."""
+    node = weight.node
+    if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
+        return weight
+    (source,) = node.operands()
+    is_master = isinstance(source, Value) and source.dtype is _MASTER.get(dtype) and weight.dtype is dtype
+    flows = isinstance(source, Value) and node.grad == source.needs_grad
+    return source if isinstance(source, Value) and is_master and flows else weight
 
 
 def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
@@ -280,17 +296,19 @@ def _rounded_down(free: int) -> int:
     return free // step * step
 
 
-def loss_shape(hidden: Tensor, weight: Tensor, grad: bool) -> LossShape:
+def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
     """What the cost of a loss depends on.
 
     Args:
         hidden: (N, H).
         weight: (V, H).
         grad: whether gradients are recorded.
+        exact: how the weight's gradient adds up: in the weight's dtype, or in that of the hidden states.
     """
     needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
     size = hidden.element_size()
-    return LossShape(hidden.shape[0], hidden.shape[1], weight.shape[0], size, weight.element_size(), *needs)
+    summed = weight.element_size() if exact else size
+    return LossShape(hidden.shape[0], hidden.shape[1], weight.shape[0], size, summed, *needs)
 
 
 def expected_loss(logits: Value) -> str | None:
@@ -300,7 +318,10 @@ def expected_loss(logits: Value) -> str | None:
         return None
     (count, classes), hidden, weight = logits.shape, found.hidden, found.weight
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
-    shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, weight.dtype.itemsize, *needs)
+    summed = hidden.dtype
+    if logits.layout.axis.policy.exact:
+        summed = _master(_transposed(weight), hidden.dtype).dtype
+    shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, summed.itemsize, *needs)
     chunks = chunk_plan(shape, logits.layout.axis.policy, _asked_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"
 
