@@ -207,9 +207,10 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
             padded[i] = {
                 d % x.dim(): dim
                 for d, dim in given.items()
-                if agreed.bind(dim, x.shape[d], f"dim {d % x.dim()} of {place}")
+                if agreed.bind(dim, x.shape[d], f"dim {d % x.dim()} of {place}") and not _is_exact(dim, x.shape[d])
             }
-    dims = tuple(agreed.sizes)
+    varying = {dim for found in padded.values() for dim in found.values()}
+    dims = tuple(dim for dim in agreed.sizes if dim in varying)
     sizes = tuple(int(agreed.sizes[dim]) for dim in dims)  # type: ignore[arg-type]
     buckets = tuple(dim.bucket(size) for dim, size in zip(dims, sizes, strict=True))
     for dim, size in zip(dims, sizes, strict=True):
@@ -235,6 +236,11 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
     )
     return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
+
+
+def _is_exact(dim: Dim, size: int) -> bool:
+    """Is this the only size that goes into its bucket? Then nothing of it is padding, in any call."""
+    return size == dim.bucket(size) and (size - 1 < dim.min or dim.bucket(size - 1) != size)
 
 
 def _take_caller_sizes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +126,8 @@ class Bucketed:
         except SizeError as error:
             if "padded on one Dim" in str(error) or " in another argument" in str(error):
                 raise
-            return _Visit(None, None, str(error), error)
+            # Without the size: one reason for all of them.
+            return _Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
         except Unreadable as error:
             return _Visit(None, None, str(error))
         visit = _Visit(reading, None)
