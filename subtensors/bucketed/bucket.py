@@ -227,5 +227,7 @@ def recording_modes(records: bool = False) -> Iterator[None]:
     Args:
         records: does autograd follow?
     """
-    with torch.inference_mode(False), torch.set_grad_enabled(records), without_autocast_cache():
+    # A backward runs on this thread: the capture is its own, and another thread's backward may wait for the lock.
+    on_this_thread = torch.autograd.set_multithreading_enabled(False)
+    with torch.inference_mode(False), torch.set_grad_enabled(records), without_autocast_cache(), on_this_thread:
         yield
