@@ -104,7 +104,18 @@ def test_padded_tensors_go_in_and_plain_ones_come_out(device: str) -> None:
     run = st.bucketed(mixing, {"x": {1: SEQ}})
     for n in (3, 2, 9):
         x = data(2, n, 3, device=device)
-        check(run(st.pad(x, {1: SEQ}, value=float("nan"))), mixing(x))
+        for _ in range(2):
+            check(run(st.pad(x, {1: SEQ}, value=float("nan"))), mixing(x))
+    assert len(run._visits) == 3
+
+
+@torch.no_grad()
+def test_padded_tensors_may_share_their_sizes_or_not(device: str) -> None:
+    run = st.bucketed(lambda a, b: (a * b).sum(1), {"a": {1: SEQ}})
+    for n in (3, 2, 9):
+        x = st.pad(data(2, n, device=device), {1: SEQ})
+        for y in (x + 1, st.pad(x.unpad() + 1, {1: SEQ})):
+            check(run(x, y), (x.unpad() * y.unpad()).sum(1))
 
 
 @torch.no_grad()

@@ -132,11 +132,17 @@ def leaf_key(x: Any) -> Any:
         return x.shape, x.dtype, x.get_device(), x.requires_grad
     if kind is PaddedTensor:
         sizes = x._sizes
-        known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host(), id(sizes))
+        known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
     if issubclass(kind, FIXED):
         return kind, x.data_ptr(), x.shape, x.stride(), x.dtype
     return kind, x
+
+
+def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Which of the caller's PaddedTensors have their true sizes in common: for each the first with the same."""
+    found = [id(x._sizes) for x in leaves if type(x) is PaddedTensor]
+    return tuple(map(found.index, found))
 
 
 class ArgumentDims:

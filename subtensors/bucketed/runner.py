@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, unflatten
+from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, sharing, unflatten
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import kept_state, repeated, with_progress
 from subtensors.bucketed.outputs import Cut, Outputs
@@ -82,7 +82,7 @@ class Bucketed:
         """Call the program: at the bucket's sizes, with plain values in and out."""
         with self._lock:
             leaves, spec = flatten(args, kwargs)
-            key = (len(args), tuple(kwargs), spec, self._modes(leaves), *map(leaf_key, leaves))
+            key = (len(args), tuple(kwargs), spec, self._modes(leaves), sharing(leaves), *map(leaf_key, leaves))
             try:
                 visit = self._visits.get(key)
             except TypeError as error:  # an argument without a hash
