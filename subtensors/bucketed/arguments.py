@@ -235,6 +235,8 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
             which = tuple(dims.index(where[d]) if d in where else -1 for d in range(x.dim()))
             shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
             sources.append(Source(i, shape, x.dtype, x.device, which, requires_grad=x.requires_grad))
+        elif getattr(x, "is_compileable", True) is False:
+            raise Unreadable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
         else:
             rest.append((i, leaf_key(x)))
     key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared

@@ -141,7 +141,7 @@ class Bucket:
                 leaves[source.leaf] = wrap(Padded(static, tuple(dims), own))
             else:
                 leaves[source.leaf] = static
-        return Outputs.of(self.call(leaves))
+        return Outputs.of(self.call(leaves), list(self.others.values()))
 
     def _run(self, host: dict[Any, HostSize] | None) -> Outputs:
         if self.compiled is not None:

@@ -112,7 +112,9 @@ class Bucketed:
         visit = self._reading(key[:4], leaves, args, kwargs)
         if len(self._visits) >= READINGS:
             self._count_sizes(self._visits.popitem(last=False)[1])
-        self._visits[key] = visit
+        if visit.reading is not None or visit.error is not None:
+            # Others may be of objects that it must not keep alive.
+            self._visits[key] = visit
         if self._warms_up_first and not visit.refusal and visit.bucket is not None:
             self._warms_up_first = False
             self.warmup(*args, **kwargs)
