@@ -224,3 +224,26 @@ def test_a_wrong_argument_is_refused_where_it_is_given() -> None:
         st.bucketed(mixing, {"x": {1: SEQ}}, max_graphs=0)
     with pytest.raises(TypeError, match="a function or a module"):
         st.bucketed(3, {"x": {1: SEQ}})  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_convolutional_net_over_batches_of_any_size(device: str) -> None:
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.norm(self.conv(x))).relu()
+
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)]
+    net = nn.Sequential(nn.Conv2d(3, 4, 7, stride=2), nn.MaxPool2d(3, 2), Residual(), Residual(), *head)
+    net = net.to(device, torch.float64).eval()
+    run = st.bucketed(net, {0: {0: BATCH}})
+    for n in (3, 4, 7, 1, 8):
+        x = data(n, 3, 24, 24, device=device)
+        torch.testing.assert_close(run(x), net(x))
+    assert not run.stats().fallbacks
+    assert run.stats().hits == 3
