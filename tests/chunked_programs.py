@@ -157,6 +157,28 @@ def check_chunked(
         )
 
 
+def check_results(
+    found: Sequence[Any], program: Callable[[dict[str, Tensor]], Sequence[Any]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Compare results, gradients among them, with those of a plain program of named tensors.
+
+    Args:
+        found: the results in question.
+        program: gives the plain ones; called with fresh leaves.
+        tensors: values; those that require a gradient do so in every run.
+    """
+    needs = {n for n, t in tensors.items() if t.requires_grad}
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+    truth = program(in_dtype(tensors, torch.float64, needs))
+    plain = [program(in_dtype(tensors, dtype, needs))]
+    for seed in range(6):
+        with Moved(seed):
+            plain.append(program(in_dtype(tensors, dtype, needs)))
+    assert len(found) == len(truth)
+    for place, actual in enumerate(found):
+        assert_as_exact(actual, [p[place] for p in plain], truth[place], f"result {place}")
+
+
 class Allocations(TorchDispatchMode):
     """Notes the size of the largest tensor that an op makes, in elements."""
 

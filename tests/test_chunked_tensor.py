@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import allocations, check_chunked, linear_case
+from chunked_programs import allocations, check_chunked, check_results, linear_case
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
@@ -211,20 +211,17 @@ def test_what_is_recorded_without_gradients_has_none_whoever_uses_it() -> None:
 
 
 def test_autocast_casts_what_it_would_and_gradients_reach_float32_weights() -> None:
-    t = linear_case()
-    results = []
-    for chunked in (False, True):
-        leaves = {n: x.clone().requires_grad_(x.is_floating_point()) for n, x in t.items()}
-        with torch.autocast("cpu", torch.bfloat16):
-            h = st.chunk(leaves["h"], rows=5) if chunked else leaves["h"]
-            logits = F.linear(h, leaves["w"], leaves["b"])
-            assert logits.dtype == torch.bfloat16
-            loss = F.cross_entropy(logits, leaves["target"])
+    def results(t: dict[str, Tensor], chunked: bool = False) -> list[Any]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=t["h"].dtype == torch.float32):
+            h = st.chunk(t["h"], rows=5) if chunked else t["h"]
+            logits = F.linear(h, t["w"], t["b"])
+            assert logits.dtype in (torch.bfloat16, torch.float64)
+            loss = F.cross_entropy(logits, t["target"])
         loss.backward()
-        results.append([loss.detach(), *(leaves[n].grad for n in ("h", "w", "b"))])
-    for actual, expected in zip(results[1], results[0], strict=True):
-        assert actual.dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+        return [loss.detach(), *(t[n].grad for n in ("h", "w", "b"))]
+
+    t = {n: x.requires_grad_(x.is_floating_point()) for n, x in linear_case().items()}
+    check_results(results(t, chunked=True), results, t)
 
 
 def test_several_chunked_tensors_meet_in_one_region_or_one_of_them_is_had_whole() -> None:
