@@ -35,11 +35,13 @@ def captured(step: object, pool: object = None) -> torch.cuda.CUDAGraph:
 def test_the_memory_is_free_for_others_while_the_arena_sleeps() -> None:
     arena = st.Arena("cuda")
     t = arena.zeros(4 << 30, dtype=torch.uint8)
-    free = torch.cuda.mem_get_info()[0]
-    arena.release(keep=None)
-    freed = torch.cuda.mem_get_info()[0] - free
-    arena.restore()
-    assert freed > 3 << 30  # other processes may use the device too
+    freed = []
+    while len(freed) < 10 and max(freed, default=0) < 4 << 30:  # other processes may take memory in the meantime
+        free = torch.cuda.mem_get_info()[0]
+        arena.release(keep=None)
+        freed.append(torch.cuda.mem_get_info()[0] - free)
+        arena.restore()
+    assert max(freed) >= 4 << 30
     assert t.zero_().sum() == 0
 
 
