@@ -19,7 +19,7 @@ def model(device: str = "cpu", seed: int = 0) -> torch.nn.Sequential:
 def loss_of(net: torch.nn.Module, seed: int = 1) -> Tensor:
     """How far the model is from adding up its inputs, on a batch that the seed chooses."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(16, 4, generator=generator).to(next(net.parameters()).device)
+    x = torch.randn(16, 4, generator=generator).to(next(net.parameters()))
     return ((net(x) - x.sum(1, keepdim=True)) ** 2).mean()
 
 

@@ -80,9 +80,9 @@ def test_the_norm_is_that_of_all_groups_and_dtypes_together(device: str) -> None
         assert q.grad is not None
         wide = torch.complex128 if q.is_complex() else torch.float64
         expected = q.detach().to(wide) - lr * 0.5 / (norm + 1e-6) * q.grad.to(wide)
-        # The squares of float32 gradients are added up in float32.
-        tolerance = max(torch.finfo(p.dtype).eps, torch.finfo(torch.float32).eps)
-        torch.testing.assert_close(p.detach().to(wide), expected, rtol=2 * tolerance, atol=2 * tolerance)
+        # The factor and the update are rounded to the dtype, and the parameter once more.
+        tolerance = 2 * torch.finfo(p.dtype).eps
+        torch.testing.assert_close(p.detach().to(wide), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_groups_may_be_clipped_to_several_norms_or_not_at_all() -> None:
@@ -150,17 +150,6 @@ def test_what_is_clipped_is_the_gradient_without_the_loss_scale(unscale: bool, d
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
             plain.step()
     torch.testing.assert_close(net.state_dict(), reference.state_dict())
-
-
-def test_an_optimizer_of_matrices_clips_too(device: str) -> None:
-    values = start(device, torch.float64, [(4, 3), (3, 5)])
-    kwargs: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": False}
-    # Muon's direction does not depend on the length of its momentum, but on how long each step's share in it is.
-    reference = trained(lambda p: st.optim.Muon(p, **kwargs), values, torch.float32, 6, 0.5)
-    ours = trained(lambda p: st.optim.Muon(p, max_norm=0.5, **kwargs), values, torch.float32, 6)
-    unclipped = trained(lambda p: st.optim.Muon(p, **kwargs), values, torch.float32, 6)
-    torch.testing.assert_close(flat(ours), flat(reference), rtol=1e-2, atol=1e-2)
-    assert (flat(unclipped) - flat(reference)).norm() > 5 * (flat(ours) - flat(reference)).norm()
 
 
 def test_max_norm_is_saved_copied_and_loaded() -> None:

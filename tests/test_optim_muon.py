@@ -33,19 +33,27 @@ def values(device: str, dtype: torch.dtype, seed: int, shapes: Sequence[tuple[in
 
 
 def train(
-    make: Make, device: str, dtype: torch.dtype, steps: int = 10, shapes: Sequence[tuple[int, ...]] = SHAPES
+    make: Make,
+    device: str,
+    dtype: torch.dtype,
+    steps: int = 10,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    growth: float = 1.0,
 ) -> tuple[list[Parameter], torch.optim.Optimizer]:
     params = [Parameter(v) for v in values(device, dtype, 0, shapes)]
     optimizer = make(params)
-    take_steps(optimizer, params, range(steps))
+    take_steps(optimizer, params, range(steps), growth)
     return params, optimizer
 
 
-def take_steps(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: Sequence[int]) -> None:
+def take_steps(
+    optimizer: torch.optim.Optimizer, params: list[Parameter], steps: Sequence[int], growth: float = 1.0
+) -> None:
+    """Steps whose gradients are each so much longer than those before."""
     shapes = [tuple(p.shape) for p in params]
     for number in steps:
         for p, g in zip(params, values("cpu", torch.bfloat16, number + 1, shapes), strict=True):
-            p.grad = g.to(p.device, p.dtype)
+            p.grad = growth**number * g.to(p.device, p.dtype)
         optimizer.step()
 
 
@@ -62,16 +70,20 @@ def muon_by_the_paper(
     nesterov: bool = True,
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
+    max_norm: float = math.inf,
+    growth: float = 1.0,
 ) -> list[Tensor]:
     """Jordan et al. 2024 with torch's conventions, in float64 throughout."""
     a, b, c = COEFFICIENTS
     out = [w.double() for w in weights]
     buffers = [torch.zeros_like(w) for w in out]
     for number in range(steps):
-        gradients = values("cpu", torch.bfloat16, number + 1, [tuple(w.shape) for w in out])
+        shapes = [tuple(w.shape) for w in out]
+        gradients = [growth**number * g.double() for g in values("cpu", torch.bfloat16, number + 1, shapes)]
+        share = (max_norm / (flat(gradients).norm() + 1e-6)).clamp(max=1)
         for w, m, g in zip(out, buffers, gradients, strict=True):
-            m.mul_(momentum).add_((1 - momentum) * g.double())
-            x = momentum * m + (1 - momentum) * g.double() if nesterov else m.clone()
+            m.mul_(momentum).add_((1 - momentum) * share * g)
+            x = momentum * m + (1 - momentum) * share * g if nesterov else m.clone()
             x = x / x.norm().clamp(min=1e-7)
             for _ in range(ns_steps):
                 gram = x @ x.mT
@@ -104,6 +116,28 @@ def test_ten_steps_end_as_near_to_the_paper_as_torchs_do(
     theirs, _ = train(lambda params: torch.optim.Muon(params, lr=0.1, **options), device, dtype)
     error, allowed = (flat(ours) - flat(truth)).norm(), 1.5 * (flat(theirs) - flat(truth)).norm()
     assert error <= allowed
+
+
+def test_steps_that_clip_end_as_near_to_the_paper_as_torchs_do_after_clipping(device: str) -> None:
+    # Muon's direction does not depend on the length of its momentum, but on how much each gradient has added to it.
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": False}
+    max_norm, growth, steps = 30.0, 4.0, 6
+
+    def clipping(params: list[Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Muon(params, lr=0.1, **options)
+        optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, max_norm) and None)
+        return optimizer
+
+    def ours_of(params: list[Parameter]) -> torch.optim.Optimizer:
+        return st.optim.Muon(params, lr=0.1, max_norm=max_norm, **options)
+
+    start = values("cpu", torch.float32, 0)
+    unclipped = flat(muon_by_the_paper(start, steps, 0.1, growth=growth, **options))
+    truth = flat(muon_by_the_paper(start, steps, 0.1, max_norm=max_norm, growth=growth, **options))
+    theirs, _ = train(clipping, device, torch.float32, steps, growth=growth)
+    ours, _ = train(ours_of, device, torch.float32, steps, growth=growth)
+    assert (flat(ours) - truth).norm() <= 1.5 * (flat(theirs) - truth).norm()
+    assert (unclipped - truth).norm() > 5 * (flat(ours) - truth).norm()
 
 
 def test_the_kernels_of_a_step_do_what_torch_does() -> None:
