@@ -263,4 +263,5 @@ def test_peers_that_are_not_installed_are_left_out() -> None:
     assert with_package
     for name in with_package:
         is_there = installed(OTHERS[name].package or "") is not None
-        assert is_measured("llama1b", name, slow=False, device="cuda") == is_there
+        (set_name,) = OTHERS[name].sets or ()
+        assert is_measured(set_name, name, slow=False, device="cuda") == is_there

@@ -40,6 +40,13 @@ def _torchao(parameters: list[Tensor]) -> Step:
     return step
 
 
+def _heavyball(name: str, parameters: list[Tensor], **arguments: Any) -> Step:
+    import heavyball
+
+    step: Step = getattr(heavyball, name)(parameters, **arguments).step
+    return step
+
+
 def _variant(make: Any, name: str, sets: tuple[str, ...], element_bytes: float, **arguments: Any) -> Variant:
     return Variant(functools.partial(make, name, **arguments), sets=sets, element_bytes=element_bytes)
 
@@ -63,6 +70,9 @@ OTHERS: dict[str, Variant] = {
     ),
     "muon-torch": _variant(_torch, "Muon", MATRICES, 20),
     "muon-subtensors": _variant(_ours, "Muon", MATRICES, 20),
+    "muon-heavyball": Variant(
+        functools.partial(_heavyball, "Muon"), sets=MATRICES, element_bytes=20, needs_gpu=True, package="heavyball"
+    ),
     # The roots are those of the first step, so that "first s" holds the eigendecompositions and "step ms" the rest.
     "shampoo-subtensors": _variant(_ours, "Shampoo", MATRICES, 12, update_freq=1 << 30),
 }

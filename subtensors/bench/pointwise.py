@@ -36,14 +36,19 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "SignSGD": {"momentum": 0.9},
     "AdEMAMix": {},
     "AdamWScheduleFree": {},
+    "LAMB": {},
 }
+
+# Tensors of the parameter's size that a step must read a second time. LAMB's share of the update is its norm's, which
+# is known when all of it was computed once: then the parameter and both moments are read again.
+SECOND_READS = {"LAMB": 3}
 
 # torch's classes with a fused kernel for CUDA.
 FUSED = ("SGD", "Adam", "AdamW")
 
 
 def least_bytes(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> int:
-    """What a step must move: parameters and their state are read and written, gradients are read.
+    """What a step must move: parameters and their state are read and written, gradients are read; see `SECOND_READS`.
 
     >>> w = torch.zeros(100, requires_grad=True)
     >>> w.grad = torch.zeros(100)
@@ -57,6 +62,7 @@ def least_bytes(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> 
         assert p.grad is not None
         entries = [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape and t.dim()]
         total += 2 * p.nbytes + p.grad.nbytes + 2 * sum(t.nbytes for t in entries)
+        total += SECOND_READS.get(type(optimizer).__name__, 0) * p.nbytes
     return total
 
 
