@@ -33,7 +33,7 @@ from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
 from subtensors.dispatch.kernel_group import KernelGroup
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.trace import Trace, trace
-from subtensors.kernels.launch import Kernels, Tiling
+from subtensors.kernels.launch import Kernels, Prelude, Tiling
 from subtensors.kernels.lowering import DTYPES
 from subtensors.kernels.program import Extent, Parameter, Scalar
 from subtensors.kernels.tuning import default_tiling, tune, tuned_tiling
@@ -122,23 +122,32 @@ class Fusion:
         """
         return self.run(Call(args, kwargs))
 
-    def run(self, call: Call) -> Any:
-        """Make a call that was taken apart before."""
+    def run(self, call: Call, prelude: Prelude | None = None) -> Any:
+        """Make a call that was taken apart before.
+
+        Args:
+            call: the call.
+            prelude: a launch that the call depends on; where it is launches too, the first of them may be the same.
+        """
         columns = call.columns(self.name)
         ready = call.last.ready
-        if ready is not None and ready.repeat(call, self._edition, columns):
+        if ready is not None and ready.repeat(call, self._edition, columns, prelude):
             return None
         plan, addresses = self._plan(call, columns)
         numbers = call.numbers()
+        group = plan.groups[0][1] if len(plan.groups) == 1 else None
+        if prelude is not None and not isinstance(group, KernelGroup):
+            prelude.alone()
         if not plan.groups:
             return None
         if plan.groups_overlap(columns):
             leaves = plan.mapped.run(columns, numbers)
-        elif len(plan.groups) == 1:
-            group = plan.groups[0][1]
-            leaves = group.run(columns, numbers, addresses)
-            if isinstance(group, KernelGroup) and group.returned.num_nodes == 1:
+        elif isinstance(group, KernelGroup):
+            leaves = group.run(columns, numbers, addresses, prelude)
+            if group.returned.num_nodes == 1:
                 call.last.note(call, self._edition, columns, plan.guards, group)
+        elif group is not None:
+            leaves = group.run(columns, numbers, addresses)
         else:
             leaves = _merge(
                 [(indices, group.run(_part(columns, indices), numbers)) for indices, group in plan.groups],

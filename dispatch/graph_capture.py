@@ -32,7 +32,7 @@ from torch import Tensor
 from subtensors.dispatch import captures, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.tapes import CudaTape, HostTape
-from subtensors.kernels.launch import bits
+from subtensors.kernels.launch import Prelude, bits
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -61,9 +61,16 @@ class Swept(Protocol):
         ...
 
     def launch(
-        self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: Prelude | None = None,
     ) -> None:
-        """Launch with a table and numbers that are on the device at these addresses."""
+        """Launch with a table and numbers that are on the device at these addresses, after or with the prelude."""
         ...
 
 
@@ -112,6 +119,10 @@ class Recordable(Protocol):
 
     def new_arenas(self) -> list[Tensor]:
         """Memory for the outputs of a launch."""
+        ...
+
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """The launch as one that the next may be made together with; None where it is one by itself."""
         ...
 
 
@@ -171,6 +182,8 @@ class Recording:
         self._key = next(_keys)
         self._grids: list[Swept] = []
         self._pending: Iterator[Launch] | None = None
+        self._prelude: Prelude | None = None
+        """A launch that was recorded and is to be made with the next."""
         self._tape = CudaTape(device) if device.type == "cuda" else HostTape()
         self._is_number_new = self._is_table_new = False
         captures.watch(device)
@@ -256,11 +269,15 @@ class Recording:
         ).reshape(len(columns), group.grid.count)
         base = self._words.data_ptr()
         table, scalars = base + 8 * launch.table_at, base + 8 * launch.number_at
+        prelude, self._prelude = self._prelude, group.as_prelude(table, self._key)
+        if self._prelude is not None:
+            assert prelude is None
+            return launch.arenas
 
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if group.is_seeded else group.seed
             stream = torch_private.current_stream(self.device) if self.device.type == "cuda" else 0
-            group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key)
+            group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
         self._tape.take(run)
         return launch.arenas

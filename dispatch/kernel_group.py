@@ -19,7 +19,7 @@ from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
 from subtensors.kernels import graph_lifetime
-from subtensors.kernels.launch import Grid, Kernels, bits, to_device
+from subtensors.kernels.launch import Grid, Kernels, Prelude, bits, to_device
 from subtensors.kernels.program import Extent, Parameter
 
 logger = logging.getLogger("subtensors.fused")
@@ -99,14 +99,22 @@ class KernelGroup(Group):
             if step.name in ("amax", "amin"):
                 raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
 
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
-        """Launch the kernels."""
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
+        """Launch the kernels, after or with the prelude."""
         if self.is_on_current_device():
-            return self._run(columns, numbers, addresses)
+            return self._run(columns, numbers, addresses, prelude)
         with torch.cuda.device(self.device):
-            return self._run(columns, numbers, addresses)
+            return self._run(columns, numbers, addresses, prelude)
 
-    def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
+    def _run(
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
+    ) -> Leaves:
         refuse_sleepers(columns)
         if (recording := recording_now()) is not None:
             return self._record(recording, columns, numbers)
@@ -120,8 +128,10 @@ class KernelGroup(Group):
         is_capturing = self.is_capturing()
         binding = self._bind(columns, addresses, is_capturing)
         if binding.overlaps:
+            if prelude is not None:
+                prelude.alone()
             return self.mapped.run(originals if self.copies else columns, numbers)
-        arenas = self.launch(binding, columns, numbers, is_capturing)
+        arenas = self.launch(binding, columns, numbers, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
@@ -131,8 +141,15 @@ class KernelGroup(Group):
             self._tell_autograd(columns)
         return self._results(columns, arenas)
 
-    def launch(self, binding: Binding, columns: Columns, numbers: Sequence[float], is_capturing: bool) -> list[Tensor]:
-        """Run the kernels on a pointer table, which is that of these columns.
+    def launch(
+        self,
+        binding: Binding,
+        columns: Columns,
+        numbers: Sequence[float],
+        is_capturing: bool,
+        prelude: Prelude | None = None,
+    ) -> list[Tensor]:
+        """Run the kernels on a pointer table, which is that of these columns, after or with the prelude.
 
         Returns:
             The memory of the outputs.
@@ -145,7 +162,7 @@ class KernelGroup(Group):
         scalars = self._scalars(binding, values, is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
+        self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
         if not self.copies:
             self._tell_autograd(columns)
         return arenas
@@ -176,6 +193,10 @@ class KernelGroup(Group):
     def new_arenas(self) -> list[Tensor]:
         """Memory for the outputs of a launch."""
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
+
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """None: it is a launch by itself."""
+        return None
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:

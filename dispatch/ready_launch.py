@@ -20,6 +20,7 @@ from subtensors.dispatch.torch_private import AddressGuard
 if TYPE_CHECKING:
     from subtensors.dispatch.calls import Call
     from subtensors.dispatch.kernel_group import Binding, KernelGroup
+    from subtensors.kernels.launch import Prelude
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ReadyLaunch:
     group: KernelGroup
     binding: Binding
 
-    def repeat(self, call: Call, edition: object, columns: Columns) -> bool:
+    def repeat(self, call: Call, edition: object, columns: Columns, prelude: Prelude | None) -> bool:
         """Make the launch again, if this call is the same but for its numbers; False where it may be another."""
         group = self.group
         if (
@@ -51,7 +52,7 @@ class ReadyLaunch:
         for position, places in self.places:
             if not places.matches(leaves[position]):
                 return False
-        group.launch(self.binding, columns, call.numbers(), is_capturing=False)
+        group.launch(self.binding, columns, call.numbers(), is_capturing=False, prelude=prelude)
         return True
 
 

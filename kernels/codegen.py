@@ -65,6 +65,8 @@ class Kernel:
     name: str
     block: int
     """Elements a tile, or tensors a program."""
+    lanes: Any = None
+    """Of a tensor segment, the `triton.jit` function of one program, which other kernels may call."""
 
 
 def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
@@ -82,13 +84,14 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
     writer = _TileWriter if segment.extent is Extent.ELEMENT else _LaneWriter
     source = writer(program, segment, name).source()
     has_codes = any(program.parameters[p].extent is Extent.BLOCK for p in segment.memory.values())
-    return Kernel(segment, _compile(source, name, has_codes), source, name, block)
+    names = _compile(source, name, has_codes)
+    return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
 
 
 _serial = itertools.count()
 
 
-def _compile(source: str, name: str, has_codes: bool) -> Any:
+def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
     # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
     filename = f"<subtensors {name} {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -99,7 +102,7 @@ def _compile(source: str, name: str, has_codes: bool) -> Any:
         # Beside codes of 8 bits, the last bit of a quotient is nothing; that of the parameter is rounded afterwards.
         names |= {"sqrt": blockwise_tiles.approximate_sqrt, "div": blockwise_tiles.approximate_div}
     exec(compile(source, filename, "exec"), names)
-    return names[name]
+    return names
 
 
 _TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
@@ -386,7 +389,6 @@ class _LaneWriter(_Writer):
     def source(self) -> str:
         body = [
             "lane = tl.arange(0, BLOCK)",
-            "tile = tl.program_id(0)",
             "tensor = tile * BLOCK + lane",
             "inside = tensor < N",
             f"size = tl.load(table + tensor{self.MASK})",
@@ -402,7 +404,11 @@ class _LaneWriter(_Writer):
             body.append(f"tl.store(out{number} + tensor, {text}, mask=inside)")
         for slot, value in self.segment.keeps.items():
             body.append(f"tl.store(slots + {slot} * N + tensor, to_bits(v{value}), mask=inside)")
-        return _function(self.name, f"{ARGUMENTS}{self.outputs}", body, kernel=True)
+        arguments = "table, scalars, slots, seed_pointer, N, tile" + self.outputs
+        call = f"{self.name}_lanes({arguments}, BLOCK)"
+        return _function(f"{self.name}_lanes", arguments, body) + _function(
+            self.name, f"{ARGUMENTS}{self.outputs}", ["tile = tl.program_id(0)", call], kernel=True
+        )
 
 
 _FREE = frozenset({"_to_copy", "convert_element_type", "clone"})

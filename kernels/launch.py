@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,18 @@ LANES = 128
 
 ALIGNMENT = 16
 """Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
+
+
+class Prelude(Protocol):
+    """A launch to be made before those of a program; its first kernel, of a lane a tensor, may follow in the same."""
+
+    def alone(self) -> None:
+        """Launch it."""
+        ...
+
+    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch it, and the kernel after it, for so many tensors."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,14 @@ class Grid:
         )
 
     def launch(
-        self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: Prelude | None = None,
     ) -> None:
         """Run every kernel of the program once.
 
@@ -158,10 +177,20 @@ class Grid:
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: the CUDA stream to launch on, the current one, as a number.
             workspace: which workspace to use; launches that may run at the same time want different ones.
+            prelude: a launch to make before.
         """
         arguments = (table, self._tiles_address, scalars, *self.workspace(workspace), seed, self.count, self.total)
         for number, kernel in enumerate(self.kernels.kernels):
             arenas = [outputs[k] for k in kernel.segment.outputs]
+            if prelude is not None:
+                is_followed = kernel.lanes is not None and not arenas
+                if is_followed:
+                    prelude.followed_by(kernel, table, scalars, arguments[3], seed, self.count)
+                else:
+                    prelude.alone()
+                prelude = None
+                if is_followed:
+                    continue
             launcher = self._launchers.get(number)
             if launcher is not None:
                 launcher(*arguments, *arenas, kernel.block, stream=stream)

@@ -3,20 +3,23 @@
     total = sum_t sum_i x_t[i]^2        in float64
 
 The tensors are cut into chunks. As many programs as the device holds share them, and each adds up in registers what it
-comes by; so there are few partial sums, which the program that finishes last adds up.
+comes by; so there are few partial sums, which the program that finishes last adds up. What another program computes
+first, a number per tensor that may depend on the sum, can follow in the same kernel (`Prelude`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels.codegen import Kernel
 from subtensors.kernels.launch import to_device
-from subtensors.kernels.square_sum_tiles import square_sum
+from subtensors.kernels.square_sum_tiles import square_sum, square_sum_then
 
 BLOCK = 2048
 """Elements that a program reads at a time."""
@@ -25,6 +28,9 @@ ROUNDS = 8
 WARPS = 8
 PROGRAMS = 4
 """Programs a multiprocessor: as many as its registers hold."""
+
+LANES = 256
+"""Tensors that a kernel which follows takes at a time."""
 
 # What the table says of a dtype; bfloat16 has the size of float16.
 _KINDS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: -2}
@@ -76,7 +82,8 @@ class SquareSum:
         self.programs = min(len(entries), PROGRAMS * _multiprocessors(device))
         present = set(dtypes)
         kinds = [dtype in present for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
-        self._constants = (len(entries), *kinds, ROUNDS, BLOCK)
+        self._chunk_count = len(entries)
+        self.constants = (*kinds, ROUNDS, BLOCK)
         self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
 
     def workspace(self, key: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +113,14 @@ class SquareSum:
         return np.concatenate([self.sizes, self.kinds, np.asarray(pointers, dtype=np.int64).reshape(-1)])
 
     def launch(
-        self, table: int, scalars: int, seed: int, outputs: Sequence[Tensor], stream: int, workspace: int
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: object = None,
     ) -> None:
         """Add up, on the current stream.
 
@@ -117,18 +131,52 @@ class SquareSum:
             outputs: nothing.
             stream: nothing.
             workspace: which workspace to use; launches that may run at the same time want different ones.
+            prelude: nothing.
         """
+        square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
+
+    def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
+        """What the kernels take, before their constants."""
         partials, counter = self.workspace(workspace)
-        square_sum[(self.programs,)](
-            table,
-            self.chunks.data_ptr(),
-            partials.data_ptr(),
-            counter.data_ptr(),
-            self.total.data_ptr(),
-            self.count,
-            *self._constants,
+        addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
+        return (table, *addresses, self.count, self._chunk_count)
+
+
+@dataclass(frozen=True)
+class Prelude:
+    """A launch that has yet to be made, so that the first kernel of a program may follow in the same one."""
+
+    sweep: SquareSum
+    table: Tensor | int
+    """What `SquareSum.rows` gave, on the device, or its address."""
+    workspace: int
+
+    def alone(self) -> None:
+        """Launch the sum."""
+        self.sweep.launch(self._address, 0, 0, [], 0, self.workspace)
+
+    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch the sum, and a kernel of a lane a tensor after it.
+
+        Args:
+            kernel: of a tensor segment, without outputs.
+            table: and what follows, its arguments (`codegen.ARGUMENTS`).
+            scalars: addresses.
+            slots: addresses.
+            seed: addresses.
+            count: how many tensors it takes.
+        """
+        square_sum_then[(self.sweep.programs,)](
+            *self.sweep.arguments(self._address, self.workspace),
+            *(table, scalars, slots, seed, count, kernel.lanes, LANES),
+            *self.sweep.constants,
             num_warps=WARPS,
+            **({"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}),
         )
+
+    @property
+    def _address(self) -> int:
+        return self.table if isinstance(self.table, int) else self.table.data_ptr()
 
 
 def _multiprocessors(device: torch.device) -> int:

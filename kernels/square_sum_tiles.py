@@ -33,8 +33,8 @@ def _squares(address, first, left, KIND: tl.constexpr, ROUNDS: tl.constexpr, BLO
     return total
 
 
-@triton.jit(do_not_specialize=["table", "chunks", "partials", "counter", "total", "N", "COUNT"])
-def square_sum(
+@triton.jit
+def add_up_squares(
     table,
     chunks,
     partials,
@@ -49,7 +49,10 @@ def square_sum(
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes every so-manieth chunk; the last to finish adds up what all have, always in the same order."""
+    """A program takes every so-manieth chunk; the last to finish adds up what all have, always in the same order.
+
+    Returns whether this is that one.
+    """
     table = table.to(tl.pointer_type(tl.int64))
     chunks = chunks.to(tl.pointer_type(tl.int64))
     partials = partials.to(tl.pointer_type(tl.int64))
@@ -73,5 +76,75 @@ def square_sum(
         if IS_BRAIN and itemsize == -2:
             own += _squares(address, first, left, tl.bfloat16, ROUNDS, BLOCK)
     tl.store(partials + program, to_bits(tl.sum(own, 0)))
-    if arrive(counter, 0, programs):
+    is_last = arrive(counter, 0, programs)
+    if is_last:
         combine(partials, programs, total, 0, "sum", True, BLOCK)
+    return is_last
+
+
+@triton.jit(do_not_specialize=["table", "chunks", "partials", "counter", "total", "N", "COUNT"])
+def square_sum(
+    table,
+    chunks,
+    partials,
+    counter,
+    total,
+    N,
+    COUNT,
+    IS_SINGLE: tl.constexpr,
+    IS_DOUBLE: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    IS_BRAIN: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum alone."""
+    add_up_squares(
+        table, chunks, partials, counter, total, N, COUNT, IS_SINGLE, IS_DOUBLE, IS_HALF, IS_BRAIN, ROUNDS, BLOCK
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *["table", "chunks", "partials", "counter", "total", "N", "COUNT"],
+        *["next_table", "next_scalars", "next_slots", "next_seed", "next_N"],
+    ]
+)
+def square_sum_then(
+    table,
+    chunks,
+    partials,
+    counter,
+    total,
+    N,
+    COUNT,
+    next_table,
+    next_scalars,
+    next_slots,
+    next_seed,
+    next_N,
+    NEXT: tl.constexpr,
+    LANES: tl.constexpr,
+    IS_SINGLE: tl.constexpr,
+    IS_DOUBLE: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    IS_BRAIN: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum, and then, by the last program to finish, the numbers per tensor that depend on it.
+
+    NEXT is what `codegen` wrote for `LANES` tensors; `next_...` are what it is given.
+    """
+    is_last = add_up_squares(
+        table, chunks, partials, counter, total, N, COUNT, IS_SINGLE, IS_DOUBLE, IS_HALF, IS_BRAIN, ROUNDS, BLOCK
+    )
+    if is_last:
+        # The sum was stored by one thread, and all are to read it.
+        tl.debug_barrier()
+        own_table = next_table.to(tl.pointer_type(tl.int64))
+        own_scalars = next_scalars.to(tl.pointer_type(tl.int64))
+        own_slots = next_slots.to(tl.pointer_type(tl.int64))
+        own_seed = next_seed.to(tl.pointer_type(tl.int64))
+        for tile in range(tl.cdiv(next_N, LANES)):
+            NEXT(own_table, own_scalars, own_slots, own_seed, next_N, tile, LANES)

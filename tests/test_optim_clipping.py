@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from small_models import TORCH_NAMES, loss_of, model, ones
 from test_optim_parity import (
     SHAPES,
@@ -23,6 +24,7 @@ from torch.nn import Parameter
 
 import subtensors as st
 from subtensors.dispatch.calls import kernels_on_cpu
+from subtensors.kernels.square_sum import Prelude
 
 
 def trained(
@@ -225,18 +227,38 @@ def test_clipping_sweeps_the_gradients_once_and_reads_nothing_back() -> None:
         optimizer.step()
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    # The step counts of Adam are a kernel of their own, with one lane a tensor.
-    assert sorted(kernels) == ["AdamW_element_0", "AdamW_tensor_0", "square_sum"]
+    # The counts of Adam's steps follow the sum in its kernel.
+    assert kernels == ["square_sum_then", "AdamW_element_0"]
 
 
 @pytest.mark.gpu
-def test_a_step_that_clips_is_one_reduction_kernel_and_one_update_kernel_where_nothing_is_counted() -> None:
-    kernels = {}
-    for name in ("SGD", "Lion"):
-        optimizer = getattr(st.optim, name)(ones(20, "cuda"), lr=0.1, max_norm=0.5)
+def test_a_step_that_counts_nothing_is_one_reduction_kernel_and_one_update_kernel_too() -> None:
+    kernels = []
+    for group in ({"momentum": 0.9}, {"momentum": 0.0}):
+        optimizer = st.optim.SGD([{"params": ones(20, "cuda")}], lr=0.1, max_norm=0.5, **group)
         optimizer.step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             optimizer.step()
             torch.cuda.synchronize()
-        kernels[name] = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert kernels == {name: ["square_sum", f"{name}_element_0"] for name in ("SGD", "Lion")}
+        kernels.append([e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA])
+    assert [len(names) for names in kernels] == [2, 2], kernels
+    assert all("square_sum" in names[0] for names in kernels)
+
+
+def test_the_counts_of_the_first_group_follow_the_norm_in_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = []
+    followed_by = Prelude.followed_by
+
+    def counted(prelude: Prelude, *args: Any) -> None:
+        together.append(prelude)
+        followed_by(prelude, *args)
+
+    monkeypatch.setattr(Prelude, "followed_by", counted)
+    monkeypatch.setattr(Prelude, "alone", None)
+    groups = [{"params": ones(300)}, {"params": ones(2), "lr": 0.5}]
+    optimizer = st.optim.AdamW(groups, lr=0.1, max_norm=0.5)
+    with kernels_on_cpu():
+        optimizer.step()
+        optimizer.step()
+    assert len(together) == (2 if triton.knobs.runtime.interpret else 0)
+    assert {int(s["step"]) for s in optimizer.state.values()} == {2}

@@ -84,9 +84,7 @@ def test_a_trainer_of_hugging_face_trains_with_the_class_it_is_handed(tmp_path: 
             row = (torch.arange(12) * (index + 1)) % 17
             return {"input_ids": row, "labels": row}
 
-    def train(
-        package: Any, resume: bool = False, dtype: torch.dtype = torch.float32
-    ) -> tuple[Any, dict[str, Tensor]]:
+    def train(package: Any, resume: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Tensor]]:
         transformers.set_seed(0)
         config = transformers.GPT2Config(
             vocab_size=17, n_positions=12, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0

@@ -2,8 +2,9 @@
 
     squares = sum over all gradients of all their elements' squares     in float64
 
-It is one kernel a device (`kernels.square_sum`), whatever the dtypes and groups. Shards are added up over the processes
-that have the others, and devices with each other: where there are any of those, that is further kernels.
+It is one kernel (`kernels.square_sum`), whatever the dtypes and groups, and the step counts of the first group that is
+updated are part of it. Shards are added up over the processes that have the others, and devices with each other: where
+there are any of those, that is further kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
+from subtensors.kernels import graph_lifetime
 from subtensors.kernels.launch import to_device
-from subtensors.kernels.square_sum import DTYPES, SquareSum, reference
+from subtensors.kernels.square_sum import DTYPES, Prelude, SquareSum, reference
 from subtensors.optim.group_lists import Batch, as_real
 from subtensors.optim.shards import Sharding, shard
 
@@ -43,11 +45,15 @@ class GradientNorm:
         """The sum that was last taken: float64, 0-d."""
         return _total(self._squares, device, device)
 
-    def take(self, gradients: Sequence[tuple[Batch, Elements]]) -> None:
+    def take(self, gradients: Sequence[tuple[Batch, Elements]], is_followed: bool) -> Prelude | None:
         """Add up the squares.
 
         Args:
             gradients: of each batch.
+            is_followed: does a fused call for the first batch come next?
+
+        Returns:
+            What that call has to make first; None where the sum was launched.
         """
         parts: dict[Part, list[tuple[Batch, Sequence[Tensor]]]] = {}
         for batch, own in gradients:
@@ -55,17 +61,19 @@ class GradientNorm:
             parts.setdefault((batch.device, batch.sharding), []).append((batch, local))
         if len(parts) == 1:
             ((part, whole),) = parts.items()
-            self._add_up(part, whole, self.squares(part[0]))
-            return
+            return self._add_up(part, whole, self.squares(part[0]), is_followed)
         if recording_now() is not None and any(device.type == "cpu" for device, _ in parts):
             raise NotRecordable("the norm of the gradients is more than one kernel")
         for part, some in parts.items():
-            self._add_up(part, some, _total(self._totals, part, part[0]))
+            self._add_up(part, some, _total(self._totals, part, part[0]), is_followed=False)
         for device in {device for device, _ in parts}:
             torch.sum(torch.stack([self._totals[part].to(device) for part in parts]), 0, out=self.squares(device))
+        return None
 
-    def _add_up(self, part: Part, gradients: list[tuple[Batch, Sequence[Tensor]]], total: Tensor) -> None:
-        """Leave the sum of one part in `total`."""
+    def _add_up(
+        self, part: Part, gradients: list[tuple[Batch, Sequence[Tensor]]], total: Tensor, is_followed: bool
+    ) -> Prelude | None:
+        """Leave the sum of one part in `total`, or say what will."""
         device, sharding = part
         batches = [batch for batch, _ in gradients]
         tensors = [g for _, own in gradients for g in own]
@@ -74,13 +82,20 @@ class GradientNorm:
             sweep = self._sweeps.get(part)
             if sweep is None or not sweep.suits(batches, tensors, total):
                 sweep = self._sweeps[part] = _Sweep(batches, tensors, total)
-            sweep.run(tensors)
+            prelude = sweep.prepare(tensors, is_followed and sharding is None)
+            if is_followed and sharding is None:
+                return prelude
+            if prelude is not None:
+                # Triton launches on the current device.
+                with torch.cuda.device_of(total):
+                    prelude.alone()
         elif recording_now() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
         else:
             total.copy_(reference(tensors))
         if sharding is not None:
             sharding.add_up(total)
+        return None
 
 
 class _Sweep:
@@ -101,6 +116,9 @@ class _Sweep:
         self._table = total
         self._stream = 0
         """The stream of the last eager call."""
+        self._is_followed = False
+        self._own: list[Tensor] = []
+        """Copies that the launch to come reads."""
 
     def suits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
         """Is it that of these gradients?"""
@@ -115,32 +133,33 @@ class _Sweep:
         """None: the sum has a place of its own."""
         return []
 
-    def run(self, gradients: list[Tensor]) -> None:
-        """Add up their squares, in whatever order they lie in memory."""
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """The launch of a recording, where the next one may be made together with it."""
+        return Prelude(self.grid, table, workspace) if self._is_followed else None
+
+    def prepare(self, gradients: list[Tensor], is_followed: bool) -> Prelude | None:
+        """The launch that adds up the squares, in whatever order they lie in memory; None where a recording has it."""
         own = [g if torch_private.is_dense(g) else g.contiguous() for g in gradients]
+        self._is_followed = is_followed
         if (recording := recording_now()) is not None:
             if not all(map(is_, own, gradients)):
                 raise NotRecordable("a gradient that does not fill its memory is copied")
             recording.launch(self, [own], [])
-            return
+            return None
         is_cuda = self.device.type == "cuda"
         is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
         places, table = self._places, self._table
         if places is None or not places.matches(own):
             places = torch_private.AddressGuard(own)
             table = to_device(self.grid.rows([places.addresses]), self.device)
+        self._own = [g for g, given in zip(own, gradients, strict=True) if g is not given]
         if is_capturing:
-            # The graph reads them for good, and fills a table of its own at replay, so no eager call may use that.
-            _captured.append((self, table))
+            # The graph reads them while it lives, and fills a table of its own at replay, so no eager call may use that.
+            graph_lifetime.keep_with_graph((self.grid, table, self._own))
         else:
             self._places, self._table = places, table
             self._stream = torch_private.current_stream(self.device) if is_cuda else 0
-        # Triton launches on the current device.
-        with torch.cuda.device_of(self.seed):
-            self.grid.launch(table.data_ptr(), 0, 0, [], self._stream, self._stream)
-
-
-_captured: list[tuple[_Sweep, Tensor]] = []
+        return Prelude(self.grid, table, self._stream)
 
 
 def _total(totals: dict[Any, Tensor], key: Any, device: torch.device) -> Tensor:

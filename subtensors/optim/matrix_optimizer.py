@@ -136,7 +136,7 @@ class ListStep:
         # It has the methods of the class and none of an instance's values, as in `single_tensor`.
         self._rules: Any = object.__new__(cls)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: Call, prelude: None = None) -> None:
         """One step."""
         args, kwargs = call.arguments()
         self(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch import Tensor
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
+from subtensors.kernels.launch import Prelude
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
 from subtensors.optim.low_bit_state import check_state_dtype, form_of, keep
@@ -180,7 +181,11 @@ class Optimizer(Stepping):
         lists = self._lists.get(index)
         return lists.batches[0].whole if lists is not None and lists.batches else None
 
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements) -> None:
+    @property
+    def _is_fused(self) -> bool:
+        return isinstance(self._fusion, Fusion)
+
+    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements, prelude: Prelude | None) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options = [
             scale,
@@ -201,7 +206,7 @@ class Optimizer(Stepping):
             self._values(group, batch.device),
         )
         try:
-            self._fusion.run(call)
+            self._fusion.run(call, prelude)
         except RuntimeError:
             self._refuse_sparse(grads)
             raise

@@ -13,6 +13,7 @@ import torch
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_capture import recording_now
+from subtensors.kernels.launch import Prelude
 from subtensors.optim.averaged_weights import in_place_of
 from subtensors.optim.capture import Capture
 from subtensors.optim.group_lists import Batch
@@ -40,13 +41,18 @@ class Stepping(SavedState):
     def _batches(self, index: int, group: dict[str, Any], grads: Elements) -> list[Batch]:
         """The group's batches for this set of gradients; state that a parameter lacks is made."""
 
+    @property
+    @abstractmethod
+    def _is_fused(self) -> bool:
+        """Is the update of a batch one fused call?"""
+
+    @abstractmethod
+    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements, prelude: Prelude | None) -> None:
+        """Update the parameters of a batch, after or with the prelude."""
+
     @abstractmethod
     def _forget(self) -> None:
         """Drop what is known of the parameters; what was traced and compiled stays."""
-
-    @abstractmethod
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements) -> None:
-        """Update the parameters of a batch."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -103,16 +109,19 @@ class Stepping(SavedState):
         recording = recording_now()
         groups = list(zip(self.param_groups, self._gradients(), strict=True))
         batches = [self._batches(index, group, grads) for index, (group, grads) in enumerate(groups)]
+        prelude = None
         if any(group.get("max_norm") is not None for group in self.param_groups):
             if recording is not None:
                 recording.source = None
             pairs = zip(batches, groups, strict=True)
-            self._norm.take([(batch, batch.gradients(grads)) for own, (_, grads) in pairs for batch in own])
+            gradients = [(batch, batch.gradients(grads)) for own, (_, grads) in pairs for batch in own]
+            prelude = self._norm.take(gradients, self._is_fused)
         for index, (group, grads) in enumerate(groups):
             if recording is not None:
                 recording.source = index
             for batch in batches[index]:
-                self._update_batch(group, batch, grads)
+                self._update_batch(group, batch, grads, prelude)
+                prelude = None
 
     def _is_accumulating(self) -> bool:
         """Will a later call of `step` update with the gradients that there are?"""
