@@ -154,7 +154,7 @@ class _Sweep:
             table = to_device(self.grid.rows([places.addresses]), self.device)
         self._own = [g for g, given in zip(own, gradients, strict=True) if g is not given]
         if is_capturing:
-            # The graph reads them while it lives, and fills a table of its own at replay, so no eager call may use that.
+            # The graph fills a table of its own at replay, so no eager call may use that.
             graph_lifetime.keep_with_graph((self.grid, table, self._own))
         else:
             self._places, self._table = places, table
