@@ -38,7 +38,9 @@ def attention(call: Call) -> Padded:
         causal = False
     elif mask is not None:
         dense_mask = _clean(mask)
-    operands = {"query": q.filled(0), "key": k.filled(0), "value": v.filled(0)}
+    # What a padded query attends to stays in its own row; its gradient would not.
+    followed = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
+    operands = {"query": q.filled(0) if followed else q.dense, "key": k.filled(0), "value": v.filled(0)}
     out = call.dense({**operands, "attn_mask": dense_mask, "is_causal": causal})
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes).gradient_masked()
 

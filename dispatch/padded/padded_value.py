@@ -105,7 +105,10 @@ class Padded:
         if self.fill is not None and _same_number(self.fill, value) and not self.records:
             return self.dense
         mask = self.mask(only)
-        return self.dense if mask is None else torch.where(mask, self.dense, _as_dtype(value, self.dense.dtype))
+        if mask is None or self.sizes is None:
+            return self.dense
+        number = self.sizes.fill(_as_dtype(value, self.dense.dtype), self.dense.dtype, self.dense.device)
+        return torch.where(mask, self.dense, number)
 
     def cleaned(self, value: Number = 0) -> Padded:
         """The same value with `value` throughout its padding."""

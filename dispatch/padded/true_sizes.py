@@ -41,6 +41,7 @@ class TrueSizes:
         """Masks that were computed from these sizes, by the dimensions they are of."""
         self.serves_one_capture = False
         """Was this made within a capture, for it alone? Then so are its masks, and each is computed once a replay."""
+        self._found: dict[Size, Tensor] = {}
 
     @property
     def rows(self) -> int | None:
@@ -79,12 +80,28 @@ class TrueSizes:
 
     def of(self, size: Size) -> Tensor:
         """The value of an expression on the device: () or (rows,) int64."""
+        if not self.serves_one_capture:
+            return self._of(size)
+        if size not in self._found:
+            self._found[size] = self._of(size)
+        return self._found[size]
+
+    def _of(self, size: Size) -> Tensor:
         symbols = [ROWS, *self.symbols] if size.has(ROWS) else list(self.symbols)
         values = self.values
         if size.has(ROWS):
             count = torch.full((1, *values.shape[1:]), self.rows or 0, dtype=torch.int64, device=values.device)
             values = torch.cat([count, values])
         return size_on_device(size, symbols, values)
+
+    def fill(self, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """A number to put into padding: in a capture as a tensor that is made once, and not by every op."""
+        if not self.serves_one_capture:
+            return value
+        key = ("fill", repr(value), dtype)
+        if key not in self.masks:
+            self.masks[key] = torch.full((), value, dtype=dtype, device=device)
+        return self.masks[key]
 
     def assignment(self, row: int | None = None) -> dict[sympy.Symbol, int]:
         """What each symbol is worth on the host.

@@ -139,10 +139,8 @@ class Recorder:
         dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
         padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
 
-        def run() -> Any:
-            return pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
-
-        result = run() if bucket.pool is None else bucket.pool.run(run)
+        # On the caller's stream, which its backward is on as well.
+        result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
         bucket.load(leaves, reading.sizes)
         leaves = pytree.tree_leaves(result)
         bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
