@@ -27,6 +27,20 @@ def test_a_jagged_tensor_comes_back_as_it_was_with_its_gradients(lengths: list[i
     assert all(row.grad is not None and row.grad.eq(3).all() for row in rows)
 
 
+def test_a_jagged_tensor_with_holes_between_its_rows_is_padded_row_by_row() -> None:
+    whole = torch.arange(12.0).view(2, 6)
+    nested = torch.nested.narrow(whole, 1, torch.tensor([1, 0]), torch.tensor([3, 5]), layout=torch.jagged)
+    x = st.pad_nested(nested, SEQ)
+    assert [row.tolist() for row in x.unpad()] == [[1, 2, 3], [6, 7, 8, 9, 10]]
+    assert [row.tolist() for row in st.to_nested(x).unbind()] == [[1, 2, 3], [6, 7, 8, 9, 10]]
+
+
+def test_only_a_batch_ragged_in_its_second_dim_is_a_jagged_tensor() -> None:
+    for x in (st.pad(torch.ones(2, 5), {1: SEQ}), st.pad([torch.ones(2, 5)], {1: SEQ})):
+        with pytest.raises(st.RuleError, match="ragged in its second dim alone"):
+            st.to_nested(x)
+
+
 @given(lengths=some.lists(some.integers(1, 10), min_size=1, max_size=4), width=some.integers(10, 12))
 def test_a_mask_comes_back_as_it_was(lengths: list[int], width: int) -> None:
     t = torch.randn(len(lengths), width, 3, requires_grad=True)

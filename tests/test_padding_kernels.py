@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
+import subtensors as st
+from subtensors.bench.timing import count_kernels
 from subtensors.kernels import padding
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.padding_ops import pad_list, pad_to, pad_values, unpad_to, unpad_values
@@ -204,3 +206,29 @@ def test_a_captured_batch_is_padded_again_at_each_replay() -> None:
     extents[0].sizes.copy_(torch.tensor([2, 5]))
     graph.replay()
     assert padded.sum(1).tolist() == [4, 10]
+
+
+@pytest.mark.gpu
+def test_padding_and_unpadding_are_one_kernel_each_and_so_are_their_gradients() -> None:
+    seq = st.Dim("seq", max=8, buckets=[8])
+    rows = [torch.randn(n, 2, device="cuda", requires_grad=True) for n in (3, 5)]
+    whole = torch.randn(2, 5, device="cuda", requires_grad=True)
+    nested = torch.nested.as_nested_tensor([row.detach() for row in rows], layout=torch.jagged)
+    one, batch = st.pad(whole, {1: seq}), st.pad(rows, {0: seq})
+    ones, batch_ones = (torch.ones_like(x.detach()) for x in (one, batch))
+    calls = {
+        "a tensor": lambda: st.pad(whole, {1: seq}),
+        "a ragged batch": lambda: st.pad(rows, {0: seq}),
+        "its gradient": lambda: torch.autograd.grad(one, whole, ones, retain_graph=True),
+        "the gradient of a batch": lambda: torch.autograd.grad(batch, rows, batch_ones, retain_graph=True),
+    }
+    for call in calls.values():
+        call()
+    kernels = {name: count_kernels(call) for name, call in calls.items()}
+    of_a_batch = kernels.pop("the gradient of a batch")
+    assert kernels == {"a tensor": 1, "a ragged batch": 1, "its gradient": 1}
+    # Where each row starts among the values takes four of torch's, as small as there are rows.
+    assert of_a_batch <= 5
+    # The real part of a tensor, and rows of a batch, are views.
+    assert count_kernels(lambda: (one.unpad(), batch.unpad())) == 0
+    assert count_kernels(lambda: st.pad_nested(nested, seq)) <= 5

@@ -10,6 +10,9 @@ from torch import Tensor
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, static_dims
 from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.size_expressions import size_on_host
+from subtensors.kernels.extents import Extent
+from subtensors.kernels.padding_ops import pad_values, unpad_values
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import extended, pad, true_sizes
 from subtensors.sizes.dims import Dim
@@ -38,7 +41,20 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     """
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
         raise TypeError("pad_nested takes a torch.nested tensor with layout=torch.jagged")
-    return pad(list(nested.unbind()), {0: dim}, value)
+    jagged: Any = nested
+    values, rest = nested.values(), nested.shape[2:]
+    # A transposed one, or one with holes between its rows, has no values row after row.
+    if jagged._ragged_idx != 1 or jagged.lengths() is not None or not values.is_contiguous():
+        return pad(list(nested.unbind()), {0: dim}, value)
+    host = tuple(jagged.offsets().diff().tolist())
+    for length in host:
+        dim.bucket(length)
+    bucket = dim.bucket(max(host))
+    sizes = true_sizes([dim], [bucket], [host], values.device)
+    factors = (padded_dim(len(host), ROWS), padded_dim(bucket, dim.symbol), *static_dims(rest))
+    extent = Extent(1, sizes.of(dim.symbol))
+    dense = pad_values(values.reshape(-1), (len(host), bucket, *rest), [extent], value)
+    return _wrapped(Padded(dense, factors, sizes, None if value != value else value))
 
 
 def to_nested(x: PaddedTensor) -> Tensor:
@@ -59,10 +75,18 @@ def to_nested(x: PaddedTensor) -> Tensor:
         >>> to_nested(x).offsets()
         tensor([0, 2, 5])
     """
-    rows = x.unpad()
-    if not isinstance(rows, list) or any(row.shape[1:] != rows[0].shape[1:] for row in rows):
+    from subtensors.padded.calls import followed
+
+    held = followed(x)
+    sizes, ragged = held.sizes, held.dims[1] if held.dim() > 1 else ()
+    is_jagged = held.padded_dims == [0, 1] and held.dims[0][0].size == ROWS and len(ragged) == 1
+    if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
         raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(held.shape[0])]
+    on_device = sizes.of(ragged[0].size)
+    values = unpad_values(held.dense, [Extent(1, on_device)], sum(lengths) * held.shape[2:].numel())
+    offsets = torch.nn.functional.pad(on_device.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(values.view(-1, *held.shape[2:]), offsets)
 
 
 def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -> PaddedTensor:
@@ -101,10 +125,7 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     shape = (t.shape[0], bucket, *t.shape[2:])
     dense = extended(t[:, :bucket], shape, 0 if value is None else value)
     held = Padded(dense, factors, sizes)
-    from subtensors.padded.calls import wrapped
-
-    out: Any = wrapped(held if value is None else held.cleaned(value))
-    return out  # type: ignore[no-any-return]
+    return _wrapped(held if value is None else held.cleaned(value))
 
 
 def to_masked(x: PaddedTensor, value: Number = 0) -> tuple[Tensor, Tensor]:
@@ -126,3 +147,10 @@ def to_masked(x: PaddedTensor, value: Number = 0) -> tuple[Tensor, Tensor]:
     mask = x.mask()
     first = mask.flatten(2)[..., 0] if mask.dim() > 2 else mask
     return torch.where(mask, x.dense, value), first.long()
+
+
+def _wrapped(value: Padded) -> PaddedTensor:
+    from subtensors.padded.calls import wrapped
+
+    out: Any = wrapped(value)
+    return out  # type: ignore[no-any-return]
