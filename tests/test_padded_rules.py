@@ -165,3 +165,15 @@ def test_nan_in_the_padding_of_either_operand_of_a_contraction_goes_nowhere() ->
     torch.testing.assert_close(product, a @ b)
     wanted: tuple[Tensor, ...] = torch.autograd.grad((a @ b).square().sum(), [a, b])
     torch.testing.assert_close(torch.autograd.grad(product.square().sum(), [a, b]), wanted)
+
+
+@pytest.mark.parametrize("pool", [F.adaptive_avg_pool1d, F.adaptive_max_pool1d])
+def test_a_pool_down_to_one_position_is_over_the_real_ones(pool: Callable[..., Any]) -> None:
+    rows = [torch.randn(3, n, dtype=torch.float64, requires_grad=True) for n in (5, 9, 2)]
+    padded_calls.fallbacks.clear()
+    out = pool(st.pad(rows, {1: SEQ}, value=NAN), 1).unpad()
+    assert not padded_calls.fallbacks
+    expected = torch.stack([pool(row, 1) for row in rows])
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), rows)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), rows), wanted)

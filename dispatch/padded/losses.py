@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,10 +77,16 @@ def alignments(call: Call) -> Any:
     targets: Padded = call["targets"]
     if x.is_padded(x.dim() - 1):
         raise refuse(call, "the classes themselves are padded")
+    lengths = {name: call[name] for name in ("input_lengths", "target_lengths")}
+    counts = [n.dense.numel() if isinstance(n, Padded) else len(n) for n in lengths.values()]
+    if targets.dim() == 2:
+        counts.append(targets.shape[0])
+    if any(count != math.prod(x.shape[1:-1]) for count in counts):
+        raise refuse(call, "the batch is padded in some of its tensors only")
     # Any label does beyond a target's length, and any length for a sequence that isn't real.
     named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": _NONE}
-    lengths = {name: call[name].filled(1) for name in ("input_lengths", "target_lengths") if _is_tensor(call[name])}
-    each = call.dense({**named, **lengths})
+    safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, Padded)}
+    each = call.dense({**named, **safe})
     if x.dim() == 2:
         samples = plain(each)
     else:
@@ -88,14 +95,10 @@ def alignments(call: Call) -> Any:
         return samples.gradient_masked()
     if call["reduction"] == _SUM:
         return apply(aten.sum.default, samples)
-    counted = lengths.get("target_lengths")
+    counted = safe.get("target_lengths")
     if counted is None:
         counted = torch.tensor(call["target_lengths"], device=each.device).view(each.shape)
     return apply(aten.mean.default, samples.like(samples.dense / counted.to(each).clamp(min=1)))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Padded)
 
 
 @table.register(aten.dist)

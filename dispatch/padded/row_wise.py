@@ -28,14 +28,13 @@ MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_chole
     linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm trace cholesky_solve triangular_solve
     linalg_solve_triangular pinverse geqrf"""
 IMAGE_OPS = {
-    1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d adaptive_avg_pool1d adaptive_max_pool1d
-        reflection_pad1d replication_pad1d diag_embed""",
+    1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d
+        diag_embed""",
     2: """upsample_bilinear2d upsample_nearest2d _upsample_nearest_exact2d upsample_bicubic2d _upsample_bilinear2d_aa
-        _upsample_bicubic2d_aa adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d reflection_pad2d
-        replication_pad2d max_unpool2d""",
-    3: """upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d adaptive_avg_pool3d _adaptive_avg_pool3d
-        adaptive_max_pool3d reflection_pad3d replication_pad3d max_unpool3d grid_sampler_2d pixel_shuffle
-        pixel_unshuffle channel_shuffle native_channel_shuffle im2col col2im""",
+        _upsample_bicubic2d_aa adaptive_max_pool2d reflection_pad2d replication_pad2d max_unpool2d""",
+    3: """upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d adaptive_max_pool3d reflection_pad3d
+        replication_pad3d max_unpool3d grid_sampler_2d pixel_shuffle pixel_unshuffle channel_shuffle
+        native_channel_shuffle im2col col2im""",
     4: "grid_sampler_3d",
 }
 
@@ -127,6 +126,29 @@ def _safe(x: Padded, core: int, dims: Sequence[Any], sizes: Any) -> Tensor:
 
 for _packet in _CORE:
     table.register(_packet)(by_last_dims)
+
+
+_ADAPTIVE = {
+    aten.adaptive_avg_pool1d: 1,
+    aten.adaptive_max_pool1d: 1,
+    aten.adaptive_avg_pool2d: 2,
+    aten._adaptive_avg_pool2d: 2,
+    aten.adaptive_avg_pool3d: 3,
+    aten._adaptive_avg_pool3d: 3,
+}
+
+
+@table.register(*_ADAPTIVE)
+def adaptive_pool(call: Call) -> Any:
+    """Down to one position it is a reduction; windows for more of them depend on the true size."""
+    x: Padded = call["self"]
+    rank = _ADAPTIVE[call.op.overloadpacket]
+    over = range(x.dim() - rank, x.dim())
+    if any(size != 1 for size in call["output_size"]) or not any(x.is_padded(d) for d in over):
+        return row_wise(call, [rank])
+    if call.op.overloadpacket is aten.adaptive_max_pool1d:
+        return apply(aten.max.dim, x, x.dim() - 1, True)
+    return apply(aten.mean.dim, x, list(over), True)
 
 
 @table.register(aten._linalg_solve_ex)
