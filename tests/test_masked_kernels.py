@@ -72,13 +72,15 @@ CASES = ["vector", "ragged", "attention", "inner", "images", "transposed", "unpa
 
 
 def sampled(choices: Iterable[Any], name: str, lowering: Lowering) -> list[Any]:
-    """All choices for the reference; for a kernel, which is slow to interpret or to compile, every third.
+    """All choices for the reference; every third for the interpreter, every fifth for a GPU, which compiles each.
 
-    Other cases take others, so that each choice meets several cases, and the interpreter others than a GPU.
+    Other cases take others, so that each choice meets some case, and the interpreter others than a GPU.
     """
+    every = list(choices)
     if lowering is Lowering.TORCH:
-        return list(choices)
-    return list(choices)[(CASES.index(name) + (lowering is Lowering.CUDA)) % 3 :: 3]
+        return every
+    step = min(5 if lowering is Lowering.CUDA else 3, len(every))
+    return every[(CASES.index(name) + (lowering is Lowering.CUDA)) % step :: step]
 
 
 each_case = pytest.mark.parametrize("name", CASES)

@@ -35,10 +35,12 @@ def test_softmax_has_the_gradient_that_differences_give(device: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reduction_has_the_gradient_that_differences_give(kind: str, device: str) -> None:
-    for number, p in enumerate(ORDERS.get(kind, (2.0,)), KINDS.index(kind)):
-        choices = ([2], [0, 1], [0, 1, 2])
-        # For a GPU each is a few programs to compile, of which tests/test_masked_kernels.py compiles more.
-        for dims in choices if device == "cpu" else choices[number % 3 : number % 3 + 1]:
+    if device == "cuda" and kind not in ("mean", "logsumexp"):
+        pytest.skip(
+            "how autograd reaches a kernel is the same for each; tests/test_masked_kernels.py compiles them all"
+        )
+    for p in ORDERS.get(kind, (2.0,)):
+        for dims in ([2], [0, 1], [0, 1, 2]):
             assert torch.autograd.gradcheck(
                 lambda x: masked_reduction(x, kind, dims, extents(device, least=1), p).out,  # noqa: B023
                 leaf(device, 3, 5, 8),
