@@ -315,41 +315,6 @@ def test_wrong_sizes_are_the_same_error_as_without_chunks() -> None:
         st.chunk(torch.ones(4, 3), rows=2) @ torch.ones(4, 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"chunks": 0}, st.SizeError, "chunks must be at least 1, got 0"),
-        ({"rows": -3}, st.SizeError, "rows must be at least 1, got -3"),
-        ({"chunks": 2, "rows": 2}, ValueError, "one of chunks, rows and memory_limit; got chunks, rows"),
-        ({"chunks": 2.5}, TypeError, "chunks is a whole number, got 2.5"),
-        ({"memory_limit": "much"}, ValueError, "got 'much'"),
-        ({"accumulate": "slow"}, ValueError, "got 'slow'"),
-        ({"dim": 2}, IndexError, "got 2"),
-    ],
-)
-def test_a_wrong_argument_is_refused_where_it_is_given(
-    arguments: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        st.chunk(torch.ones(4, 3), **arguments)
-
-
-def test_only_a_tensor_with_rows_can_be_chunked() -> None:
-    with pytest.raises(st.SizeError, match="no rows"):
-        st.chunk(torch.ones(()))
-    with pytest.raises(TypeError, match="got list"):
-        st.chunk([1.0])  # type: ignore[arg-type]
-
-
-def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None:
-    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
-    assert h.requires_grad
-    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
-        h.register_hook(print)
-    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
-        h.requires_grad_(False)
-
-
 def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
     middle = Layout(Axis(1, Policy()), 1, 1).reshaped((2, 1, 3), (2, 3))
     assert middle is not None
@@ -357,43 +322,6 @@ def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
     back = Layout(Axis(5, Policy()), 0, 5, outer=4).reshaped((20, 6), (4, 5, 6))
     assert back is not None
     assert (back.dim, back.outer, back.group) == (1, 1, 1)
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return -grads[0]
-
-
-def test_what_comes_out_of_an_autograd_function_is_refused_rather_than_differentiated_without_it() -> None:
-    x = torch.ones(4, 3, requires_grad=True)
-    y = Reversed.apply(st.chunk(x, rows=2))
-    for use in (torch.Tensor.sum, torch.exp, st.ChunkedTensor.realize):
-        with pytest.raises(st.RuleError, match=r"came out of Reversed.*realize"):
-            use(y)
-    Reversed.apply(st.chunk(x, rows=2).realize()).sum().backward()
-    assert x.grad is not None
-    assert (x.grad == -1).all()
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sum() * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad * torch.ones(4, 3)
-
-
-def test_a_gradient_that_would_be_lost_in_a_function_of_the_users_own_is_refused() -> None:
-    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
-    with pytest.raises(st.RuleError, match="outside its region"):
-        Doubled.apply(h).backward()
 
 
 def test_numbers_text_and_copies_are_those_of_the_values() -> None:
@@ -404,12 +332,6 @@ def test_numbers_text_and_copies_are_those_of_the_values() -> None:
     assert [float(x) for x in h] == [0, 1, 2, 3]
     assert type(copy.deepcopy(h)) is Tensor
     assert f"{h.exp()}" == repr(h.exp()) == "ChunkedTensor((4,), float32, cpu, rows in dim 0, 1 op recorded)"
-
-
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_functions_are_refused_clearly(transform: Any) -> None:
-    with pytest.raises(st.RuleError, match=r"inside torch\.func transforms"):
-        transform(lambda x: st.chunk(x, rows=2).exp().sum())(torch.ones(4, 3))
 
 
 def test_chunks_without_any_of_the_rows_that_are_reduced_give_no_part() -> None:

@@ -1,0 +1,89 @@
+"""What a ChunkedTensor can't do is refused where it is asked for, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import subtensors as st
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"chunks": 0}, st.SizeError, "chunks must be at least 1, got 0"),
+        ({"rows": -3}, st.SizeError, "rows must be at least 1, got -3"),
+        ({"chunks": 2, "rows": 2}, ValueError, "one of chunks, rows and memory_limit; got chunks, rows"),
+        ({"chunks": 2.5}, TypeError, "chunks is a whole number, got 2.5"),
+        ({"memory_limit": "much"}, ValueError, "got 'much'"),
+        ({"accumulate": "slow"}, ValueError, "got 'slow'"),
+        ({"dim": 2}, IndexError, "got 2"),
+    ],
+)
+def test_a_wrong_argument_is_refused_where_it_is_given(
+    arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        st.chunk(torch.ones(4, 3), **arguments)
+
+
+def test_only_a_tensor_with_rows_can_be_chunked() -> None:
+    with pytest.raises(st.SizeError, match="no rows"):
+        st.chunk(torch.ones(()))
+    with pytest.raises(TypeError, match="got list"):
+        st.chunk([1.0])  # type: ignore[arg-type]
+
+
+def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None:
+    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
+    assert h.requires_grad
+    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
+        h.register_hook(print)
+    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
+        h.requires_grad_(False)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def test_what_comes_out_of_an_autograd_function_is_refused_rather_than_differentiated_without_it() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    y = Reversed.apply(st.chunk(x, rows=2))
+    for use in (torch.Tensor.sum, torch.exp, st.ChunkedTensor.realize):
+        with pytest.raises(st.RuleError, match=r"came out of Reversed.*realize"):
+            use(y)
+    Reversed.apply(st.chunk(x, rows=2).realize()).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == -1).all()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum() * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * torch.ones(4, 3)
+
+
+def test_a_gradient_that_would_be_lost_in_a_function_of_the_users_own_is_refused() -> None:
+    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
+    with pytest.raises(st.RuleError, match="outside its region"):
+        Doubled.apply(h).backward()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused_clearly(transform: Any) -> None:
+    with pytest.raises(st.RuleError, match=r"inside torch\.func transforms"):
+        transform(lambda x: st.chunk(x, rows=2).exp().sum())(torch.ones(4, 3))
