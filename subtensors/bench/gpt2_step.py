@@ -144,7 +144,7 @@ class StepRow:
 
 
 def measure(names: list[str], tiny: bool, device: str, report: Callable[[StepRow], None]) -> list[StepRow]:
-    """Measure ways in this process, each from the same parameters; the compiled trunk is shared by those outside it.
+    """Measure ways in this process, each from the same parameters.
 
     Args:
         names: of the ways.
@@ -154,12 +154,9 @@ def measure(names: list[str], tiny: bool, device: str, report: Callable[[StepRow
     """
     size, batch, vocabulary = TINY if tiny else FULL
     rows: list[StepRow] = []
-    budget = 1.0
     for name in names:
         chosen = way(name)
-        if chosen.budget != budget:  # the compiler doesn't look at it where it has compiled the trunk
-            torch._dynamo.reset()
-        budget = chosen.budget
+        torch._dynamo.reset()  # it would keep the model of the way before, and not see another budget
         gc.collect()
         torch.manual_seed(0)
         model = GPT2(size, vocabulary).to(device)
