@@ -1,0 +1,88 @@
+"""No op of op_db is silently wrong in fused maths: it is right, or refused, in torch and in kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from programs import Lowering
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+
+from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.fusion import Fusion
+
+Maths = Callable[..., Any]
+
+
+def _run(op: Maths, sample: Any) -> tuple[str, str]:
+    arguments = (sample.input, *sample.args), sample.kwargs
+    listed = optree.tree_map(
+        lambda v: Elements([v.detach().clone()]) if isinstance(v, Tensor) else v, arguments, none_is_leaf=True
+    )
+    plain = optree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, arguments, none_is_leaf=True)
+    fusion = Fusion(op)
+    try:
+        result = fusion(*listed[0], **listed[1])
+    except RuleError:
+        return "refused", ""
+    except Exception as error:
+        try:
+            op(*plain[0], **plain[1])
+        except Exception:
+            return "refused by torch", ""
+        # Loud, if not a refusal of our own: it says where.
+        says_where = isinstance(error, TypeError) or "while the maths was traced" in str(error.__notes__)
+        return "raised", "" if says_where else repr(error)
+    expected = op(*plain[0], **plain[1])
+    groups = [type(g).__name__ for plans in fusion._plans.values() for plan in plans for _, g in plan.groups]
+    got = [v[0] if isinstance(v, Elements) else v for v in optree.tree_leaves(result)]
+    wanted = optree.tree_leaves(expected)
+    if len(got) != len(wanted):
+        return groups[0], f"{len(got)} results, not {len(wanted)}"
+    for a, e in zip(got, wanted, strict=True):
+        if not isinstance(e, Tensor):
+            return groups[0], f"a result that is no tensor: {e}"
+        if (a.dtype, a.shape) != (e.dtype, e.shape):
+            return groups[0], f"{a.dtype} {tuple(a.shape)}, not {e.dtype} {tuple(e.shape)}"
+        tolerance = ROUNDINGS * torch.finfo(e.dtype).eps if e.dtype.is_floating_point else 0
+        if not torch.allclose(a, e, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return groups[0], f"off by {(a - e).abs().max()}"
+    return groups[0], ""
+
+
+# A composite op rounds some dozens of times; a wrong one is off by more than that.
+ROUNDINGS = 64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_op_of_op_db_is_silently_wrong() -> None:
+    counts: Counter[str] = Counter()
+    wrong: dict[str, str] = {}
+    for info in op_db:
+        # What is in new memory is anything.
+        if torch.float32 not in info.dtypes or info.name.endswith("empty_like"):
+            continue
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 2):
+            if not isinstance(sample.input, Tensor) or sample.input.layout != torch.strided:
+                continue
+            how, complaint = _run(info.op, sample)
+            counts[how] += 1
+            if complaint:
+                wrong[info.full_name] = complaint
+            if how != "TorchGroup" or torch.cuda.is_available():
+                continue
+            with Lowering.INTERPRETER.running():
+                how, complaint = _run(info.op, sample)
+            counts[f"interpreter: {how}"] += 1
+            if complaint:
+                wrong[f"{info.full_name} in kernels"] = complaint
+    assert not wrong
+    assert counts["TorchGroup"] > 250
+    assert torch.cuda.is_available() or counts["interpreter: KernelGroup"] > 200
