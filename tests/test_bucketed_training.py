@@ -10,8 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.bucketed.training import GRADIENTS_ON_A_GPU
 
 SEQ = st.Dim("seq", max=32, buckets=8)
+
+
+@pytest.fixture
+def device() -> str:
+    """On a GPU calls with gradients run at their true sizes so far; the last tests are of that."""
+    return "cpu"
 
 
 class Net(nn.Module):
@@ -181,17 +188,18 @@ def test_a_whole_step_is_one_graph(device: str, make: str) -> None:
 
 
 @pytest.mark.gpu
-def test_autocast_and_a_scaled_loss() -> None:
-    net, alone = Net("cuda").float(), Net("cuda").float()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_a_gpu_gradients_are_those_of_the_program_at_its_true_sizes(autocast: bool) -> None:
+    net, alone = Net("cuda"), Net("cuda")
     run = st.bucketed(net, DIMS)
     scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
     for n in (5, 20, 6, 17):
         batch = tokens(n, "cuda"), tokens(n, "cuda")
         for model in (run, alone):
-            with torch.autocast("cuda", torch.float16):
+            with torch.autocast("cuda", torch.float16, enabled=autocast):
                 loss = model(*batch)
             scaler.scale(loss).backward()
-    for a, e in zip(gradients(net), gradients(alone), strict=True):
-        if e is not None and a is not None:
-            torch.testing.assert_close(a, e, rtol=5e-3, atol=5e-2)
-    assert run.stats().hits == 2
+        check(gradients(net), gradients(alone))
+    stats = run.stats()
+    assert stats.hits == 0
+    assert stats.fallbacks == {GRADIENTS_ON_A_GPU: 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -30,21 +31,26 @@ def loss_of(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores.transpose(1, 2), y) + scores.mean(1).var()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_compilation_serves_every_length_of_a_bucket(backend: str) -> None:
+# Attention in float64, compiled by Inductor for a CPU, fails on torch 2.11 whatever its operands are.
+@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", torch.float64), ("inductor", torch.float32)])
+def test_one_compilation_serves_every_length_of_a_bucket(backend: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    net = Net().double()
-    params = list(net.parameters())
+    net = Net().to(dtype)
     compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
     for i, n in enumerate((5, 16, 1, 11)):
-        t, y = torch.randn(2, n, 8).double(), torch.randint(0, 4, (2, n))
-        expected = loss_of(net, t, y)
+        t, y = torch.randn(2, n, 8, dtype=dtype), torch.randint(0, 4, (2, n))
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             actual = compiled(net, st.pad(t, {1: SEQ}, value=float("nan")), st.pad(y, {1: SEQ}, value=10**9))
-            grads = torch.autograd.grad(actual, params)
-        torch.testing.assert_close(actual, expected)
-        for a, e in zip(grads, torch.autograd.grad(expected, params), strict=True):
-            torch.testing.assert_close(a, e)
+            found = [actual, *torch.autograd.grad(actual, list(net.parameters()))]
+        truth, plain = (
+            [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+            for model in (copy.deepcopy(net).double(), net)
+            for loss in [loss_of(model, t.to(model.head.weight.dtype), y)]
+        )
+        unit = torch.finfo(dtype).eps
+        for f, p, exact in zip(found, plain, truth, strict=True):
+            error, torchs = ((x.double() - exact).abs().max() for x in (f, p))
+            assert error <= 1.5 * torchs + 16 * unit * exact.abs().max()
 
 
 def test_padded_tensors_come_out_and_gradients_go_back_in() -> None:

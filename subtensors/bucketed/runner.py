@@ -23,7 +23,7 @@ from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import Replayed, TrainedBucket, TrainedCall
+from subtensors.bucketed.training import GRADIENTS_ON_A_GPU, Replayed, TrainedBucket, TrainedCall
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.sizes.bucket_policies import Sizes
@@ -132,6 +132,8 @@ class Bucketed:
             return _Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
         except Unreadable as error:
             return _Visit(None, None, str(error))
+        if shared[3][0] and device.type == "cuda":
+            return _Visit(None, None, GRADIENTS_ON_A_GPU)
         visit = _Visit(reading, None)
         real = padded = 1
         for size, bucket in zip(reading.sizes, reading.buckets, strict=True):

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from subtensors.bucketed.state import State
 
 
+GRADIENTS_ON_A_GPU = "gradients are not recorded on a GPU yet"
+"""Why calls that autograd follows run at their true sizes there.
+
+Where a graph of the caller is alive, torch's nodes that accumulate the parameters' gradients belong to the caller's
+stream, and a captured backward that meets one on the legacy stream is invalidated by CUDA.
+"""
+
+
 class NotDifferentiable(Exception):
     """Gradients can't be recorded here; the message says why."""
 
