@@ -123,11 +123,6 @@ def run(op: Callable[..., Any], sample: SampleInput, plan: Plan | None, turn: in
     return logical, sources, call
 
 
-def dim_of(size: int, extra: int) -> st.Dim:
-    """Dims of one size are one Dim."""
-    return st.Dim(f"n{size}", max=size + extra, buckets=[size + extra])
-
-
 def gradients(logical: list[Any], sources: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of a random linear function of the results."""
     generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,6 @@ from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.sizes.dims import Dim, SizeAgreement
 from subtensors.static_memory.static_tensor import StaticAddressTensor
 
-PaddedDims = Mapping[int, "Dim | int"]
 FIXED = (torch.nn.Parameter, StaticAddressTensor)
 """Tensors that stay where they are: a graph reads them there."""
 

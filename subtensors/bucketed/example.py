@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from subtensors.bucketed.arguments import ArgumentDims, flatten, unflatten
 from subtensors.bucketed.state import State
+from subtensors.padded.padded_tensor import PaddedTensor
 
 T = TypeVar("T")
 
@@ -35,6 +39,33 @@ def repeated(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
             x = x.new_zeros(shape)
         x = x.index_select(d, torch.arange(size, device=x.device) % x.shape[d])
     return x
+
+
+def calls_to_warm(
+    dims: ArgumentDims, most: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[list[Any], tuple[Any, ...], dict[str, Any]]]:
+    """Calls like a given one, one a bucket, the largest first: each its leaves, its arguments and its named ones.
+
+    Args:
+        dims: which dims of the arguments are padded, and on which Dims.
+        most: at most so many calls; all of them where it is None.
+        args, kwargs: the call that is given.
+    """
+    leaves, spec = flatten(args, kwargs)
+    places = dims.of_leaves(args, kwargs)
+    used = {dim: None for _, padded in places for dim in (padded or {}).values()}
+    largest = sorted(itertools.product(*[dim.buckets for dim in used]), key=math.prod, reverse=True)
+    calls = []
+    for buckets in largest[:most]:
+        sizes = dict(zip(used, buckets, strict=True))
+        moved = [
+            repeated(x, {d: sizes[dim] for d, dim in (padded or {}).items()})
+            if isinstance(x, Tensor) and padded and not isinstance(x, PaddedTensor)
+            else x
+            for x, (_, padded) in zip(leaves, places, strict=True)
+        ]
+        calls.append((moved, *unflatten(moved, spec, len(args), tuple(kwargs))))
+    return calls
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
+import math
 import re
 import threading
 from collections import Counter, OrderedDict
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, sharing, unflatten
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.example import kept_state, repeated, with_progress
+from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import GRADIENTS_ON_A_GPU, Replayed, TrainedBucket, TrainedCall
 from subtensors.dispatch.errors import RuleError, SizeError
-from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
@@ -274,30 +273,11 @@ class Bucketed:
                     self._warms_up_first = True
                     return self
                 args, kwargs = self._example
-            calls = self._calls_to_warm(args, kwargs)
+            calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
             with kept_state(self.state):
                 for leaves, given, named in with_progress(calls, f"capturing {self._name()}", progress):
                     self._warm(leaves, given, named)
         return self
-
-    def _calls_to_warm(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[list[Any], tuple[Any, ...], dict[str, Any]]]:
-        leaves, spec = flatten(args, kwargs)
-        places = self.dims.of_leaves(args, kwargs)
-        used = {dim: None for _, dims in places for dim in (dims or {}).values()}
-        largest = sorted(itertools.product(*[dim.buckets for dim in used]), key=_product, reverse=True)
-        calls = []
-        for buckets in largest[: self.recorder.max_graphs]:
-            sizes = dict(zip(used, buckets, strict=True))
-            moved = [
-                repeated(x, {d: sizes[dim] for d, dim in (dims or {}).items()})
-                if isinstance(x, Tensor) and dims and not isinstance(x, PaddedTensor)
-                else x
-                for x, (_, dims) in zip(leaves, places, strict=True)
-            ]
-            calls.append((moved, *unflatten(moved, spec, len(args), tuple(kwargs))))
-        return calls
 
     def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, spec = flatten(args, kwargs)
@@ -341,7 +321,7 @@ class Bucketed:
                 _add_sizes(visit, sizes)
             return Statistics(
                 "graphs" if self.recorder.pools else "eager",
-                sorted(every, key=lambda b: -_product(b.sizes.values())),
+                sorted(every, key=lambda b: -math.prod(b.sizes.values())),
                 sum(pool.bytes() for pool in self.recorder.pools.values()),
                 sum(b.captures for b in every),
                 sum(max(b.captures - 1, 0) for b in every),
@@ -394,10 +374,3 @@ def _add_sizes(visit: _Visit, sizes: dict[str, Counter[int]]) -> None:
     if visit.reading is not None:
         for dim, size in zip(visit.reading.dims, visit.reading.sizes, strict=True):
             sizes.setdefault(dim.name, Counter())[size] += visit.calls
-
-
-def _product(numbers: Any) -> int:
-    out = 1
-    for number in numbers:
-        out *= number
-    return out
