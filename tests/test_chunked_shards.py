@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
+from tests.process_end import end_of_process
 
 STEPS = 2
 
@@ -117,8 +118,7 @@ def _process(rank: int, ranks: int, folder: str, device: str, tied: bool) -> Non
         expected += Counter({("_allgather_base_", layer): 2, ("_reduce_scatter_base_", layer): 1})
         assert sent.seen == Counter({sizes: STEPS * count for sizes, count in expected.items()})
     a_head_divided_by_classes_is_gathered_once(device, ranks)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_of_process()
 
 
 @pytest.mark.parametrize("tied", [False, True])

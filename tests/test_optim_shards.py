@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import subtensors as st
+from tests.process_end import end_of_process
 
 # What a step with each of these ends in is compared with torch's own on the whole model.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -151,15 +152,12 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
-    try:
-        a_sharded_model_trains_as_the_whole_one()
-        what_needs_whole_tensors_gets_them()
-        masters_and_averages_are_sharded_too()
-        a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
-        what_cannot_be_done_to_shards_is_refused()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    a_sharded_model_trains_as_the_whole_one()
+    what_needs_whole_tensors_gets_them()
+    masters_and_averages_are_sharded_too()
+    a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
+    what_cannot_be_done_to_shards_is_refused()
+    end_of_process()
 
 
 # One set of processes for all of it: to start them takes longer than what they do.
