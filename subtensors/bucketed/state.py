@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -87,6 +88,36 @@ class State:
         """What isn't a parameter: what a program may write to without autograd's leave."""
         return [t for t in self._tensors if not isinstance(t, nn.Parameter)]
 
+    def aliases(self, kept: Collection[int] = ()) -> dict[int, nn.Parameter]:
+        """Leaves of their own over the memory of the modules' parameters, by the id of what each stands for.
+
+        Tensors that the program closes over are read where they are, and parameters of another class as they are:
+        neither has an alias.
+
+        Args:
+            kept: ids of parameters that get none.
+        """
+        without = {*kept, *map(id, self.loose)}
+        held = [p for m in self.modules for p in m._parameters.values() if type(p) is nn.Parameter]
+        return {id(p): _alias(p) for p in held if p.requires_grad and not p.is_inference() and id(p) not in without}
+
+    @contextmanager
+    def own_leaves(self, aliases: Mapping[int, nn.Parameter]) -> Iterator[None]:
+        """The modules hold these aliases meanwhile, so that autograd's nodes of the caller's parameters aren't met."""
+        swapped = []
+        try:
+            for held in [m._parameters for m in self.modules if m._parameters]:
+                for name, p in held.items():
+                    if (alias := aliases.get(id(p))) is not None:
+                        held[name] = alias
+                        swapped.append((held, name, p, alias))
+            yield
+        finally:
+            for held, name, p, alias in swapped:
+                # What the program itself put there stays.
+                if held.get(name) is alias:
+                    held[name] = p
+
     def _name_of_first_moved(self, tensors: list[Tensor]) -> str:
         names: dict[int, str] = {}
         for root in self.roots:
@@ -96,6 +127,28 @@ class State:
             if now.data_ptr() != before.data_ptr():
                 return names.get(now.data_ptr(), "a tensor")
         return "a tensor"
+
+
+def leaves_behind(roots: Iterable[Tensor]) -> set[int]:
+    """The ids of the leaves that autograd's graph behind some tensors accumulates gradients of."""
+    roots = list(roots)
+    found = {id(root) for root in roots if root.grad_fn is None}
+    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        fresh = {behind for behind, _ in node.next_functions if behind is not None} - seen
+        seen |= fresh
+        todo.extend(fresh)
+    return found
+
+
+def _alias(p: nn.Parameter) -> nn.Parameter:
+    alias = nn.Parameter(p.detach())
+    vars(alias).update(vars(p))
+    return alias
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

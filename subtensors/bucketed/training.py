@@ -7,6 +7,13 @@ Note [When another replay came between]
 All graphs share one pool, so a replay overwrites what another bucket's forward left for its backward. Replays are
 counted; where one came between a call's forward and its backward, as with two calls in one loss, the forward is
 replayed again on the call's inputs, with the random numbers of the first time and the buffers put back.
+
+Note [Leaves of its own]
+While a graph of the caller is alive, the nodes that accumulate its parameters' gradients belong to the caller's stream,
+and the engine waits for that stream even where it only takes gradients with respect to them. What is recorded therefore
+runs on aliases of the parameters: the same memory, other leaves. The caller's hooks run on the caller's nodes alone. A
+whole step, which returns nothing that wants a gradient, runs on the parameters themselves: its optimizer reads their
+`grad`.
 """
 
 from __future__ import annotations
@@ -17,12 +24,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from subtensors.bucketed.bucket import Bucket, recording_modes
 from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.outputs import Outputs
+from subtensors.bucketed.state import leaves_behind
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
@@ -58,6 +66,10 @@ class TrainedBucket(Bucket):
     """Which of the outputs want a gradient."""
     is_differentiable = False
     """Do results depend on what wants a gradient? They may not, as those of a whole training step."""
+    own: dict[int, nn.Parameter]
+    """What the program runs on in place of the parameters; see Note [Leaves of its own]."""
+    met: frozenset[int] = frozenset()
+    """Ids of parameters that the program reads from elsewhere too, as a list of a module's own: they get no alias."""
 
     def wanted(self, leaves: Sequence[Any]) -> list[Tensor]:
         """What of a call wants a gradient: arguments that are copied, then tensors that are read where they are."""
@@ -68,13 +80,22 @@ class TrainedBucket(Bucket):
         found = [*self.state.tensors(), *[x for x in self.others.values() if isinstance(x, Tensor)]]
         return list({id(t): t for t in found if t.requires_grad}.values())
 
+    def _take_leaves(self) -> None:
+        """Make the leaves that the next runs are on."""
+        self.own = self.state.aliases({*self.met, *map(id, self.others.values())}) if self.is_differentiable else {}
+
+    def _differentiated(self) -> list[Tensor]:
+        """What stands for `wanted` in the recorded program."""
+        return [*[s for s in self.statics if s.requires_grad], *[self.own.get(id(t), t) for t in self._fixed()]]
+
     def _make_inputs(self, reading: Reading) -> None:
         super()._make_inputs(reading)
         for source, static in zip(reading.sources, self.statics, strict=True):
             static.requires_grad_(source.requires_grad)
 
     def _forward(self) -> Outputs:
-        outputs = self.run_on(self.inputs())
+        with self.state.own_leaves(self.own):
+            outputs = self.run_on(self.inputs())
         self._check(outputs)
         return outputs
 
@@ -92,15 +113,19 @@ class TrainedBucket(Bucket):
             outputs = self._forward()
             roots = _roots(outputs)
             if roots:
-                wrt = [*[s for s in self.statics if s.requires_grad], *self._fixed()]
-                torch.autograd.grad(roots, wrt, [torch.zeros_like(r) for r in roots], allow_unused=True)
+                self.met |= leaves_behind(roots) & self.own.keys()
+                wrt = self._differentiated()
+                with self.state.own_leaves(self.own):
+                    torch.autograd.grad(roots, wrt, [torch.zeros_like(r) for r in roots], allow_unused=True)
 
         with recording_modes(records=True):
+            self._take_leaves()
             self.pool.run(both) if self.pool is not None else both()
 
     def record(self) -> None:
         """Capture the forward and the backward; see `Bucket.record`."""
         with recording_modes(records=True):
+            self._take_leaves()
             if self.pool is None and not self.is_differentiable:
                 self.roots_at, self.outputs = [], Outputs.of(None)
             elif self.pool is None:
@@ -119,6 +144,8 @@ class TrainedBucket(Bucket):
                 self.statistics.captures += 1
                 self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
             self._forget_autograd()
+        if any(alias.grad is not None for alias in self.own.values()):
+            raise NotDifferentiable("the program accumulates gradients itself, and returns what wants more")
         self.statistics.is_recorded = True
 
     def _take(self, outputs: Outputs) -> None:
@@ -130,9 +157,11 @@ class TrainedBucket(Bucket):
 
     def _differentiate(self) -> list[Tensor | None]:
         assert self.outputs is not None
-        wrt = [*[s for s in self.statics if s.requires_grad], *self._fixed()]
         roots = [self.outputs.leaves[i].value for i in self.roots_at]
-        return list(torch.autograd.grad(roots, wrt, self.root_gradients, allow_unused=True))
+        wrt = self._differentiated()
+        # A backward may run parts of the program again.
+        with self.state.own_leaves(self.own):
+            return list(torch.autograd.grad(roots, wrt, self.root_gradients, allow_unused=True))
 
     def _backward_by_host(self) -> None:
         self.gradients = self._differentiate() if self.roots_at else []
@@ -206,6 +235,7 @@ class TrainedBucket(Bucket):
             self.pool.drop(self.backward_graph)
         self.backward_graph = None
         self.gradients = []
+        self.own = {}
         if hasattr(self, "root_gradients"):
             del self.root_gradients
         super().forget_graph()
