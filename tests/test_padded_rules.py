@@ -177,3 +177,147 @@ def test_a_pool_down_to_one_position_is_over_the_real_ones(pool: Callable[..., A
     torch.testing.assert_close(out, expected)
     wanted = torch.autograd.grad(expected.square().sum(), rows)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), rows), wanted)
+
+
+NUMBERS: dict[str, Callable[[int, int], Tensor]] = {
+    "distinct": lambda n, c: torch.randn(n, c, dtype=torch.float64),
+    "ties": lambda n, c: torch.randint(0, 3, (n, c)).double(),
+    "infinities": lambda n, c: torch.tensor([torch.inf, -torch.inf, 1, 0]).double()[torch.randint(0, 4, (n, c))],
+    "NaN": lambda n, c: torch.where(torch.rand(n, c) < 0.3, NAN, torch.randn(n, c, dtype=torch.float64)),
+    "all NaN": lambda n, c: torch.full((n, c), NAN, dtype=torch.float64),
+}
+QS = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
+# Over the dim that is padded, with positions where torch gives them, and over all.
+RANKED: dict[str, Callable[[Any, int | None], Any]] = {
+    "median": lambda x, d: x.median() if d is None else x.median(d),
+    "nanmedian": lambda x, d: x.nanmedian() if d is None else x.nanmedian(d, keepdim=True),
+    "mode": lambda x, d: x.mode(d),
+    "quantile": lambda x, d: x.quantile(0.3, d),
+    "quantiles": lambda x, d: x.quantile(QS, d, keepdim=True),
+    "nanquantile": lambda x, d: x.nanquantile(QS, d),
+    "nanquantile, nearest": lambda x, d: x.nanquantile(0.6, d, interpolation="nearest"),
+    "quantile, lower": lambda x, d: x.quantile(QS, d, interpolation="lower"),
+    "quantile, higher": lambda x, d: x.quantile(QS, d, keepdim=True, interpolation="higher"),
+    "quantile, midpoint": lambda x, d: x.quantile(0.4, d, interpolation="midpoint"),
+}
+
+SEVERAL = {"quantiles", "nanquantile", "quantile, lower", "quantile, higher"}
+"""Those that take several quantiles, which are the first dim of the result."""
+
+
+def unpadded(name: str, x: Tensor, d: int | None) -> Any:
+    """The program on plain data. Torch's mode depends on where NaN stand: in order they are each one, above all."""
+    return RANKED[name](x.sort(d).values if name == "mode" and d != 2 else x, d)
+
+
+def real(out: Any) -> Any:
+    return out.unpad() if isinstance(out, st.PaddedTensor) else out
+
+
+def check_ranked(actual: Any, expected: Any, source: Tensor, leaf: Tensor, d: int | None) -> None:
+    """Compare values, what stands at the positions, and gradients."""
+    if isinstance(expected, tuple):
+        assert isinstance(d, int)
+        (actual, at), (expected, _) = actual, expected
+        at = at if at.dim() == source.dim() else at.unsqueeze(d)
+        torch.testing.assert_close(source.gather(d, at).reshape(expected.shape), expected, equal_nan=True)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    cotangent = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, leaf, cotangent, retain_graph=True)
+    (given,) = torch.autograd.grad(actual, leaf, cotangent, retain_graph=True)
+    check_gradient(given, wanted, source, d)
+
+
+def check_gradient(given: Tensor, wanted: Tensor, source: Tensor, d: int | None) -> None:
+    """Which of several equal elements takes a gradient torch leaves open: their sums, by value, agree."""
+    if d is None:
+        given, wanted, source, d = given.flatten(), wanted.flatten(), source.flatten(), 0
+    for one in source.movedim(d, 0):
+        same = (source == one.unsqueeze(d)) | (source.isnan() & one.isnan().unsqueeze(d))
+        torch.testing.assert_close((given * same).sum(d), (wanted * same).sum(d))
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", RANKED)
+def test_an_element_of_a_rank_is_that_of_the_real_elements(name: str, numbers: str) -> None:
+    padded_calls.fallbacks.clear()
+    for n in (1, 2, 5, 8):
+        for poison in (NAN, torch.inf, -torch.inf, 1.0):
+            source = NUMBERS[numbers](2 * n, 3).reshape(2, n, 3)
+            leaf = source.clone().requires_grad_()
+            x = st.pad(leaf, {1: SEQ}, value=poison)
+            for d in (1, 2) if name == "mode" else (1, 2, None):
+                actual = RANKED[name](x, d)
+                actual = tuple(map(real, actual)) if isinstance(actual, tuple) else real(actual)
+                check_ranked(actual, unpadded(name, leaf, d), source, leaf, d)
+    assert not padded_calls.fallbacks
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", RANKED)
+def test_an_element_of_a_rank_of_a_ragged_batch_is_that_of_each_row(name: str, numbers: str) -> None:
+    for poison in (NAN, torch.inf, -torch.inf, 1.0):
+        rows = [NUMBERS[numbers](n, 3) for n in (5, 9, 1, 8)]
+        leaves = [row.clone().requires_grad_() for row in rows]
+        outs = RANKED[name](st.pad(leaves, {0: SEQ}, value=poison), 1)
+        for i, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
+            expected = unpadded(name, leaf, 0)
+            if isinstance(outs, tuple):
+                check_ranked(tuple(o[i] for o in outs), expected, row, leaf, 0)
+            else:
+                check_ranked(outs.select(int(name in SEVERAL), i), expected, row, leaf, 0)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", sorted(RANKED.keys() - {"mode"}))
+def test_an_element_of_a_rank_of_a_whole_ragged_batch_is_that_of_all_rows(name: str, numbers: str) -> None:
+    for poison in (NAN, torch.inf, -torch.inf, 1.0):
+        leaves = [NUMBERS[numbers](n, 3).requires_grad_() for n in (5, 9, 1, 8)]
+        actual = RANKED[name](st.pad(leaves, {0: SEQ}, value=poison), None).flatten()
+        expected = RANKED[name](torch.cat(leaves), None).flatten()
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+        cotangent = torch.randn_like(expected)
+        wanted = torch.cat(torch.autograd.grad(expected, leaves, cotangent))
+        given = torch.cat(torch.autograd.grad(actual, leaves, cotangent))
+        check_gradient(given, wanted, torch.cat(leaves).detach(), None)
+        if "median" in name:  # whose gradient all that equal it share
+            torch.testing.assert_close(given, wanted)
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_an_element_of_a_rank_compiles_once_for_every_length(name: str) -> None:
+    program = RANKED[name]
+    seq = st.Dim("seq", max=12, buckets=[12])
+    compiled = torch.compile(lambda x: program(x, 1), fullgraph=True, backend="aot_eager")
+    for i, n in enumerate((4, 12, 3)):
+        t = torch.randn(2, n, 3, dtype=torch.float64)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            torch.testing.assert_close(tuple(compiled(st.pad(t, {1: seq}, value=NAN))), tuple(program(t, 1)))
+
+
+def test_whole_numbers_have_medians_and_modes_whatever_the_padding() -> None:
+    source = torch.tensor([[3, 1, 3, 2**63 - 1], [2**63 - 1, 2, 2**63 - 1, 5]])
+    for poison in (2**63 - 1, -(2**63), 1):
+        x = st.pad(source, {1: SEQ}, value=poison)
+        for function in (torch.median, torch.nanmedian, torch.mode):
+            values, positions = function(x, 1)
+            torch.testing.assert_close(values, function(source, 1).values)
+            torch.testing.assert_close(source.gather(1, positions[:, None])[:, 0], values)
+        torch.testing.assert_close(x.median(), source.median())
+
+
+def test_quantiles_that_torch_refuses_are_refused_as_by_torch() -> None:
+    source = torch.randn(2, 5)
+    x = st.pad(source, {1: SEQ}, value=NAN)
+    for wrong in (-0.1, torch.tensor([0.5, 1.1]), torch.tensor(0.5).double(), torch.rand(2, 2)):
+        with pytest.raises(RuntimeError) as plain:
+            source.quantile(wrong, 1)
+        with pytest.raises(RuntimeError) as padded:
+            x.quantile(wrong, 1)
+        assert str(padded.value) == str(plain.value)
+
+
+def test_a_row_of_no_elements_has_nan_for_its_median_and_quantiles() -> None:
+    x = st.pad([torch.ones(0), torch.tensor([3.0, 1.0, 2.0])], {0: SEQ}, value=7)
+    for out in (x.median(1).values, x.nanmedian(1).values, x.quantile(0.5, 1), x.nanquantile(0.5, 1)):
+        torch.testing.assert_close(out, torch.tensor([NAN, 2.0]), equal_nan=True)

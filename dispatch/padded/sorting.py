@@ -10,16 +10,15 @@ from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.gathering import gathered
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
 from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
-from subtensors.dispatch.size_factors import is_prefix, static
+from subtensors.dispatch.size_factors import is_prefix
 
 aten = torch.ops.aten
 
 
-def _sorted(call: Call, x: Padded, d: int, descending: bool) -> tuple[Padded, Padded]:
+def in_order(call: Call, x: Padded, d: int, descending: bool) -> tuple[Padded, Padded]:
     """Values and positions in order, the real ones first. A sort puts NaN above all numbers."""
     if not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
@@ -38,7 +37,7 @@ def sort(call: Call) -> Any:
     d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
     if not x.is_padded(d):
         return mapped(Tensor, x.like, call.dense())
-    values, positions = _sorted(call, x, d, bool(call.get("descending", False)))
+    values, positions = in_order(call, x, d, bool(call.get("descending", False)))
     only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
     return only if only is not None else (values, positions)
 
@@ -53,26 +52,20 @@ def topk(call: Call) -> Any:
     if x.dim() == 0 or not x.is_padded(d):
         return mapped(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
     _require_enough(x, d, call["k"])
-    ranked = _sorted(call, x, d, call["largest"])
+    ranked = in_order(call, x, d, call["largest"])
     return tuple(result(r.dense.narrow(d, 0, call["k"]), dims, x.sizes) for r in ranked)
 
 
-@table.register(aten.kthvalue, aten.median.dim)
-def ranked(call: Call) -> Any:
-    """The element of one rank, k or (size - 1) // 2."""
+@table.register(aten.kthvalue)
+def kthvalue(call: Call) -> Any:
+    """The element of rank k."""
     x: Padded = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return wrap_reduced(call.dense(), x, [d], call["keepdim"])
-    if call.op.overloadpacket is aten.median and x.dense.is_floating_point():
-        raise refuse(call, "a median is NaN where any element is")
-    size = x.size(d)
-    assert isinstance(size, Tensor)
-    rank = (size - 1) // 2 if "k" not in call else torch.full_like(size, call["k"] - 1)
-    if "k" in call:
-        _require_enough(x, d, call["k"])
-    outs = [gathered(r, d, rank.unsqueeze(-1), (static(1),)) for r in _sorted(call, x, d, descending=False)]
-    return tuple(o if call["keepdim"] else result(o.dense.squeeze(d), _without(o, d), o.sizes) for o in outs)
+    _require_enough(x, d, call["k"])
+    found = [r.dense.narrow(d, call["k"] - 1, 1) for r in in_order(call, x, d, descending=False)]
+    return wrap_reduced(tuple(f if call["keepdim"] else f.squeeze(d) for f in found), x, [d], call["keepdim"])
 
 
 @table.register(OpClass.SORT_SELECT)
@@ -116,7 +109,3 @@ def _require_enough(x: Padded, d: int, k: int) -> None:
         size = size_on_host(x.dims[d][0].size, x.sizes.assignment(row))
         if k > size:
             raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")
-
-
-def _without(x: Padded, d: int) -> list[Any]:
-    return [factors for i, factors in enumerate(x.dims) if i != d]

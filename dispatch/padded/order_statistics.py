@@ -1,0 +1,196 @@
+"""Medians, modes and quantiles: elements of a rank that the device counts, as padding sorts behind all real ones.
+
+Of n real elements, m of them NaN, in order: a median stands at (n - 1) // 2 and is NaN if m > 0, a NaN-blind one at
+(n - m - 1) // 2; the q-quantile lies at q (n - 1), between two elements if that is no whole number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
+from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
+from subtensors.dispatch.padded.sorting import in_order
+from subtensors.dispatch.torch_private import is_traced
+
+aten = torch.ops.aten
+
+
+@table.register(aten.median.dim, aten.nanmedian.dim)
+def median(call: Call) -> Any:
+    """The element in the middle, the lower of two, and where it stands; the first NaN if NaN counts and is there."""
+    x: Padded = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    if x.dim() == 0 or not x.is_padded(d):
+        return wrap_reduced(call.dense(), x, [d], call["keepdim"])
+    if x.dense.dtype == torch.bool:
+        raise refuse(call, "torch has no median of bools")
+    rank = _median_rank(call, x, [d])
+    return _elements(call, x, d, in_order(call, x, d, descending=False), rank)
+
+
+@table.register(aten.median.default, aten.nanmedian.default)
+def median_of_all(call: Call) -> Padded:
+    """The element in the middle of a whole tensor; all that equal it share its gradient."""
+    x: Padded = call["self"]
+    dtype = x.dense.dtype
+    if dtype == torch.bool:
+        raise refuse(call, "torch has no median of bools")
+    every = list(range(x.dim()))
+    last = math.nan if dtype.is_floating_point else greatest(dtype)
+    with torch.no_grad():
+        flat = x.filled(last).reshape(-1).sort().values
+        value = flat.gather(0, _median_rank(call, x, every).reshape(1)).reshape(())
+        equal = (x.dense == value) | (x.dense.isnan() & value.isnan())
+        mask = x.mask()
+        chosen = equal if mask is None else equal & mask
+    return plain(SharedGradient.apply(x.dense, value, chosen) if x.records else value)  # type: ignore[no-untyped-call]
+
+
+@table.register(aten.mode)
+def mode(call: Call) -> Any:
+    """The least of the values that occur most often, and where it stands last: in order, where a longest run ends.
+
+    What torch gives where some are NaN depends on the order of the elements; here each NaN is a value above all others.
+    """
+    x: Padded = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    if x.dim() == 0 or not x.is_padded(d):
+        return wrap_reduced(call.dense(), x, [d], call["keepdim"])
+    ranked = in_order(call, x, d, descending=False)
+    values = ranked[0].dense.detach()
+    shape = [1] * x.dim()
+    shape[d] = x.shape[d]
+    index = torch.arange(x.shape[d], device=values.device).view(shape)
+    begins = (values != values.roll(1, d)) | (index == 0)
+    length = index - torch.where(begins, index, 0).cummax(d).values + 1
+    length = torch.where(index < real_count(x, [d]), length, 0)
+    return _elements(call, x, d, ranked, length.argmax(d, keepdim=True))
+
+
+@table.register(aten.quantile, aten.nanquantile)
+def quantile(call: Call) -> Padded:
+    """Between the elements below and above the rank q (n - 1)."""
+    x: Padded = call["self"]
+    d = None if call["dim"] is None else call["dim"] % max(x.dim(), 1)
+    q = _fractions(call, x)
+    gone = list(range(x.dim())) if d is None else [d]
+    if not any(x.is_padded(g) for g in gone):
+        return _wrapped(call.dense(), x, gone, call["keepdim"], q)
+    count, nans = _counts(x, gone)
+    if d is None:
+        values, count, nans = _flat(x).sort(stable=True).values, count.reshape(1), nans.reshape(1)
+    else:
+        values = in_order(call, x, d, descending=False)[0].dense.movedim(d, -1)
+        count, nans = count.movedim(d, -1), nans.movedim(d, -1)
+    fractions = q.reshape(-1)
+    if call.op.overloadpacket is aten.nanquantile:
+        ranks = fractions * (count - nans - 1)
+    else:
+        ranks = torch.where(nans > 0, (count - 1).to(q.dtype), fractions * (count - 1))
+    # Of no elements there is the padding, which is NaN.
+    ranks = ranks.clamp(min=0)
+    out = _between(values, ranks.expand(*values.shape[:-1], len(fractions)), call["interpolation"])
+    if call["keepdim"]:
+        out = out.unsqueeze(d) if d is not None else out.reshape(*[1] * x.dim(), len(fractions))
+    return _wrapped(out.movedim(-1, 0) if q.dim() else out.squeeze(-1), x, gone, call["keepdim"], q)
+
+
+class SharedGradient(torch.autograd.Function):
+    """A value that equals some elements of a tensor, which share its gradient evenly."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+        """The value."""
+        ctx.save_for_backward(chosen)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient over the number of elements, at each of them."""
+        (chosen,) = ctx.saved_tensors
+        return torch.where(chosen, gradients[0] / chosen.sum(), 0), None, None
+
+
+def _counts(x: Padded, gone: list[int]) -> tuple[Tensor, Tensor]:
+    """How many real elements there are, and how many NaN among them; dims kept."""
+    nan, mask = x.dense.detach().isnan(), x.mask(gone)
+    return real_count(x, gone), (nan if mask is None else nan & mask).sum(gone, keepdim=True)
+
+
+def _median_rank(call: Call, x: Padded, gone: list[int]) -> Tensor:
+    count, nans = _counts(x, gone)
+    rank = ((count - nans - 1) // 2).clamp(min=0)
+    return rank if call.op.overloadpacket is aten.nanmedian else torch.where(nans > 0, count - nans, rank)
+
+
+def _elements(call: Call, x: Padded, d: int, ranked: Sequence[Padded], rank: Tensor) -> Any:
+    """The elements of a rank of each row, and their positions."""
+    shape = list(x.shape)
+    shape[d] = 1
+    found = [r.dense.gather(d, rank.expand(shape)) for r in ranked]
+    keepdim = call["keepdim"]
+    return wrap_reduced(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
+
+
+def _flat(x: Padded) -> Tensor:
+    """All elements, the real ones first and the rest NaN."""
+    flat, mask = x.filled(math.nan).reshape(-1), x.mask()
+    if mask is None:
+        return flat
+    order = mask.expand(x.shape).reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)
+    return flat.index_select(0, order)
+
+
+def _fractions(call: Call, x: Padded) -> Tensor:
+    """q as a tensor; what torch would not take is left to torch."""
+    given = call["q"]
+    if x.dense.dtype not in (torch.float32, torch.float64):
+        raise refuse(call, "torch has quantiles of float and double only")
+    if call["interpolation"] not in _ROUNDED:
+        raise refuse(call, f"there is no interpolation {call['interpolation']!r}")
+    if not isinstance(given, Padded):
+        if not 0 <= given <= 1:
+            raise refuse(call, f"q is {given}, out of [0, 1]")
+        return torch.full((), given, dtype=x.dense.dtype, device=x.dense.device)
+    q = given.dense
+    if given.padded_dims or given.records:
+        raise refuse(call, "which quantiles to take is padded, or has a gradient, that every row would add to")
+    if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
+        raise refuse(call, "q must be a number or a vector, of the same dtype and device")
+    # Elsewhere torch doesn't look either, which would wait for the device.
+    if q.device.type == "cpu" and not is_traced(q) and not bool(((q >= 0) & (q <= 1)).all()):
+        raise refuse(call, "a q is out of [0, 1]")
+    return q
+
+
+_ROUNDED: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "linear": None,
+    "midpoint": None,
+    "lower": torch.floor,
+    "higher": torch.ceil,
+    "nearest": torch.round,
+}
+
+
+def _between(values: Tensor, ranks: Tensor, interpolation: str) -> Tensor:
+    """The values at ranks of the last dim that need not be whole."""
+    rounded = _ROUNDED[interpolation]
+    ranks = ranks if rounded is None else rounded(ranks)
+    low = ranks.floor()
+    below = values.gather(-1, low.long())
+    if rounded is not None:
+        return below
+    above = values.gather(-1, ranks.ceil().long())
+    return torch.lerp(below, above, torch.full_like(ranks, 0.5) if interpolation == "midpoint" else ranks - low)
+
+
+def _wrapped(out: Tensor, x: Padded, gone: Sequence[int], keepdim: bool, q: Tensor) -> Padded:
+    kept = [static_dims([1])[0] if d in gone else f for d, f in enumerate(x.dims) if keepdim or d not in gone]
+    return result(out, [*static_dims(q.shape), *kept], x.sizes)
