@@ -70,7 +70,7 @@ class GraphPool:
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
                 out = program()
-            except BaseException:
+            except BaseException:  # raised again, once the capture is closed
                 try:
                     graph.capture_end()
                     graph.reset()

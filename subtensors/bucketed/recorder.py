@@ -179,7 +179,7 @@ class Recorder:
         self._record(bucket)
 
     def _make_room(self, bucket: Bucket) -> None:
-        """Evict before capturing, never after: what a graph is destroyed with may be another's."""
+        """Evict for max_graphs before capturing: the new graph takes the memory that the old ones leave."""
         recorded = [other for other in self.recorded() if other is not bucket]
         if self.max_graphs is not None:
             for other in recorded[: max(len(recorded) + 1 - self.max_graphs, 0)]:

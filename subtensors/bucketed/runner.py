@@ -10,10 +10,9 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, sharing, unflatten
@@ -27,6 +26,9 @@ from subtensors.bucketed.training import GRADIENTS_ON_A_GPU, Replayed, TrainedBu
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _log = logging.getLogger("subtensors.bucketed")
 
