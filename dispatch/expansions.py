@@ -64,6 +64,8 @@ def _vector_norm(
 
 def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     _whole(dim, keepdim)
+    if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
+        raise RuntimeError("std and var only support floating point and complex dtypes")
     wide = x.to(_accumulation(x.dtype))
     count = torch.ops.subtensors.numel(x)
     away = wide - wide.sum() / count

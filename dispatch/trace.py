@@ -24,7 +24,7 @@ from subtensors.dispatch.op_classes import OpClass, op_class
 from subtensors.dispatch.refusals import refuse, refuse_value, source_line
 from subtensors.dispatch.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.kernels import blockwise
-from subtensors.kernels.lowering import can_lower
+from subtensors.kernels.lowering import INTEGERS, can_lower
 from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form
 
 aten = torch.ops.aten
@@ -96,6 +96,8 @@ class _Tracer(TorchDispatchMode):
 
     def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
         self._check_blocks(func, arguments)
+        if not self.depth:
+            self._check_kernel(func, arguments)
         if func in EXPANSIONS:
             # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
             positional, keywords = call_form(func, [self._meta(a) for a in arguments])
@@ -171,6 +173,8 @@ class _Tracer(TorchDispatchMode):
         func(*positional, **keywords)
         result = self._apply(functional, arguments)
         if result.dtype != target.dtype:
+            if not torch.can_cast(result.dtype, target.dtype):  # some ops' meta functions leave that to their kernels
+                raise RuntimeError(f"{func}: {result.dtype} can't be cast to {target.dtype}, which it writes to")
             result = self._convert(result, target.dtype)
         target.cell.value = result.cell.value
         return target
@@ -209,6 +213,22 @@ class _Tracer(TorchDispatchMode):
         is_quantization = func._opname in blockwise.OPS and Extent.TENSOR not in extents
         if Extent.BLOCK in extents and not (is_moved or is_quantization):
             refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
+
+    def _check_kernel(self, func: OpOverload, arguments: list[Any]) -> None:
+        """Refuse integers where torch has no kernel for them: a decomposition would give an answer all the same."""
+        integral = INTEGERS | {torch.bool}
+        if func.namespace != "aten" or not any(isinstance(a, Traced) and a.dtype in integral for a in arguments):
+            return
+        values = [
+            torch.ones(SHAPES[a.extent], dtype=a.dtype) if isinstance(a, Traced) else self._meta(a) for a in arguments
+        ]
+        positional, keywords = call_form(func, values)
+        try:
+            func(*positional, **keywords)
+        except NotImplementedError:
+            raise
+        except RuntimeError:
+            pass  # of these values, not of the dtype
 
     def _emit(self, instruction: Instruction) -> Traced:
         if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
@@ -335,7 +355,7 @@ def trace(
             result = function(*args, **kwargs)
         except RuleError:
             raise
-        except Exception as error:
+        except Exception as error:  # the function's own, with the line that raised it
             error.add_note(f"while the maths was traced\n  at {source_line(traceback.walk_tb(error.__traceback__))}")
             raise
     outputs: list[int] = []
