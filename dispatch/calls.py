@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import optree
 import torch
-import triton
 from torch import Tensor
 
 from subtensors.dispatch.columns import Columns, Elements, Repeated
 from subtensors.dispatch.ready_launch import LastLaunch
 
-_interpreter: ContextVar[bool] = ContextVar("interpreter", default=False)
-
-
-@contextmanager
-def kernels_on_cpu() -> Iterator[None]:
-    """Run the Triton kernels on CPU tensors too, where Triton interprets them (`TRITON_INTERPRET=1`)."""
-    token = _interpreter.set(bool(triton.knobs.runtime.interpret))
-    try:
-        yield
-    finally:
-        _interpreter.reset(token)
+cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
+"""Do kernels run on CPU tensors too? Triton interprets them there, slowly: so that they can be seen to be right."""
 
 
 def interprets_kernels() -> bool:
     """Do kernels run on CPU tensors?"""
-    return _interpreter.get()
+    return cpu_kernels.get()
 
 
 class Form:
@@ -164,4 +153,4 @@ def modes() -> tuple[Any, ...]:
     """The modes of torch that change what a function of tensors does."""
     cpu, cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     casts = (cpu and torch.get_autocast_dtype("cpu"), cuda and torch.get_autocast_dtype("cuda"))
-    return torch.is_grad_enabled(), torch.get_default_dtype(), _interpreter.get(), casts
+    return torch.is_grad_enabled(), torch.get_default_dtype(), cpu_kernels.get(), casts

@@ -156,7 +156,7 @@ def _look_for_a_class(report: Report, name: str, calls: Sequence[Call]) -> None:
 def _tells_elements_apart(call: Call) -> bool:
     try:
         outputs = call.run()
-    except Exception:
+    except Exception:  # whatever the op says of its inputs: then it tells nothing apart
         return False
     dense = [t for t in outputs if t.layout == torch.strided and t.numel() > 1]
     return any(bool((t != t.reshape(-1)[0]).any()) for t in dense)
@@ -165,11 +165,11 @@ def _tells_elements_apart(call: Call) -> bool:
 def _probed(klass: OpClass, call: Call) -> str | None:
     try:
         call.run()
-    except Exception as error:
+    except Exception as error:  # any op of torch may be here
         raise SaysNothing(f"it does not run again on copies: {error}") from error
     try:
         return PROBES[klass](call)
     except SaysNothing:
         raise
-    except Exception as error:
+    except Exception as error:  # it took its own inputs above, so to refuse is to behave otherwise
         return f"it refuses related inputs: {error}"

@@ -66,7 +66,7 @@ def way_through(
         before = len(symbolic.guards)
         try:
             functional_call(program, state, tuple(given)) if isinstance(program, nn.Module) else program(*given)
-        except Exception as error:
+        except Exception as error:  # whatever the program says of sizes that it does not take
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             for symbol, name in sorted(names.items(), key=lambda pair: -len(str(pair[0]))):
                 refusal = refusal.replace(str(symbol), str(name))

@@ -123,7 +123,7 @@ def check_call(
     torch.manual_seed(0)
     try:
         expected = mapped(func, oracle_args, oracle_kwargs)
-    except Exception as error:
+    except Exception as error:  # whatever torch raises, the list must raise too
         torch.manual_seed(0)
         try:
             func(*list_args, **list_kwargs)

@@ -41,7 +41,7 @@ def kernels(device: str) -> Iterator[None]:
     """On a CPU fused calls run as kernels in Triton's interpreter."""
     if device == "cpu" and CUDA:
         pytest.skip("Triton compiles where there is a GPU")
-    from subtensors.dispatch.calls import kernels_on_cpu
+    from kernels_on_cpu import kernels_on_cpu
 
     with kernels_on_cpu() if device == "cpu" else nullcontext():
         yield

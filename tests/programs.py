@@ -20,10 +20,10 @@ import numpy as np
 import optree
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels.launch import Tiling

@@ -221,7 +221,7 @@ def test_streams_of_threads_train_in_arenas_that_sleep_by_turns() -> None:
                     arena.restore()
                     if float(t.min()) != number * (turn + 1) or float(t.max()) != number * (turn + 1):
                         wrong.append(f"job {number} turn {turn}")
-        except Exception as error:
+        except Exception as error:  # told by the thread that started this one
             wrong.append(repr(error))
 
     threads = [threading.Thread(target=job, args=(number,)) for number in (1, 2, 3)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as h
+from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.dispatch.columns import Elements, PerBlock
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from kernels_on_cpu import kernels_on_cpu
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 # Several matrices a tile, several tiles a row, tiles that start within rows and matrices.
 SHAPES = [(3, 5), (65, 33), (2, 3, 4), (700, 3), (3, 700), (5, 40, 30), (1, 5), (5, 1), (2, 2, 2, 300), (1, 1), (0, 3)]

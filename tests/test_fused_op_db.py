@@ -32,10 +32,10 @@ def _run(op: Maths, sample: Any) -> tuple[str, str]:
         result = fusion(*listed[0], **listed[1])
     except RuleError:
         return "refused", ""
-    except Exception as error:
+    except Exception as error:  # any op's own, which torch must then raise too
         try:
             op(*plain[0], **plain[1])
-        except Exception:
+        except Exception:  # as above
             return "refused by torch", ""
         # Loud, if not a refusal of our own: it says where.
         says_where = isinstance(error, TypeError) or "while the maths was traced" in str(error.__notes__)

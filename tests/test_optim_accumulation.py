@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from small_models import TORCH_NAMES, loss_of, model, ones
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 
 def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: range) -> None:

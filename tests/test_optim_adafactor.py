@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from programs import Lowering, each_kernel_lowering
 from test_optim_parity import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.optim.adafactor import _descend_factored
 
 (INFO,) = (info for info in optim_db if info.optim_cls is torch.optim.Adafactor)

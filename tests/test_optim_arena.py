@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as hs
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 SIZES = hs.sampled_from([1, 3, 40, 700])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from kernels_on_cpu import kernels_on_cpu
 from small_models import TORCH_NAMES, loss_of, model, ones
 from test_optim_parity import (
     SHAPES,
@@ -23,7 +24,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.kernels.square_sum import Prelude
 
 

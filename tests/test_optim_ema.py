@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from small_models import TORCH_NAMES, loss_of, model, ones
 from test_optim_parity import SHAPES, assert_as_accurate, exact_maker, flat, start, take_steps, train
 from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 
 def averages(params: list[Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from small_models import ones
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.kernels.launch import Grid
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.kernels import blockwise
 
 SHAPES = [(64, 80), (4100,), (7,), (3, 37, 41)]

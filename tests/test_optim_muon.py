@@ -11,13 +11,13 @@ import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as h
+from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from subtensors.bench.timing import count_kernels
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.optim.matrix_optimizer import MatrixOptimizer
 from subtensors.optim.newton_schulz import newton_schulz
 

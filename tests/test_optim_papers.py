@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from test_optim_parity import SHAPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 State = dict[str, Any]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from small_models import TORCH_NAMES
 from torch import Tensor
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, OptimizerInput, optim_db
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65, 33)]
 STEPS = 20

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from small_models import loss_of, model
 from test_optim_parity import assert_as_accurate, start, train
 from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.dispatch.calls import kernels_on_cpu
 
 PAGE = Path(__file__).parents[1] / "docs" / "write-your-own-optimizer.md"
 

@@ -75,7 +75,7 @@ def test_every_function_of_op_db_maps_over_a_list() -> None:
                     covered += 1
                     try:
                         check_call(form, *call, values=op.name not in UNINITIALISED and form not in BATCHED)
-                    except Exception as error:
+                    except Exception as error:  # told at the end, with the others
                         failures.append(f"{op.formatted_name} {form}: {type(error).__name__} {str(error)[:200]}")
     assert not failures, "\n".join(failures)
     assert covered > 1000
@@ -100,7 +100,7 @@ def test_gradients_flow_through_the_elements() -> None:
                         # The last bits of its backward depend on where a matrix lies in memory.
                         values=op.name != "linalg.det",
                     )
-                except Exception as error:
+                except Exception as error:  # told at the end, with the others
                     failures.append(f"{op.formatted_name}: {type(error).__name__} {str(error)[:300]}")
     assert not failures, "\n".join(failures)
     assert covered > 300

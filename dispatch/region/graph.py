@@ -268,7 +268,7 @@ def _infer(op: OpOverload, spec: Any, flat: Sequence[Any]) -> Any:
         kwargs["device"] = torch.device("meta")
     try:
         return op(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # ops refuse meta tensors in many ways
         raise NeedsValues(op, f"{type(error).__name__}: {error}") from error
 
 

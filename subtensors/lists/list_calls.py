@@ -176,7 +176,7 @@ def _map(call: ListCall) -> Any:
     for index, elements in enumerate(zip(*[x.tensors for x in lists], strict=True)):
         try:
             results.append(call.run(elements))
-        except Exception as error:
+        except Exception as error:  # the function's own, with the element's name
             error.add_note(f"in element {leaf_name(lists[0].treespec, index)} of a TensorList")
             raise
     if all(r is None for r in results) and getattr(call.func, "__name__", "") != "__get__":

@@ -18,24 +18,12 @@ from tuned import (
     FakeGPU,
     another_process,
     aten,
-    empty_cache,
-    fake_gpu,
     program,
 )
 
 from subtensors.kernels import tuning
 from subtensors.kernels.launch import Tiling
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    return empty_cache(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
-    return fake_gpu(monkeypatch)
 
 
 def test_another_process_reads_the_choice(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:

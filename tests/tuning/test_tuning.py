@@ -9,34 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from tuned import (
     CPU,
     FASTEST,
     FakeGPU,
     aten,
-    empty_cache,
-    fake_gpu,
     pair,
     program,
 )
 
-from subtensors.dispatch.calls import kernels_on_cpu
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels import tuning
 from subtensors.kernels.launch import Tiling
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref, Scalar
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    return empty_cache(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
-    return fake_gpu(monkeypatch)
 
 
 def test_every_candidate_is_measured_and_the_fastest_is_chosen(gpu: FakeGPU) -> None:

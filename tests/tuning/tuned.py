@@ -1,8 +1,7 @@
-"""A GPU for tests of tuning: the CPU, with times that a test makes up, and a cache of its own."""
+"""What tests of tuning are made of: a clock that a test sets, small programs and lists, another process."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,15 +26,6 @@ def program(op: Any = aten.mul.Tensor, dtype: torch.dtype = torch.float32, liter
     return Program("f", (Parameter("x0", dtype, Extent.ELEMENT),), (step,), stores={0: 1})
 
 
-def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, on disk and in the process."""
-    monkeypatch.setenv("SUBTENSORS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("SUBTENSORS_TUNE", raising=False)
-    monkeypatch.setattr(tuning, "_chosen", {})
-    tuning._warn_once.cache_clear()
-    return tmp_path / "cache"
-
-
 class FakeGPU:
     """The CPU, taken for a GPU whose clock says what the test wants."""
 
@@ -49,20 +39,6 @@ class FakeGPU:
         self.measured.append(tiling)
         times = self.times.get(tiling, [10.0])
         return times[(self.measured.count(tiling) - 1) % len(times)] / 1e3
-
-
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
-    """A GPU on which `FASTEST` is the best choice."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles where there is a GPU")
-    fake = FakeGPU()
-    fake.times[FASTEST] = [5.0]
-    monkeypatch.setattr(tuning, "_is_gpu", lambda device: True)
-    monkeypatch.setattr(tuning, "_obstacle", lambda program, device: "")
-    monkeypatch.setattr(tuning, "_kind", lambda device: "a GPU (9.0)")
-    monkeypatch.setattr(tuning, "_budget", lambda device: 2000)
-    monkeypatch.setattr(tuning, "seconds", fake.seconds)
-    return fake
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
 from tuned import (
     CPU,
     FASTEST,
@@ -18,8 +19,6 @@ from tuned import (
     FakeGPU,
     another_process,
     aten,
-    empty_cache,
-    fake_gpu,
     halve,
     pair,
     program,
@@ -28,22 +27,12 @@ from tuned import (
 
 import subtensors as st
 from subtensors.dispatch import fusion as fusion_module
-from subtensors.dispatch.calls import Call, kernels_on_cpu
+from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.program import Program
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    return empty_cache(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
-    return fake_gpu(monkeypatch)
 
 
 def test_calls_after_a_tune_use_the_choice(gpu: FakeGPU) -> None:
