@@ -198,13 +198,17 @@ class RowTerms:
 
     def loss(self, statistics: Statistics) -> Tensor:
         """The loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
-        normaliser = statistics.log_normaliser()
-        rows = self.on_target * (self.mass * normaliser - statistics.picked)
+        log_total, picked = statistics.total.log(), statistics.picked
+        # The largest logit goes first: of a row that is sure of its target little is left.
+        if self.targets.soft is None:
+            rows = self.on_target * (log_total - (picked - statistics.top))
+        else:
+            rows = self.on_target * (self.mass * log_total - (picked - self.mass * statistics.top))
         if self.is_smoothed:
-            rows = rows + self.on_all * (self.weight_sum * normaliser - statistics.summed)
+            rows = rows + self.on_all * (self.weight_sum * (statistics.top + log_total) - statistics.summed)
         parts = [self._of_valid(rows)]
         if self.is_penalised:
-            parts.append(self._of_valid(self.options.z_loss * normaliser.square()))
+            parts.append(self._of_valid(self.options.z_loss * (statistics.top + log_total).square()))
         if self.options.reduction == "none":
             return sum(parts[1:], parts[0])
         sums = [part.sum() for part in parts]

@@ -248,7 +248,6 @@ def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
     for number, part in enumerate(blocks):
         block = task.logits(places.get(number, scratch), whole, part)
         task.ops.fold(block, task.statistics)
-    normaliser = task.statistics.log_normaliser()
     hidden_sum = None
     if task.needs.hidden:
         hidden_sum = torch.empty(count, width, dtype=task.compute, device=task.hidden.device)
@@ -264,7 +263,7 @@ def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
         else:
             block = task.logits(place, whole, part)
         gradient = task.block(scratch, whole, part).logits
-        task.ops.write_gradient(block, normaliser, task.factors, gradient)
+        task.ops.write_gradient(block, task.statistics, task.factors, gradient)
         if hidden_sum is not None:
             product_into(hidden_sum, gradient, task.weight[begin:end], accumulate=number != last)
         if weight_grad is not None:

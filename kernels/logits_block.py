@@ -47,8 +47,8 @@ class BlockOps(Protocol):
     def fold(self, block: Block, statistics: Statistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
 
-    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors, into: Tensor) -> None:
-        """Write the gradient of a block; `normaliser` is L of all rows, `factors` are of all rows.
+    def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
+        """Write the gradient of a block; `statistics` and `factors` are of all rows, every column folded in.
 
         `into` has the shape of the block's logits, and may be them.
         """
@@ -102,14 +102,15 @@ class ReferenceOps:
         if self.terms.is_smoothed:
             mine.summed.add_((weight * z).sum(1))
 
-    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors, into: Tensor) -> None:
+    def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
         z, slope = self._squash(block.logits)
         targets, weight = self._targets(block)
-        mine, normaliser = factors.rows(*block.rows), normaliser[slice(*block.rows), None]
-        gradient = mine.on_softmax[:, None] * (z - normaliser).exp()
+        mine, seen = factors.rows(*block.rows), statistics.rows(*block.rows)
+        share = (z - seen.top[:, None] - seen.total.log()[:, None]).exp()
+        gradient = mine.on_softmax[:, None] * share
         if self.terms.is_penalised:
-            gradient += mine.on_square[:, None] * normaliser * (z - normaliser).exp()
+            gradient += (mine.on_square * seen.log_normaliser())[:, None] * share
         gradient -= mine.on_target[:, None] * targets
         if self.terms.is_smoothed:
             gradient -= mine.on_all[:, None] * weight
@@ -118,7 +119,7 @@ class ReferenceOps:
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
         self.fold(block, statistics)
-        self.write_gradient(block, statistics.log_normaliser(), factors, block.logits)
+        self.write_gradient(block, statistics, factors, block.logits)
 
 
 @dataclass(frozen=True)
@@ -175,15 +176,17 @@ class KernelOps:
             **self._shape(STATISTICS, columns),
         )
 
-    def write_gradient(self, block: Block, normaliser: Tensor, factors: GradientFactors, into: Tensor) -> None:
+    def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
         rows, columns = block.logits.shape
-        mine, normaliser = factors.rows(*block.rows), normaliser[slice(*block.rows)]
-        on_softmax = mine.on_softmax + mine.on_square * normaliser if self.terms.is_penalised else mine.on_softmax
+        mine, seen = factors.rows(*block.rows), statistics.rows(*block.rows)
+        on_softmax = mine.on_softmax
+        if self.terms.is_penalised:
+            on_softmax = on_softmax + mine.on_square * seen.log_normaliser()
         shape = self._shape(GRADIENT, columns)
         gradient_kernel[(rows, triton.cdiv(columns, shape["BLOCK"]))](
             *self._operands(block),
-            *(into, into.stride(0), normaliser, on_softmax, mine.on_target, mine.on_all),
+            *(into, into.stride(0), seen.top, seen.total, on_softmax, mine.on_target, mine.on_all),
             *(block.first_column, columns, *self.numbers),
             **shape,
         )

@@ -5,6 +5,9 @@ For one row of logits y_k, k < V, with softcap c and temperature T:
     z_k = c tanh(y_k / c) / T            (y_k / T without a softcap)
     L   = log sum_k exp(z_k),            p_k = exp(z_k - L)
 
+L is kept as the largest z and the logarithm of sum_k exp(z_k - top), and they are subtracted one after the other: an
+error of a logit's own rounding would otherwise be in every share of a row of large logits.
+
 Cross entropy with label smoothing, class weights w, soft or hard targets q and a penalty on L is, for every choice
 of these options, a combination of four numbers of the row. The gradient of that combination is
 
@@ -49,12 +52,12 @@ def _shift(top):
 
 @triton.jit
 def _gradient(
-    y, k, inside, normaliser, on_softmax, on_target, on_all, row_soft, class_weight, target, begin, softcap,
+    y, k, inside, top, log_total, on_softmax, on_target, on_all, row_soft, class_weight, target, begin, softcap,
     per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """d loss / d y of columns begin + k of a row."""
     z, slope = _squash(y, softcap, per_temperature, CAPPED)
-    g = on_softmax * tl.exp(z - normaliser)
+    g = on_softmax * tl.exp((z - top) - log_total)
     if SOFT or SMOOTHED:
         if WEIGHTED:
             w = tl.load(class_weight + begin + k, mask=inside, other=0.0).to(tl.float32)
@@ -119,7 +122,7 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, gradients, gradient_stride, normalisers, on_softmax,
+    logits, row_stride, soft, soft_stride, class_weight, targets, gradients, gradient_stride, tops, totals, on_softmax,
     on_target, on_all, begin, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +138,9 @@ def gradient_kernel(
     if SMOOTHED:
         every = tl.load(on_all + row)
     g = _gradient(
-        y, k, inside, tl.load(normalisers + row), tl.load(on_softmax + row), tl.load(on_target + row), every,
-        soft + row * soft_stride, class_weight, target, begin, softcap, per_temperature, SOFT, WEIGHTED, SMOOTHED,
-        CAPPED,
+        y, k, inside, tl.load(tops + row), tl.log(tl.load(totals + row)), tl.load(on_softmax + row),
+        tl.load(on_target + row), every, soft + row * soft_stride, class_weight, target, begin, softcap,
+        per_temperature, SOFT, WEIGHTED, SMOOTHED, CAPPED,
     )  # fmt: skip
     tl.store(gradients + row * gradient_stride + k, g.to(gradients.dtype.element_ty), mask=inside)
 
@@ -155,7 +158,7 @@ def softmax_gradient_kernel(
     what is written need not stay.
 
     Where only the logits and a target are read of a row, everything is in powers of two: with c = log2(e) / T,
-    exp(z - L) = 2^(c y - log2(e) L) is one multiplication with an addition and one power.
+    exp(z - L) = 2^(c (y - top) - log2(total)) is a subtraction, one multiplication with an addition and one power.
     """
     PLAIN: tl.constexpr = not (SOFT or SMOOTHED or CAPPED)
     row = tl.program_id(0).to(tl.int64)
@@ -173,8 +176,8 @@ def softmax_gradient_kernel(
         y = tl.load(row_logits + k, mask=inside, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         if PLAIN:
             above = tl.maximum(top, tl.max(y, 1))
-            shift = _shift(above) * power
-            total = total * tl.exp2(top * power - shift) + tl.sum(tl.exp2(y * power - shift[:, None]), 1)
+            shift = _shift(above)
+            total = total * tl.exp2((top - shift) * power) + tl.sum(tl.exp2((y - shift[:, None]) * power), 1)
         else:
             z, _ = _squash(y, softcap, per_temperature, CAPPED)
             z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
@@ -195,7 +198,6 @@ def softmax_gradient_kernel(
     shift_of_all = _shift(row_top)
     if PLAIN:
         row_total = tl.sum(total * tl.exp2((top - shift_of_all) * power), 0)
-        row_top *= per_temperature
     else:
         row_total = tl.sum(total * tl.exp(top - shift_of_all), 0)
     target_logit = tl.zeros((), tl.float32)
@@ -205,16 +207,17 @@ def softmax_gradient_kernel(
         target_logit = tl.load(row_logits + target, mask=target >= 0, other=0.0).to(tl.float32)
         z, _ = _squash(target_logit, softcap, per_temperature, CAPPED)
         tl.store(picks + row, z)
-    tl.store(tops + row, row_top)
+    tl.store(tops + row, row_top * per_temperature if PLAIN else row_top)
     tl.store(totals + row, row_total)
     every = 0.0
     if SMOOTHED:
         tl.store(sums + row, tl.sum(summed, 0))
         every = tl.load(on_all + row)
-    normaliser = row_top + tl.log(row_total)
     weight, hit = tl.load(on_softmax + row), tl.load(on_target + row)
     if PENALISED:
+        normaliser = (row_top * per_temperature if PLAIN else row_top) + tl.log(row_total)
         weight += tl.load(on_square + row) * normaliser
+    log_total = tl.log2(row_total) if PLAIN else tl.log(row_total)
     tl.debug_barrier()  # the target's logit was read by all before anyone writes over it
     blocks = tl.cdiv(columns, BLOCK)
     for i in range(blocks):
@@ -222,14 +225,14 @@ def softmax_gradient_kernel(
         inside = k < columns
         y = tl.load(row_logits + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if PLAIN:
-            g = weight * per_temperature * tl.exp2(y * power - normaliser * LOG2_E)
+            g = weight * per_temperature * tl.exp2((y - row_top) * power - log_total)
         else:
             g = _gradient(
-                y, k, inside, normaliser, weight, hit, every, row_soft, class_weight, target, 0, softcap,
+                y, k, inside, row_top, log_total, weight, hit, every, row_soft, class_weight, target, 0, softcap,
                 per_temperature, SOFT, WEIGHTED, SMOOTHED, CAPPED,
             )  # fmt: skip
         tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if PLAIN:
         tl.debug_barrier()  # the target's gradient is written over what was written for every class
-        g = per_temperature * (weight * tl.exp2(target_logit * power - normaliser * LOG2_E) - hit)
+        g = per_temperature * (weight * tl.exp2((target_logit - row_top) * power - log_total) - hit)
         tl.store(row_logits + target, g.to(logits.dtype.element_ty), mask=target >= 0)
