@@ -341,3 +341,15 @@ def passes_gradients_on(function: object) -> bool:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def saves_through_hooks() -> bool:
+    """Are there hooks on what autograd saves, such as those of activation checkpointing? Checked on 2.11, 2.13.
+
+    >>> saves_through_hooks()
+    False
+    >>> with torch.autograd.graph.save_on_cpu():
+    ...     saves_through_hooks()
+    True
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

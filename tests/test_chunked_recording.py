@@ -55,3 +55,30 @@ def test_the_sequence_dim_stays_divided_through_a_linear_layer() -> None:
     h = st.chunk(torch.ones(4, 12, 3), dim=1, rows=3)
     logits = F.linear(h, torch.ones(5, 3))
     assert "4 chunks of 3 of 12 rows" in st.explain(logits.exp().logsumexp(-1))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_linear_layer_of_rows_is_recorded_as_torch_would_have_it(has_bias: bool, grad: bool) -> None:
+    hidden, weight = torch.randn(6, 5), torch.randn(30, 5, requires_grad=grad)
+    bias = torch.randn(30, requires_grad=True) if has_bias else None
+    direct = F.linear(st.chunk(hidden, rows=2), weight, bias)
+    by_rules = torch.addmm(bias, st.chunk(hidden, rows=2), weight.t()) if bias is not None else None
+    by_rules = st.chunk(hidden, rows=2) @ weight.t() if by_rules is None else by_rules
+    values = [x._cell.value for x in (direct, by_rules)]  # type: ignore[attr-defined]
+    assert values[0].node.name == values[1].node.name
+    assert direct.requires_grad == by_rules.requires_grad == (grad or has_bias)
+    one, two = ((v.shape, v.meta.stride(), v.dtype, v.device, v.layout.dim, v.layout.size, v.node.grad) for v in values)
+    assert one == two
+    assert torch.equal(direct.realize(), by_rules.realize())
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [(torch.ones(30, 4), None), (torch.ones(30, 5).double(), None), (torch.ones(30, 5), torch.ones(7))],
+)
+def test_a_linear_layer_that_does_not_fit_is_torch_s_own_error(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    with pytest.raises(RuntimeError) as plain:
+        F.linear(torch.ones(6, 5), weight, bias)
+    with pytest.raises(RuntimeError, match=str(plain.value)[:12]):
+        F.linear(st.chunk(torch.ones(6, 5), rows=2), weight, bias).realize()

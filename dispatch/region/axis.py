@@ -117,13 +117,17 @@ class Axis:
         Args:
             rows_by_memory: how many rows fit in some bytes (None: in what is free), where the policy doesn't say.
         """
+        rows = self.rows(rows_by_memory)
+        return [(s, min(s + rows, self.size)) for s in range(0, max(self.size, 1), rows)]
+
+    def rows(self, rows_by_memory: Callable[[int | None], int]) -> int:
+        """How many rows a chunk has, but for the last."""
         policy, granule = self.policy, self.granule
         wanted = [math.ceil(self.size / policy.chunks)] if policy.chunks else []
         wanted += [policy.rows] if policy.rows else []
         if policy.memory_limit or not wanted:
             wanted.append(rows_by_memory(policy.memory_limit))
-        rows = max(granule, min(wanted) // granule * granule, 1)
-        return [(s, min(s + rows, self.size)) for s in range(0, max(self.size, 1), rows)]
+        return max(granule, min(wanted) // granule * granule, 1)
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,8 @@ class Layout:
 
     def window(self, span: tuple[int, int]) -> tuple[int, int]:
         """The positions of a run that a chunk of rows has."""
-        start, stop = (min(max(int(row * self.unit) - self.low, 0), self.size) for row in span)
+        unit, group = self.unit.numerator, self.unit.denominator
+        start, stop = (min(max(row * unit // group - self.low, 0), self.size) for row in span)
         return start, stop
 
     def local(self, span: tuple[int, int]) -> int:

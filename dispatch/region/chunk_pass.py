@@ -13,7 +13,7 @@ from subtensors.dispatch.region.accumulation import GradientSum, ProductInto
 from subtensors.dispatch.region.compiled import CompiledRun, compiled_program
 from subtensors.dispatch.region.graph import Join, PerChunk, Span, Value, tensors_of
 from subtensors.dispatch.region.plan import Input, Plan, Step
-from subtensors.dispatch.torch_private import is_dense
+from subtensors.dispatch.torch_private import is_dense, saves_through_hooks
 
 aten = torch.ops.aten
 
@@ -23,8 +23,10 @@ def as_recorded() -> Iterator[None]:
     """What was decided when the ops were recorded is not decided again: casts of autocast, hooks on saved tensors."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if saves_through_hooks():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
 
 

@@ -331,4 +331,5 @@ def _asked_rows(layout: Layout) -> int | None:
     policy = layout.axis.policy
     if policy.rows is None and policy.chunks is None:
         return None
-    return max(1, layout.local(layout.axis.spans(lambda limit: layout.axis.size)[0]))
+    size = layout.axis.size
+    return max(1, layout.local((0, min(size, layout.axis.rows(lambda limit: size)))))

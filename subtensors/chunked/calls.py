@@ -32,6 +32,7 @@ from subtensors.dispatch.region.graph import (
 from subtensors.dispatch.region.lowering import lowered_cross_entropy
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
+from subtensors.dispatch.region.rules.contractions import linear_layer
 from subtensors.dispatch.torch_private import prepares_backward, schema_of
 
 aten = torch.ops.aten
@@ -291,6 +292,9 @@ def _linear(kind: type[RecordedTensor], input: Any, weight: Any, bias: Any = Non
     if not plain or input.ndim < 2 or weight.ndim != 2 or torch.is_autocast_enabled(weight.device.type):
         return None
     value = cell_of(input).value
+    if value.ndim == 2 and value.layout is not None and value.layout.dim == 0:
+        out = linear_layer(value, weight, bias, torch.is_grad_enabled())
+        return None if out is None else outer(kind, Cell(out))
     try:
         with recording(torch.is_grad_enabled()):
             flat = value
