@@ -220,13 +220,15 @@ def run(options: argparse.Namespace) -> int:
     for name in names:
         way(name)
 
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+
     def report(row: StepRow) -> None:
         console.print(f"{row.variant:24} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB, loss {row.loss:.4f}")
+        lines.append(json.dumps(asdict(row)))
+        (options.out / "gpt2_step.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a run may be cut short
 
     rows = measure(names, options.tiny, options.device, report)
-    options.out.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-    (options.out / "gpt2_step.json").write_text(f"[\n{lines}\n]\n")
     shown = Table(title=describe(rows))
     for name in ("variant", "first s", "step ms", "peak MiB", "loss"):
         shown.add_column(name, justify="left" if name == "variant" else "right")
