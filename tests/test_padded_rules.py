@@ -17,6 +17,7 @@ from subtensors.padded import calls as padded_calls
 SEQ = st.Dim("seq", max=24, buckets=st.Linear(8))
 LABELS = st.Dim("labels", max=4, buckets=[4])
 NAN = float("nan")
+WEIGHT = torch.linspace(-1, 1, 9).view(3, 3)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,11 @@ NAN = float("nan")
         (-torch.inf, lambda x: x.amax(1), 0),
         (1, lambda x: x.sum(1), 1),
         (0, lambda x: x.exp().sum(1), 1),
+        (0, lambda x: F.dropout(x.reshape(2, -1, 1, 3), 0.5, training=False).sum(1), 0),
+        # Attention adds -inf to the scores of padded keys: numbers will do, as a linear map makes of zeros.
+        (0, lambda x: F.scaled_dot_product_attention(x @ WEIGHT, x @ WEIGHT, F.linear(x, WEIGHT, WEIGHT[0])), 0),
+        (1, lambda x: F.scaled_dot_product_attention(x @ WEIGHT, x @ WEIGHT, F.linear(x, WEIGHT, WEIGHT[0])), 2),
+        (0, lambda x: F.scaled_dot_product_attention(x, F.layer_norm(x, (3,)).clone(), x * WEIGHT[0]), 2),
     ],
 )
 def test_padding_that_is_known_to_be_neutral_is_not_filled_again(

@@ -40,7 +40,7 @@ def attention(call: Call) -> Padded:
         dense_mask = _clean(mask)
     # What a padded query attends to stays in its own row; its gradient would not.
     followed = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
-    operands = {"query": q.filled(0) if followed else q.dense, "key": k.filled(0), "value": v.filled(0)}
+    operands = {"query": q.filled(0) if followed else q.dense, "key": k.finite(), "value": v.finite()}
     out = call.dense({**operands, "attn_mask": dense_mask, "is_causal": causal})
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes).gradient_masked()
 

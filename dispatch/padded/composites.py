@@ -35,7 +35,7 @@ OPS = frozenset(
     hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d
     movedim narrow pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
     tensordot trapezoid trapz vsplit vstack moveaxis swapaxes swapdims unflatten.int
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode dropout
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode
     dropout_ feature_dropout alpha_dropout l1_loss square
     concat type_as to.dtype to.device to.other to.dtype_layout relu6 selu
     where.ScalarSelf where.ScalarOther where.Scalar

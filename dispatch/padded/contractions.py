@@ -6,6 +6,7 @@ the others are filled along those dims too, and the result's gradient is masked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, table
 from subtensors.dispatch.padded.gathering import rows_dim
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, result
+from subtensors.dispatch.padded.padded_value import FINITE, Fill, Inexpressible, Padded, is_padded, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
 from subtensors.dispatch.size_factors import Factors
@@ -99,11 +100,17 @@ def contract(
         changed[name] = _filled(x, at, to_fill, dims, sizes)
     if added is not None and added_name in call:
         changed[added_name] = added.dense
-    product = result(call.dense(changed), [dims[letter] for letter in out], sizes)
+    product = result(call.dense(changed), [dims[letter] for letter in out], sizes, _fill_after(operands, added))
     records = any(call[name].records and lacking[name] for name in names)
     if records or (added is not None and added.records and added_lacks):
         return product.gradient_masked()
     return product
+
+
+def _fill_after(operands: Sequence[Padded], added: Padded | None) -> Fill | None:
+    """Products with zeros are zeros, where the other factors are numbers; what is added to them stays."""
+    is_zero = all(x.fill == 0 for x in operands if x.padded_dims)
+    return FINITE if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
 
 
 def _lacks(x: Padded, at: str, out: str, dims: dict[str, Factors]) -> bool:

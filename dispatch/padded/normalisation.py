@@ -117,10 +117,12 @@ def _parameter(call: Call, weight: Padded | None, x: Padded, first: int) -> Padd
 
 
 def _by_torch(call: Call, x: Padded, rows: int) -> Any:
-    """Torch's kernel, on real rows in the place of padded ones."""
-    out = call.dense({"input": x.repeated()})
+    """Torch's kernel; where autograd follows, with real rows in place of padded ones, which might have no gradient."""
+    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    out = call.dense({"input": x.repeated()} if followed else {})
     if not isinstance(out, tuple):
-        return result(out, x.dims, x.sizes).gradient_masked()
+        normal = result(out, x.dims, x.sizes)
+        return normal.gradient_masked() if followed else normal.cleaned()
     dims = [x.dims, *[[*x.dims[:rows], *static_dims(o.shape[rows:])] for o in out[1:]]]
     return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, dims, strict=True))
 

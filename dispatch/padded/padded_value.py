@@ -25,6 +25,11 @@ from subtensors.dispatch.size_factors import Factor, Factors, size_of, static
 
 Number = int | float | bool
 
+FINITE: Literal["finite"] = "finite"
+"""A fill of which only that is known: numbers, no NaN or infinity unless real values have them for the same reason."""
+
+Fill = Number | Literal["finite"]
+
 
 class Inexpressible(RuleError):
     """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
@@ -38,14 +43,14 @@ class Padded:
         dense: the padded storage, of the bucket's shape.
         dims: the factors of each dim; a dim of one static factor has no padding.
         sizes: the true sizes that the factors speak of; None when nothing is padded.
-        fill: what stands everywhere in the padding; None when nothing is known.
+        fill: what stands everywhere in the padding, or that it is `FINITE`; None when nothing is known.
         view: of a view, "alias" where it lies in the memory of what it views, "copy" where it couldn't.
     """
 
     dense: Tensor
     dims: tuple[Factors, ...]
     sizes: TrueSizes | None = None
-    fill: Number | None = None
+    fill: Fill | None = None
     view: Literal["", "alias", "copy"] = ""
 
     @property
@@ -110,6 +115,11 @@ class Padded:
         number = self.sizes.fill(_as_dtype(value, self.dense.dtype), self.dense.dtype, self.dense.device)
         return torch.where(mask, self.dense, number)
 
+    def finite(self, value: Number = 0) -> Tensor:
+        """The storage with numbers in the padding of all dims: what is there, where those are some, else `value`."""
+        holds_numbers = isinstance(self.fill, str) or (self.fill is not None and math.isfinite(self.fill))
+        return self.dense if holds_numbers and not self.records else self.filled(value)
+
     def cleaned(self, value: Number = 0) -> Padded:
         """The same value with `value` throughout its padding."""
         return replace(self, dense=self.filled(value), fill=value)
@@ -128,7 +138,7 @@ class Padded:
         mask = self.mask() if self.records else None
         return self if mask is None else replace(self, dense=masked_gradient(self.dense, mask))
 
-    def like(self, dense: Tensor, fill: Number | None = None) -> Padded:
+    def like(self, dense: Tensor, fill: Fill | None = None) -> Padded:
         """Another storage of the same shape with the same padding."""
         sizes = self.sizes if self.sizes is None else self.sizes.to(dense.device)
         return Padded(dense, self.dims, sizes, fill)
@@ -181,7 +191,7 @@ def padded_dim(bucket: int, size: Size) -> Factors:
     return (Factor(bucket, sympy.sympify(size)),)
 
 
-def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Number | None = None) -> Padded:
+def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Fill | None = None) -> Padded:
     """A rule's result; checked to say what its storage is.
 
     Raises:
@@ -260,7 +270,9 @@ def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:
     return mask.expand(expanded).reshape(shape)
 
 
-def _same_number(a: Number, b: Number) -> bool:
+def _same_number(a: Fill, b: Number) -> bool:
+    if isinstance(a, str):
+        return False
     return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
 
 

@@ -14,8 +14,8 @@ from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import (
+    Fill,
     Inexpressible,
-    Number,
     Padded,
     is_padded,
     masked_gradient,
@@ -30,6 +30,8 @@ _KEEPS_ZERO = frozenset(
     ceil round frac positive clone _to_copy alias detach contiguous relu6 leaky_relu hardtanh hardswish mish softsign
     conj_physical nan_to_num to copy""".split()
 )
+
+_KEEPS_VALUES = frozenset("clone alias detach contiguous".split())
 
 aten = torch.ops.aten
 
@@ -137,12 +139,13 @@ def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], size
     return masked_gradient(x.dense.expand(target), mask)
 
 
-def _fill_after(call: Call, operands: Sequence[Padded]) -> Number | None:
-    """What is known of the result's padding: kept where the op maps zero to zero."""
+def _fill_after(call: Call, operands: Sequence[Padded]) -> Fill | None:
+    """What is known of the result's padding: a zero is kept where the op maps it to zero."""
     name = call.op._schema.name.split("::")[1]
-    if len(operands) == 1 and operands[0].fill == 0 and name in _KEEPS_ZERO:
-        return 0
-    return None
+    if len(operands) != 1:
+        return None
+    fill = operands[0].fill
+    return fill if (fill == 0 and name in _KEEPS_ZERO) or name in _KEEPS_VALUES else None
 
 
 def _sizes(factors: Factors) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, result
 from subtensors.dispatch.padded.pointwise import broadcast
@@ -34,8 +35,17 @@ def drawn(call: Call) -> Any:
 
 
 @table.register(aten.native_dropout)
-def dropout(call: Call) -> Any:
+def native_dropout(call: Call) -> Any:
     """Each real element is kept or dropped as the bucket's draw says."""
     x: Padded = call["input"]
     out, kept = call.dense()
     return x.like(out, 0 if x.fill == 0 else None), x.like(kept)
+
+
+@table.register(aten.dropout)
+def dropout(call: Call) -> Padded:
+    """In evaluation nothing is dropped, and nothing is copied either."""
+    x: Padded = call["input"]
+    if not call["train"] or call["p"] == 0:
+        return replace(x, view="copy" if x.view == "copy" else "alias")
+    return apply(aten.native_dropout.default, x, call["p"], True)[0]  # type: ignore[no-any-return]

@@ -138,7 +138,7 @@ class Bucket:
                     padded_dim(n, symbols[k]) if k >= 0 else static_dims([n])[0]
                     for n, k in zip(static.shape, source.which, strict=True)
                 ]
-                leaves[source.leaf] = wrap(Padded(static, tuple(dims), own))
+                leaves[source.leaf] = wrap(Padded(static, tuple(dims), own, fill=0))
             else:
                 leaves[source.leaf] = static
         return Outputs.of(self.call(leaves), list(self.others.values()))

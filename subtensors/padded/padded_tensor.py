@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.padded_value import Number, Padded, is_padded
+from subtensors.dispatch.padded.padded_value import Fill, Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import Factors, size_of
@@ -42,7 +42,7 @@ class PaddedTensor(Tensor):
     _dense: Tensor
     _dims: tuple[Factors, ...]
     _sizes: TrueSizes | None
-    _fill: Number | None
+    _fill: Fill | None
     _view: Literal["", "alias", "copy"]
 
     @staticmethod
@@ -226,7 +226,7 @@ class PaddedTensor(Tensor):
         if dims != self._dims or self._sizes is None or symbols != self._sizes.symbols:
             return None
         value = value_of(self)
-        return wrap(value.like(value.filled(0.0 if fill is None else fill), fill))
+        return wrap(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
 
 
 def wrap(value: Padded) -> PaddedTensor:
