@@ -242,7 +242,13 @@ def test_every_other_optimizer_takes_a_step_on_its_set(variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [("sgd-subtensors", "sgd-foreach"), ("adamw-subtensors", "adamw-fused"), ("muon-subtensors", "muon-torch")],
+    [
+        ("sgd-subtensors", "sgd-foreach"),
+        ("adamw-subtensors", "adamw-fused"),
+        ("adamw-clipped-subtensors", "adamw-clipped-fused"),
+        ("muon-subtensors", "muon-torch"),
+        ("shampoo-subtensors", "shampoo-loop"),
+    ],
 )
 def test_other_optimizers_take_the_step_of_their_peers(ours: str, theirs: str) -> None:
     def stepped(variant: str) -> Tensor:
