@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import subtensors as st
+from tests.own_optimizer import own_optimizer
 from tests.process_end import end_of_process
 
 # What a step with each of these ends in is compared with torch's own on the whole model.
@@ -75,6 +76,19 @@ def a_sharded_model_trains_as_the_whole_one() -> None:
             assert not any(isinstance(t, DTensor) for column in batch.columns() for t in column)
             for p in net.parameters():
                 assert all(isinstance(t, DTensor) for n, t in optimizer.state[p].items() if n != "step")
+
+
+def a_class_of_ones_own_needs_nothing_more() -> None:
+    cls = own_optimizer()
+    net, plain = sharded(), model()
+    optimizer = cls(net.parameters(), lr=0.05, max_norm=0.05, ema=0.9)
+    whole_one = cls(plain.parameters(), lr=0.05, max_norm=0.05, ema=0.9)
+    go_on(net, optimizer, range(STEPS))
+    go_on(plain, whole_one, range(STEPS))
+    torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
+    assert optimizer._lists[0].batches[0].sees_shards
+    with optimizer.averaged_weights(), whole_one.averaged_weights():
+        torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
 
 
 def what_needs_whole_tensors_gets_them() -> None:
@@ -153,6 +167,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     a_sharded_model_trains_as_the_whole_one()
+    a_class_of_ones_own_needs_nothing_more()
     what_needs_whole_tensors_gets_them()
     masters_and_averages_are_sharded_too()
     a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")

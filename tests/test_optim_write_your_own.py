@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import doctest
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from own_optimizer import PAGE, own_optimizer, source
 from small_models import loss_of, model
 from test_optim_parity import assert_as_accurate, start, train
 from torch import Tensor
 from torch.nn import Parameter
 
-import subtensors as st
-
-PAGE = Path(__file__).parents[1] / "docs" / "write-your-own-optimizer.md"
-
-
-def source() -> str:
-    """The first example of the page: an import and the class."""
-    examples = doctest.DocTestParser().get_examples(PAGE.read_text())
-    return next(example.source for example in examples if example.source.startswith("class"))
-
 
 @pytest.fixture(scope="module", name="cls")
 def _cls() -> Any:
-    names: dict[str, Any] = {"torch": torch, "st": st}
-    exec(source(), names)
-    return names["AdaBelief"]
+    return own_optimizer()
 
 
 def test_it_is_as_short_as_the_page_says() -> None:
