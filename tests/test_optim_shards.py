@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -148,13 +149,94 @@ def a_distributed_checkpoint_goes_on(folder: str) -> None:
     torch.testing.assert_close(whole(again.parameters()), whole(net.parameters()), rtol=0, atol=0)
 
 
+def wide(mesh: Any = None) -> torch.nn.Sequential:
+    """Layers whose shards are whole blocks of codes, so that a block is the same numbers as on one process."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Tanh(), torch.nn.Linear(64, 256)).to(device)
+    if mesh is not None:
+        fully_shard(net[0], mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    return net
+
+
+def state_in_few_bits_is_that_of_each_shard(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def stepped(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for number in steps:
+            for i, p in enumerate(net.parameters()):
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(device)
+                p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+            optimizer.step()
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for name in ("AdamW", "Lion"):
+        net, plain = wide(mesh), wide()
+        cls = getattr(st.optim, name)
+        ours, theirs = (cls(n.parameters(), lr=0.01, state_dtype="int8") for n in (net, plain))
+        stepped(net, ours, range(STEPS))
+        stepped(plain, theirs, range(STEPS))
+        torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()), rtol=0, atol=0)
+        p, q = next(net.parameters()), next(plain.parameters())
+        assert ours.state[p]["exp_avg"].to_local().dtype == torch.int8
+        assert ours._lists[0].batches[0].sees_shards
+        torch.testing.assert_close(whole([ours.state[p]["exp_avg"]]), [theirs.state[q]["exp_avg"]], rtol=0, atol=0)
+
+        # A checkpoint holds float32; loaded, it is given the same codes.
+        weights, state = get_state_dict(net, ours)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
+        again = wide(mesh)
+        other = cls(again.parameters(), lr=0.01, state_dtype="int8")
+        weights, state = get_state_dict(again, other)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+        stepped(again, other, range(STEPS, 2 * STEPS))
+        stepped(plain, theirs, range(STEPS, 2 * STEPS))
+        torch.testing.assert_close(whole(again.parameters()), whole(plain.parameters()), rtol=0, atol=0)
+
+    net, plain, start = wide(mesh), wide(), whole(wide().parameters())
+    rounded = st.optim.AdamW(net.parameters(), lr=0.01, state_dtype=torch.bfloat16)
+    stepped(net, rounded, range(STEPS))
+    stepped(plain, st.optim.AdamW(plain.parameters(), lr=0.01), range(STEPS))
+    assert rounded.state[next(net.parameters())]["exp_avg"].to_local().dtype == torch.bfloat16
+    for ended, exact, began in zip(whole(net.parameters()), whole(plain.parameters()), start, strict=True):
+        # Eight bits of a number of the state, and some for those that the quotient makes more of.
+        assert (ended - exact).norm() <= 2**-6 * (exact - began).norm()
+
+
+def processes_that_repeat_a_shard_agree() -> None:
+    count = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (count, 1), mesh_dim_names=("repeat", "shard"))
+    net = wide(mesh)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    st.optim.AdamW(net.parameters(), state_dtype="int8").step()
+    rounded = st.optim.AdamW(net.parameters(), state_dtype=torch.bfloat16)
+    if count > 1:
+        with pytest.raises(st.RuleError, match="processes that repeat a shard"):
+            rounded.step()
+
+
+class Shortened(st.optim.Optimizer):
+    """Steps of length `lr`: each adds up a whole tensor of the state, which may be kept in few bits."""
+
+    low_bit: ClassVar[Mapping[str, bool]] = {"total": True}
+    state: ClassVar[Any] = {"total": torch.zeros_like}
+
+    def update(self, p: Any, g: Any, total: Any, *, lr: Any) -> None:
+        """The maths."""
+        total.add_(g)
+        p.sub_(lr * total / total.norm())
+
+
 def what_cannot_be_done_to_shards_is_refused() -> None:
     net = sharded()
     loss_of(net, 0).backward()
     with pytest.raises(st.RuleError, match="Muon needs whole matrices"):
         st.optim.Muon([p for p in net.parameters() if p.dim() == 2]).step()
-    with pytest.raises(st.RuleError, match="state_dtype takes parameters that are whole"):
-        st.optim.AdamW(net.parameters(), state_dtype="int8").step()
+    with pytest.raises(st.RuleError, match="state_dtype: this step needs whole tensors"):
+        Shortened(net.parameters(), {"lr": 0.1}, state_dtype=torch.bfloat16).step()
     with pytest.raises(st.RuleError, match=r"capture\(\) takes parameters that are whole"):
         st.optim.AdamW(net.parameters()).capture()
 
@@ -171,6 +253,8 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     what_needs_whole_tensors_gets_them()
     masters_and_averages_are_sharded_too()
     a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
+    state_in_few_bits_is_that_of_each_shard(f"{folder}/few-bits")
+    processes_that_repeat_a_shard_agree()
     what_cannot_be_done_to_shards_is_refused()
     end_of_process()
 

@@ -3,18 +3,21 @@
 An optimizer names in `low_bit` the state entries that bear it. In a group with `state_dtype="int8"` such an entry is a
 tensor of codes beside one of scales, `<entry>_absmax` (`kernels.blockwise` has the two codes); with
 `state_dtype=torch.bfloat16` it is rounded stochastically, so that what is below half a step is not lost but taken now
-and then. Either way the step reads, computes in float32 and writes within its one kernel.
+and then. Either way the step reads, computes in float32 and writes within its one kernel. Where a parameter is spread
+over processes, codes are spread as it is, and blocks and scales are those of the shard that is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.errors import RuleError
 from subtensors.kernels import blockwise
+from subtensors.optim.shards import shard, spread_like
 
 SCALES = "_absmax"
 """What the name of an entry of codes takes at its end to name its scales."""
@@ -53,6 +56,29 @@ def check_state_dtype(name: str, state_dtype: Any, low_bit: Mapping[str, bool]) 
         raise ValueError(f"state_dtype={state_dtype!r}: {name} keeps its state as it is; expected None")
 
 
+def check_sharded_forms(forms: Collection[torch.dtype | None], sees_shards: bool, is_repeated: bool) -> None:
+    """Refuse forms that a parameter's state can't have which is spread over processes.
+
+    Args:
+        forms: of its entries.
+        sees_shards: is the step that of each shard alone?
+        is_repeated: do several processes have the same shard?
+
+    Raises:
+        RuleError: blocks of a step that needs whole tensors, or random bits that would differ between processes.
+    """
+    if any(forms) and not sees_shards:
+        raise RuleError(
+            "state_dtype: this step needs whole tensors, and a parameter is spread over processes (a DTensor); "
+            "expected None"
+        )
+    if torch.bfloat16 in forms and is_repeated:
+        raise RuleError(
+            "state_dtype=torch.bfloat16 rounds by random bits, and processes that repeat a shard (a DTensor) would "
+            "draw others; expected 'int8' or None"
+        )
+
+
 def form_of(entry: str, p: Tensor, group: Mapping[str, Any], low_bit: Mapping[str, bool]) -> torch.dtype | None:
     """How this parameter's entry is kept.
 
@@ -82,8 +108,8 @@ def keep(state: Any, entry: str, form: torch.dtype | None) -> None:
         state.pop(entry + SCALES, None)
         state[entry] = value
         if wants_codes:
-            scales = blockwise.absmax(value)
-            state[entry] = blockwise.quantize(value, scales, form == torch.int8)
+            scales = blockwise.absmax(shard(value))
+            state[entry] = spread_like(blockwise.quantize(shard(value), scales, form == torch.int8), value)
             state[entry + SCALES] = scales
     if form == torch.bfloat16 and state[entry].dtype != form:
         state[entry] = state[entry].to(form)
@@ -99,8 +125,10 @@ def restored(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restored(state: Mapping[str, Any], entry: str) -> Any:
-    scales = state.get(entry + SCALES)
-    return state[entry] if scales is None else blockwise.dequantize(state[entry], scales, _is_signed(state[entry]))
+    stored, scales = state[entry], state.get(entry + SCALES)
+    if scales is None:
+        return stored
+    return spread_like(blockwise.dequantize(shard(stored), scales, _is_signed(stored)), stored)
 
 
 def _is_signed(codes: Tensor) -> bool:

@@ -16,7 +16,7 @@ from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels.launch import Prelude
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
-from subtensors.optim.low_bit_state import check_state_dtype, form_of, keep
+from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, form_of, keep
 from subtensors.optim.options import IN_STEP, Options, check_options, recorded
 from subtensors.optim.saved_state import AVERAGE, MASTER
 from subtensors.optim.shards import sharding_of
@@ -260,6 +260,8 @@ class Optimizer(Stepping):
         batches = []
         for (device, is_complex, sharding, kept, forms), indices in self._cut(kinds, params):
             sees_shards = sharding is not None and self._sees_shards(group)
+            if sharding is not None:
+                check_sharded_forms(forms, sees_shards, sharding.is_repeated)
             own = [params[i] for i in indices]
             # Only where there are entries: asking for the state would make an empty one.
             states = [self.state[p] for p in own] if kept else []
@@ -341,8 +343,6 @@ class Optimizer(Stepping):
                 f"{type(self).__name__} needs whole matrices, and a parameter is spread over processes (a DTensor): "
                 "give it parameters that are whole, or use an optimizer whose update is of single tensors"
             )
-        if group.get("state_dtype") is not None:
-            raise RuleError("state_dtype takes parameters that are whole, and one is a DTensor; expected None")
         p = torch.ones(2)
         kept = self._kept(group)
         entries = [

@@ -17,6 +17,11 @@ class Sharding(NamedTuple):
     mesh: Any
     dims: tuple[int, ...]
 
+    @property
+    def is_repeated(self) -> bool:
+        """Do several processes have the same shard?"""
+        return any(self.mesh.size(i) > 1 for i in range(self.mesh.ndim) if i not in self.dims)
+
     def add_up(self, total: Tensor) -> Tensor:
         """The sum of what each shard has here, on every process.
 
@@ -43,6 +48,16 @@ def sharding_of(t: Any) -> Sharding | None:
 def shard(t: Any) -> Tensor:
     """The part of a DTensor that this process has, sharing its memory; another tensor itself."""
     return t.to_local() if is_sharded(t) else t  # type: ignore[no-any-return]
+
+
+def spread_like(local: Tensor, like: Any) -> Tensor:
+    """What each process has here of a tensor that is spread as `like` is; of one that is not, the tensor itself."""
+    if not is_sharded(like):
+        return local
+    whole: Tensor = type(like).from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return whole
 
 
 def shard_like(t: Any, p: Any) -> Tensor:
