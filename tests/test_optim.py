@@ -273,11 +273,3 @@ def test_a_step_can_be_captured_and_the_learning_rate_stays_live() -> None:
     lr.fill_(0.25)
     graph.replay()
     assert [p[0].item() for p in params] == [0.25] * 5
-
-
-@pytest.mark.gpu
-def test_parameters_on_two_kinds_of_device_are_updated_in_one_group() -> None:
-    params = [*ones(2, "cuda"), *ones(2)]
-    optimizer = st.optim.Adam(params, lr=0.5)
-    optimizer.step()
-    assert [p[0].item() for p in params] == pytest.approx([0.5] * 4)
