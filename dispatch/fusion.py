@@ -75,6 +75,8 @@ class _Plan:
         addresses = [a for column in columns for a in addresses_of(column)]
         if addresses != self._compared[0]:
             self._compared = addresses, written_overlap(columns, self._written)
+            if self._compared[1]:
+                logger.info("runs as %s", self.mapped.describe())
         return self._compared[1]
 
 
@@ -166,8 +168,10 @@ class Fusion:
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
-        for _, group in plan.groups:
-            lines.append("  " + group.describe().replace("\n", "\n  "))
+        if plan.groups_overlap(columns):
+            return "\n".join([*lines, f"  {plan.mapped.describe()}"])
+        for indices, group in plan.groups:
+            lines.append("  " + group.explain(_part(columns, indices)).replace("\n", "\n  "))
         return "\n".join(lines)
 
     def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:

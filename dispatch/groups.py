@@ -39,6 +39,10 @@ class Group(ABC):
     def describe(self) -> str:
         """What runs, in a line or more."""
 
+    def explain(self, columns: Columns) -> str:
+        """What runs on these tensors, whose addresses may ask for more than their shapes do."""
+        return self.describe()
+
 
 class MappedGroup(Group):
     """The user's function, called on one element after the other: what every other group must agree with."""
@@ -79,6 +83,11 @@ class TorchGroup(Group):
         rows = [self.run_element(row, scalars, wrapped) for row in zip(*columns, strict=True)]
         outputs = [list(column) for column in zip(*rows, strict=True)]
         return leaves_of(self.trace, columns, outputs)
+
+    def explain(self, columns: Columns) -> str:
+        """The same, or the function itself where memory overlaps."""
+        overlaps = written_overlap(columns, self.trace.program.stores)
+        return self.mapped.describe() if overlaps else self.describe()
 
     def describe(self) -> str:
         """One line."""

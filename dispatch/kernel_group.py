@@ -19,7 +19,7 @@ from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
 from subtensors.kernels import graph_lifetime
-from subtensors.kernels.launch import Grid, Kernels, Prelude, bits, to_device
+from subtensors.kernels.launch import ALIGNMENT, Grid, Kernels, Prelude, bits, to_device
 from subtensors.kernels.program import Extent, Parameter
 
 logger = logging.getLogger("subtensors.fused")
@@ -237,6 +237,8 @@ class KernelGroup(Group):
             nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
         ]
         overlaps = written_overlap(columns, self.trace.program.stores)
+        if overlaps:
+            logger.info("%s: runs as %s", self.trace.program.name, self.mapped.describe())
         table = self.grid.table(pointers)
         binding = Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
         self.tables += 1
@@ -271,6 +273,15 @@ class KernelGroup(Group):
             state.values = values
             state.scalars.copy_(fresh)
         return state.scalars
+
+    def explain(self, columns: Columns) -> str:
+        """The kernels, and how many tensors they read and write in a slower way."""
+        if not self.copies and written_overlap(columns, self.trace.program.stores):
+            return self.mapped.describe()
+        pointers = [[0] * self.grid.count if i in self.hosts else addresses_of(c) for i, c in enumerate(columns)]
+        masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())
+        note = f"\n  {masked} of them not at multiples of {ALIGNMENT} bytes: with narrower loads and stores, masked"
+        return self.describe() + (note if masked else "")
 
     def describe(self) -> str:
         """The kernels, a line each."""

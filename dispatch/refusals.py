@@ -11,10 +11,22 @@ from types import FrameType
 from typing import NoReturn
 
 import torch
+from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.op_classes import OpClass, op_class
 
 _INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
+
+
+ADVICE = {
+    OpClass.COPY: "it moves elements, and fused maths sees one at a time: call it on the TensorList itself",
+    OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
+    OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
+    OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
+    OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
+}
+"""What to do instead of calling an op of a class in fused maths."""
 
 
 def _is_users(filename: str) -> bool:
@@ -40,6 +52,12 @@ def refuse(reason: str, advice: str) -> NoReturn:
     """
     frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
     raise RuleError(f"this maths cannot be fused: {reason}\n  at {source_line(frames)}\n  instead: {advice}")
+
+
+def refuse_op(op: OpOverload) -> NoReturn:
+    """RuleError for an op that fused maths has no rule for."""
+    kind = op_class(op)
+    refuse(f"{op} ({kind.value}) has no rule here", ADVICE.get(kind, "call it on the TensorList itself"))
 
 
 def refuse_value(how: str) -> NoReturn:

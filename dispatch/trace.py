@@ -21,7 +21,7 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
 from subtensors.dispatch.op_classes import OpClass, op_class
-from subtensors.dispatch.refusals import refuse, refuse_value, source_line
+from subtensors.dispatch.refusals import ADVICE, refuse, refuse_op, refuse_value, source_line
 from subtensors.dispatch.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.kernels import blockwise
 from subtensors.kernels.lowering import INTEGERS, can_lower
@@ -33,14 +33,6 @@ aten = torch.ops.aten
 _VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
 
 _TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.FACTORY, OpClass.REDUCTION})
-
-_ADVICE = {
-    OpClass.COPY: "it moves elements, and fused maths sees one at a time: call it on the TensorList itself",
-    OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
-    OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
-    OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
-    OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
-}
 
 
 @dataclass
@@ -104,7 +96,7 @@ class _Tracer(TorchDispatchMode):
             func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
         if op_class(func) is OpClass.COPY and self.depth == 0:
-            refuse(f"{func} (copy) has no rule here", _ADVICE[OpClass.COPY])
+            refuse(f"{func} (copy) has no rule here", ADVICE[OpClass.COPY])
         if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
             return self._view(func, arguments)
         instruction = self._instruction(func, arguments) if self._is_simple(func) else None
@@ -115,14 +107,15 @@ class _Tracer(TorchDispatchMode):
             recorded = len(self.instructions)
             try:
                 return self._expand(func, decomposition, arguments)
-            except RuntimeError:
+            except RuntimeError as error:
                 # Also a RuleError, or a live number that must not be looked at: torch can run the op as it is.
+                if isinstance(error, RuleError) and self.depth == 0 and op_class(func) is not OpClass.POINTWISE:
+                    refuse_op(func)  # by the name that the user knows
                 if instruction is None:
                     raise
                 self._forget(recorded)
         if instruction is None or op_class(func) is not OpClass.POINTWISE:
-            kind = op_class(func)
-            refuse(f"{func} ({kind.value}) has no rule here", _ADVICE.get(kind, "call it on the TensorList itself"))
+            refuse_op(func)
         self.unlowered.append(str(func))
         return self._emit(instruction)
 
@@ -138,9 +131,9 @@ class _Tracer(TorchDispatchMode):
             except (RuntimeError, IndexError):
                 result = None
             if not isinstance(result, Tensor) or (result.shape, result.stride()) != (viewed.shape, viewed.stride()):
-                refuse(f"{func} changes the shape of a tensor", _ADVICE[OpClass.VIEW])
+                refuse(f"{func} changes the shape of a tensor", ADVICE[OpClass.VIEW])
             if result.dtype != source.dtype:
-                refuse(f"{func} reads the bits of a tensor as {result.dtype}", _ADVICE[OpClass.VIEW])
+                refuse(f"{func} reads the bits of a tensor as {result.dtype}", ADVICE[OpClass.VIEW])
         return Traced(source.cell, source.dtype, source.extent, self)
 
     def _is_simple(self, func: OpOverload) -> bool:
@@ -157,7 +150,7 @@ class _Tracer(TorchDispatchMode):
             with self:
                 return written(*positional, **keywords)
         except DimensionError as error:
-            refuse(f"{func}: {error}", _ADVICE[OpClass.REDUCTION])
+            refuse(f"{func}: {error}", ADVICE[OpClass.REDUCTION])
         finally:
             self.depth -= 1
 
@@ -165,7 +158,7 @@ class _Tracer(TorchDispatchMode):
         target = arguments[0]
         functional = _functional(func)
         if op_class(func) is OpClass.RANDOM:
-            refuse(f"{func} is random", _ADVICE[OpClass.RANDOM])
+            refuse(f"{func} is random", ADVICE[OpClass.RANDOM])
         if functional is None or not isinstance(target, Traced):
             refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
         # Torch's own check that the result may be cast back, and that the shapes allow it.

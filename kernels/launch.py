@@ -150,13 +150,18 @@ class Grid:
             pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
         """
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
-        parameters = self.kernels.program.parameters
-        elements = [i for i, p in enumerate(parameters) if p.extent is Extent.ELEMENT and not p.expanded]
-        aligned = (addresses[elements] % ALIGNMENT == 0).all(axis=0)
+        aligned = self.is_aligned(addresses)
         matrices = np.asarray(self._matrices, dtype=np.int64).reshape(-1, self.count)
         return np.concatenate(
             [self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses, matrices]
         )
+
+    def is_aligned(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """For each tensor, may full tiles of it be read and written without a mask? Pointers as in `rows`."""
+        parameters = self.kernels.program.parameters
+        elements = [i for i, p in enumerate(parameters) if p.extent is Extent.ELEMENT and not p.expanded]
+        addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
+        return (addresses[elements] % ALIGNMENT == 0).all(axis=0)  # type: ignore[no-any-return]
 
     def launch(
         self,

@@ -82,6 +82,33 @@ def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFix
     assert sum("1 of 1 elements run as" in r.message for r in caplog.records) == 3
 
 
+@interpreted
+def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "subtensors.fused")
+    memory = torch.zeros(9)
+    with Lowering.INTERPRETER.running():
+        double = Fusion(lambda p: p.mul_(2))
+        assert "1 of them not at multiples of 16 bytes" in double.explain(Elements([torch.ones(4), misaligned(memory)]))
+        assert "multiples" not in double.explain(Elements([torch.ones(4), torch.ones(9)]))
+        assert "overlap others in memory" in double.explain(Elements([memory[:5], memory[4:]]))
+        assert not caplog.records
+        double(Elements([memory[:5], memory[4:]]))
+    assert ["overlap others in memory" in r.message for r in caplog.records] == [True]
+
+
+@interpreted
+def test_groups_of_elements_that_overlap_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "subtensors.fused")
+    memory = torch.zeros(9)
+    elements = Elements([memory[:4], memory.view(3, 3)[:, 0]])
+    with Lowering.INTERPRETER.running():
+        double = Fusion(lambda p: p.mul_(2))
+        assert "groups of elements overlap" in double.explain(elements)
+        double(elements)
+        double(elements)
+    assert sum("groups of elements overlap" in r.message for r in caplog.records) == 1
+
+
 def assert_like_the_map(lowering: Lowering, maths: Callable[..., Any], make: Callable[[], list[list[Tensor]]]) -> None:
     """The fused call on lists that share memory equals the calls on their elements, in order."""
     mapped, fused = make(), make()

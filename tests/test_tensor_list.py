@@ -110,9 +110,9 @@ def test_lists_are_made_from_iterators_and_from_lists() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([torch.ones(2), 3.0], "[1] is a float"),
-        ({"a": [torch.ones(2), "x"]}, "['a', 1] is a str"),
-        (torch.nn.Linear(2, 2), "(root) is a Linear; give model.parameters()"),
+        ([torch.ones(2), 3.0], "[1] is of type float"),
+        ({"a": [torch.ones(2), "x"]}, "['a', 1] is of type str"),
+        (torch.nn.Linear(2, 2), "(root) is of type Linear; give model.parameters()"),
         ({"a": st.TensorList([torch.ones(2)])}, "['a'] is a TensorList: give its .tree()"),
     ],
 )
@@ -265,3 +265,16 @@ def test_the_way_a_call_runs_is_told() -> None:
     assert a[0].tolist() == [1, 1]
     with pytest.raises(TypeError, match="expects a TensorList among the arguments"):
         explain_call(torch.add, torch.ones(2), 1)
+
+
+def test_transforms_of_torch_func_take_the_elements_and_name_them_when_given_the_list() -> None:
+    p = st.TensorList({"w": torch.ones(2, 3), "b": torch.ones(3)})
+
+    def loss(tree: Any) -> torch.Tensor:
+        return sum((st.TensorList(tree) ** 2).sum())
+
+    assert torch.equal(torch.func.grad(loss)(p.tree())["w"], torch.full((2, 3), 2.0))
+    rows = torch.vmap(lambda tree: (st.TensorList(tree) * 2).tree())([torch.ones(4, 3), torch.ones(4)])
+    assert [t.shape for t in rows] == [torch.Size([4, 3]), torch.Size([4])]
+    with pytest.raises(st.RuleError, match=r"torch.func the elements, tl.tree\(\)"):
+        torch.func.grad(lambda x: sum((x**2).sum()))(p)

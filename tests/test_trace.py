@@ -76,7 +76,7 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda x, n: x.normal_(), RANDOM),
     (lambda x, n: x.bernoulli_(0.5), RANDOM),
     (lambda x, n: x @ x, "call it on the TensorList itself, where it is batched by shape"),
-    (lambda x, n: x.cumsum(0), "call it on the TensorList itself"),
+    (lambda x, n: x.cumsum(0), "aten.cumsum.default (scan) has no rule here"),
     (lambda x, n: x.sort()[0], "call it on the TensorList itself"),
     (lambda x, n: x + OUTSIDE, "pass the tensor as an argument"),
     (lambda x, n: OUTSIDE.add_(x), "use the functional form"),

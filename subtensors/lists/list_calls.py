@@ -84,7 +84,7 @@ def plan(call: ListCall) -> Plan:
 
 RULES = RuleTable(
     "TensorList",
-    dict.fromkeys(OpClass, "call it on the elements (for t in tl) or outside the compiled function"),
+    dict.fromkeys(OpClass, "hand torch.compile and the transforms of torch.func the elements, tl.tree()"),
 )
 """What a list does with an overload that reaches `__torch_dispatch__`: each rule takes the `ListCall`."""
 

@@ -84,7 +84,7 @@ def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
         if not isinstance(leaf, torch.Tensor):
             hint = "; give model.parameters()" if isinstance(leaf, torch.nn.Module) else ""
             raise TypeError(
-                f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is a {type(leaf).__name__}{hint}"
+                f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is of type {type(leaf).__name__}{hint}"
             )
     return leaves, spec
 
