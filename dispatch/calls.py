@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subtensors.dispatch.columns import Columns, Elements, Repeated
 from subtensors.dispatch.ready_launch import LastLaunch
+from subtensors.dispatch.torch_private import is_transforming
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
 """Do kernels run on CPU tensors too? Triton interprets them there, slowly: so that they can be seen to be right."""
@@ -153,4 +154,4 @@ def modes() -> tuple[Any, ...]:
     """The modes of torch that change what a function of tensors does."""
     cpu, cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     casts = (cpu and torch.get_autocast_dtype("cpu"), cuda and torch.get_autocast_dtype("cuda"))
-    return torch.is_grad_enabled(), torch.get_default_dtype(), cpu_kernels.get(), casts
+    return torch.is_grad_enabled(), torch.get_default_dtype(), cpu_kernels.get(), casts, is_transforming()

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.mapping import ListCall
 from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.torch_private import is_transforming
 
 _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
@@ -136,7 +137,7 @@ class ForeachCall:
 def foreach_call(call: ListCall) -> ForeachCall | None:
     """The foreach form of a call, or None where torch has none that computes the same."""
     target = TARGETS.get(call.func)
-    if target is None:
+    if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
         return None
     bound = _bind(target.row, call)
     if bound is None:

@@ -256,9 +256,13 @@ class Fusion:
 
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
         routes: dict[_Route, list[int]] = {}
-        needs_autograd = torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c))
+        reason = ""
+        if torch_private.is_transforming():
+            reason = "a transform of torch.func or forward-mode differentiation is under way"
+        elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c)):
+            reason = "autograd records it"
         for index, row in enumerate(zip(*columns, strict=True)):
-            route = _Route(reason="autograd records it") if needs_autograd else _route(row, columns)
+            route = _Route(reason) if reason else _route(row, columns)
             routes.setdefault(route, []).append(index)
         count = len(columns[0])
         groups: list[tuple[list[int], Group]] = []

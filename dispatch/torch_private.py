@@ -314,6 +314,11 @@ def in_function_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_transforming() -> bool:
+    """Is a transform of torch.func, or forward-mode differentiation, under way? Checked on 2.11, 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 def prepares_backward(hook: object) -> bool:
     """Is a tensor's hook FSDP2's own, which gathers weights for backward and passes the gradient on unseen?
 
