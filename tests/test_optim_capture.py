@@ -16,6 +16,7 @@ from test_static_compile import copies_of, count_static
 from torch import nn
 
 import subtensors as st
+from subtensors.dispatch.calls import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -347,19 +348,14 @@ def test_a_copy_records_for_its_own_parameters(
 def test_without_a_gpu_steps_run_eagerly_and_explain_says_so(device: str, caplog: pytest.LogCaptureFixture) -> None:
     if device != "cpu":
         pytest.skip("for the CPU")
-    import triton
-
-    from subtensors.dispatch import calls
-
-    token = calls._interpreter.set(False)
-    assert triton.knobs.runtime.interpret is not None
+    token = cpu_kernels.set(False)
     try:
         pair = Pair("cpu")
         with caplog.at_level(logging.INFO, logger="subtensors.optim"):
             for _ in range(3):
                 pair.step()
     finally:
-        calls._interpreter.reset(token)
+        cpu_kernels.reset(token)
     pair.assert_equal()
     assert "the parameters are on the CPU, where a step has no graph (3)" in st.explain(pair.captured)
     assert len(caplog.records) == 1
