@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.bench.chunked_rows import LossRow, from_json, plot, save, table, to_json
+from subtensors.bench.chunked_rows import LossRow, from_json, plot, save, table
 from subtensors.bench.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
-from subtensors.bench.processes import MeasurementFailed, run_cold
 from subtensors.bench.rows import Setting
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
@@ -25,7 +24,7 @@ from subtensors.chunked.chunked_tensor import chunk
 from subtensors.kernels.linear_cross_entropy import Accumulate
 
 OURS = "subtensors"
-"""All of our settings are measured in one process: they compile the same kernels."""
+"""All of our settings."""
 
 
 def inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,71 +94,57 @@ def _settings(shape: Shape) -> Iterator[tuple[str, LossOf]]:
         yield f"st.chunk {accumulate}/{rows}", functools.partial(_through_chunk, rows=rows, accumulate=accumulate)
 
 
-class _Run(NamedTuple):
-    name: str
-    first_s: float | None
-    step_ms: float
-    peak_mb: float | None
-    loss: float
-    hidden_grad: Tensor
-    weight_grad: Tensor
-
-
 def measure(
-    shape_name: str, variant: str, tiny: bool, device: str, settings: Sequence[str] | None = None
-) -> list[LossRow]:
-    """Measure a peer, or all of our settings, in this process.
+    shape_name: str, variants: Sequence[str], tiny: bool, device: str, settings: Sequence[str] | None = None
+) -> Iterator[LossRow]:
+    """Measure ways to take a loss, one after another in this process.
 
     Args:
         shape_name: a key of `SHAPES`.
-        variant: a key of `PEERS`, or "subtensors".
+        variants: keys of `PEERS`, or "subtensors" for all of our settings.
         tiny: cut the sizes down.
         device: "cpu" or "cuda".
         settings: names of those of ours to measure; None for all.
 
-    Returns:
+    Yields:
         a row for each.
 
-    >>> [row.variant for row in measure("gpt2", "eager", tiny=True, device="cpu")]
+    >>> [row.variant for row in measure("gpt2", ["eager"], tiny=True, device="cpu")]
     ['eager']
     """
     shape = TINY if tiny else SHAPES[shape_name]
-    started = time.perf_counter()
-    ways = [(variant, PEERS[variant].make())] if variant in PEERS else list(_settings(shape))
-    if variant not in PEERS and settings is not None:
-        ways = [(name, loss_of) for name, loss_of in ways if name in settings]
     values = inputs(shape, device)
-    runs: list[_Run] = []
-    for name, loss_of in ways:
-        step = functools.partial(_step, loss_of, *values)
-        loss = step()
-        synchronize(device)
-        first_s = None if runs else time.perf_counter() - started
-        peak_mb, step_ms = _peak_mb(step, device), _milliseconds(step, device)
-        hidden_grad, weight_grad = values[0].grad, values[1].grad
-        assert hidden_grad is not None
-        assert weight_grad is not None
-        # On the host, so that one setting's gradients are not in the way of the next.
-        runs.append(_Run(name, first_s, step_ms, peak_mb, float(loss.detach()), hidden_grad.cpu(), weight_grad.cpu()))
-    for leaf in values[:2]:
-        leaf.grad = None
     exact_loss, exact_hidden, exact_weight = truth(*values)
-    return [
-        LossRow(
-            shape_name,
-            run.name,
-            *(shape.tokens, shape.hidden, shape.vocabulary),
-            first_s=run.first_s,
-            step_ms=run.step_ms,
-            peak_mb=run.peak_mb,
-            gradients_mb=sum(leaf.nbytes for leaf in values[:2]) / 2**20,
-            loss_error=abs(run.loss - exact_loss),
-            hidden_error=relative_error(run.hidden_grad.to(device), exact_hidden),
-            weight_error=relative_error(run.weight_grad.to(device), exact_weight),
-            setting=Setting.now(device, tiny),
-        )
-        for run in runs
-    ]
+    for variant in variants:
+        torch._dynamo.reset()  # the compiler's own ways differ by its settings alone, which it would not see
+        ours = variant not in PEERS
+        ways = _settings(shape) if ours else [(variant, None)]
+        for name, chosen in ways:
+            if ours and settings is not None and name not in settings:
+                continue
+            started = time.perf_counter()
+            step = functools.partial(_step, chosen or PEERS[variant].make(), *values)
+            loss = step()
+            synchronize(device)
+            first_s = time.perf_counter() - started
+            peak_mb, step_ms = _peak_mb(step, device), _milliseconds(step, device)
+            hidden_grad, weight_grad = values[0].grad, values[1].grad
+            assert hidden_grad is not None
+            assert weight_grad is not None
+            yield LossRow(
+                shape_name,
+                name,
+                *(shape.tokens, shape.hidden, shape.vocabulary),
+                first_s=first_s,
+                step_ms=step_ms,
+                peak_mb=peak_mb,
+                gradients_mb=sum(leaf.nbytes for leaf in values[:2]) / 2**20,
+                loss_error=abs(float(loss.detach()) - exact_loss),
+                hidden_error=relative_error(hidden_grad, exact_hidden),
+                weight_error=relative_error(weight_grad, exact_weight),
+                setting=Setting.now(device, tiny),
+            )
+            del step, loss, hidden_grad, weight_grad
 
 
 def _step(loss_of: LossOf, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -204,46 +189,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
-    parser.add_argument("--row", nargs=2, metavar=("SHAPE", "VARIANT"), help="measure one process here; print its JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what the options ask for; returns the exit status, 1 where something could not be measured."""
-    if options.row:
-        shape, variant = options.row
-        settings = None if options.settings is None else options.settings.split(",")
-        print(to_json(measure(shape, variant, options.tiny, options.device, settings)))
-        return 0
+    """Measure what the options ask for; returns the exit status."""
     shapes = names(options.shapes, list(SHAPES), "shape")
     variants = names(options.variants, [*PEERS, OURS], "variant")
+    settings = None if options.settings is None else options.settings.split(",")
     console = wide_console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "chunked.json"
     rows = from_json(data.read_text()) if options.keep and data.exists() else []
-    failures = 0
-    for shape in shapes:
-        for variant in variants:
-            if variant in PEERS and not PEERS[variant].is_here:
-                console.print(f"{shape} {variant}: not here", markup=False)
-                continue
-            arguments = ["chunked", "--row", shape, variant, "--device", options.device]
-            arguments += [] if options.settings is None else ["--settings", options.settings]
-            with console.status(f"{shape}  {variant}"):
-                try:
-                    measured = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))
-                except MeasurementFailed as error:
-                    console.print(f"{shape} {variant}: not measured\n{error}", markup=False)
-                    failures += 1
-                    continue
-            new = {(row.shape, row.variant) for row in measured}
-            rows = [row for row in rows if (row.shape, row.variant) not in new] + measured
-            save(rows, data)  # after each process: a long run that is cut short still leaves what it measured
-            for row in measured:
-                console.print(f"{row.shape:10} {row.variant:22} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB")
+    for name in [name for name in variants if name in PEERS and not PEERS[name].is_here]:
+        console.print(f"{name}: not here", markup=False)
+        variants.remove(name)
+    for shape in shapes if variants else []:
+        for row in measure(shape, variants, options.tiny, options.device, settings):
+            rows = [other for other in rows if (other.shape, other.variant) != (row.shape, row.variant)] + [row]
+            save(rows, data)  # after each: a long run that is cut short still leaves what it measured
+            console.print(f"{row.shape:10} {row.variant:22} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB")
     if rows:
         rows.sort(key=lambda row: list(SHAPES).index(row.shape))
         save(rows, data)
         console.print(table(rows, describe(rows)))
         plot(rows, describe(rows), options.out / "chunked.png")
-    return 1 if failures else 0
+    return 0

@@ -23,7 +23,7 @@ class LossRow:
         shape: which loss.
         variant: which way; of ours, how gradients add up and the part of the logits that is in memory at once.
         tokens, hidden, vocabulary: N, H, V.
-        first_s: the first time, with everything it imports, makes and compiles; None where another came before it.
+        first_s: the first time, with what it makes and compiles.
         step_ms: device time from the first to the last work of one forward and backward; median.
         peak_mb: memory above what is allocated before, gradients included, MiB; None on a CPU.
         gradients_mb: of the gradients alone.
@@ -37,7 +37,7 @@ class LossRow:
     tokens: int
     hidden: int
     vocabulary: int
-    first_s: float | None
+    first_s: float
     step_ms: float
     peak_mb: float | None
     gradients_mb: float
@@ -56,7 +56,7 @@ def from_json(text: str) -> list[LossRow]:
     """The rows that `to_json` wrote.
 
     >>> setting = Setting("d", "2", None, "today", True)
-    >>> rows = [LossRow("s", "v", 1, 1, 1, None, 0.0, None, 0.0, 0.0, 0.0, 0.0, setting)]
+    >>> rows = [LossRow("s", "v", 1, 1, 1, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0.0, setting)]
     >>> from_json(to_json(rows)) == rows
     True
     """

@@ -26,10 +26,8 @@ def _compiled() -> LossOf:
 
 
 def _auto_chunked() -> LossOf:
-    import torch._inductor.config as config
-
-    config.auto_chunker.enable = True
-    return _compiled()
+    function: LossOf = torch.compile(_eager, options={"auto_chunker.enable": True})
+    return function
 
 
 def _liger() -> LossOf:
