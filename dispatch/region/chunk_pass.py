@@ -13,6 +13,7 @@ from subtensors.dispatch.region.accumulation import GradientSum, ProductInto
 from subtensors.dispatch.region.compiled import CompiledRun, compiled_program
 from subtensors.dispatch.region.graph import Join, PerChunk, Span, Value, tensors_of
 from subtensors.dispatch.region.plan import Input, Plan, Step
+from subtensors.dispatch.region.row_losses import ROW_OPS
 from subtensors.dispatch.torch_private import is_dense, saves_through_hooks
 
 aten = torch.ops.aten
@@ -198,7 +199,9 @@ def _program(plan: Plan) -> Sequence[Step | CompiledRun]:
         return plan.steps
     if plan.program is None:
         kept = {id(v) for v in plan.outputs}
-        plan.program = compiled_program(plan.steps, kept, lambda step: step.node.op in _FACTORS)
+        plan.program = compiled_program(
+            plan.steps, kept, lambda step: step.node.op in _FACTORS or step.node.op in ROW_OPS
+        )
     return plan.program
 
 

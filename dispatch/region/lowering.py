@@ -21,6 +21,7 @@ from subtensors.dispatch.region.chunk_pass import as_recorded
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import Value, gathered, recording
 from subtensors.dispatch.region.rules.table import record
+from subtensors.dispatch.region.squashed_logits import SquashedLogits, squashed_logits
 from subtensors.kernels.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.linear_cross_entropy import Accumulate
@@ -36,22 +37,20 @@ class LinearLogits:
         hidden: (N, H), an input of the region or a view of one.
         weight: (H, V), whole.
         bias: (V,), whole, or None.
-        softcap, temperature: see `CrossEntropy`.
-        views: of the rows, as they were taken of the logits: sizes without the classes, or a slice's arguments.
+        squashed: what was done to the product.
     """
 
     hidden: Value
     weight: Value
     bias: Value | None
-    softcap: float | None = None
-    temperature: float = 1.0
-    views: tuple[list[int] | tuple[int, Any, Any, int], ...] = ()
+    squashed: SquashedLogits
 
     def rows_of(self, hidden: Tensor) -> Tensor:
         """The rows of hidden states whose logits are wanted: (N, H)."""
-        if not any(isinstance(view, tuple) for view in self.views):
+        views = self.squashed.views
+        if not any(isinstance(view, tuple) for view in views):
             return hidden
-        for view in self.views:
+        for view in views:
             if isinstance(view, tuple):
                 hidden = aten.slice.Tensor(hidden, *view)
             else:
@@ -61,73 +60,18 @@ class LinearLogits:
 
 def linear_logits(logits: Value) -> LinearLogits | None:
     """How logits of two dims were computed, if as a linear layer of an input."""
-    temperature, softcap = 1.0, None
-    views: list[list[int] | tuple[int, Any, Any, int]] = []
-    value: Value = logits
-    for _ in range(16):
-        node, layout = value.node, value.layout
-        if node is None or layout is None or not node.args:
-            return None
-        op, args = node.op, node.args
-        if node.name in ("mm.default", "addmm.default"):
-            bias, hidden, weight = (None, *args) if node.name == "mm.default" else args[:3]
-            plain = all(isinstance(x, Value) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
-            if not plain or weight.layout is not None or not _is_input(hidden) or hidden.layout.dim != 0:
-                return None
-            if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
-                return None
-            return LinearLogits(hidden, weight, bias, softcap, temperature, tuple(reversed(views)))
-        if _scaled(op) is not None and isinstance(args[1], (int, float)):
-            factor = float(args[1]) if _scaled(op) == "div" else 1 / float(args[1]) if args[1] else 0.0
-            capped = _capped(args[0], factor)
-            if capped is not None and softcap is None:
-                softcap, value = 1 / factor, capped
-                continue
-            if not factor > 0 or softcap is not None:
-                return None
-            temperature *= factor
-        elif node.name == "reshape" and args[0].shape[-1:] == value.shape[-1:]:
-            views.append(list(value.shape[:-1]))
-        elif op is aten.slice.Tensor and _of_rows(*args):
-            views.append((args[1] % value.ndim, *args[2:4], *(args[4:] or (1,))))
-        elif node.name == "range_of_rows" and args[0].layout is not None:
-            dim, start = layout.dim, layout.low - args[0].layout.low
-            if dim == value.ndim - 1:
-                return None
-            views.append((dim, start, start + value.shape[dim], 1))
-        elif not (op is aten._to_copy.default and _widens(args[0], value)) and op not in _COPIES:
-            return None
-        value = args[0]
-    return None
-
-
-_COPIES = (aten.alias.default, aten.clone.default)
-
-
-def _of_rows(value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> bool:
-    """Is a slice one of whole rows?"""
-    return dim % value.ndim != value.ndim - 1 and all(x is None or isinstance(x, int) for x in (start, end, step))
-
-
-def _scaled(op: Any) -> str | None:
-    return {aten.div.Tensor: "div", aten.div.Scalar: "div", aten.mul.Tensor: "mul", aten.mul.Scalar: "mul"}.get(op)
-
-
-def _capped(value: Value, factor: float) -> Value | None:
-    """x, where the value is tanh(x * factor): with what it is divided by, a softcap of 1 / factor."""
-    node = value.node
-    if node is None or node.op is not aten.tanh.default:
+    found = squashed_logits(logits)
+    node = found.base.node
+    if node is None or node.name not in ("mm.default", "addmm.default"):
         return None
-    inner = node.args[0].node
-    if inner is None or _scaled(inner.op) is None or not isinstance(inner.args[1], (int, float)):
+    args = node.args
+    bias, hidden, weight = (None, *args) if node.name == "mm.default" else args[:3]
+    plain = all(isinstance(x, Value) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
+    if not plain or weight.layout is not None or not _is_input(hidden) or hidden.layout.dim != 0:
         return None
-    divided = float(inner.args[1]) if _scaled(inner.op) == "div" else 1 / float(inner.args[1])
-    found: Value = inner.args[0]
-    return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
-
-
-def _widens(old: Any, new: Value) -> bool:
-    return isinstance(old, Value) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device
+    if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
+        return None
+    return LinearLogits(hidden, weight, bias, found)
 
 
 _OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
@@ -197,7 +141,7 @@ def lowered_cross_entropy(
 
     Args:
         logits: (N, V), chunked along N.
-        target: (N,) class indices, plain.
+        target: (N,) class indices, or (N, V) distributions, plain.
         class_weight, ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
         grad: whether gradients are recorded.
 
@@ -207,9 +151,11 @@ def lowered_cross_entropy(
     layout = logits.layout
     if layout is None or logits.ndim != 2 or layout.dim != 0 or reduction not in ("mean", "sum"):
         return None
-    if target.shape != logits.shape[:1] or target.dtype != torch.int64 or not logits.shape[0] or not logits.shape[1]:
+    hard = target.shape == logits.shape[:1] and target.dtype == torch.int64
+    soft = target.shape == logits.shape and target.is_floating_point() and ignore_index < 0
+    if not (hard or soft) or not logits.shape[0] or not logits.shape[1]:
         return None
-    if class_weight is not None and class_weight.requires_grad:
+    if any(x is not None and x.requires_grad for x in (class_weight, target)):
         return None
     found = linear_logits(logits)
     if found is None:
@@ -224,8 +170,10 @@ def lowered_cross_entropy(
         bias is not None and bias.dtype != hidden.dtype
     ):
         return None
+    if logits.dtype == torch.float64 != hidden.dtype:
+        return None  # more was asked for than the kernels compute in
     options = CrossEntropy(
-        ignore_index, class_weight, label_smoothing, 0.0, found.softcap, found.temperature, reduction
+        ignore_index, class_weight, label_smoothing, 0.0, found.squashed.softcap, found.squashed.temperature, reduction
     )
     shape = loss_shape(hidden, weight, flows, layout.axis.policy.exact)
     chunks = chunk_plan(shape, layout.axis.policy, _asked_rows(layout), hidden.device)

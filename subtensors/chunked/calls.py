@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from subtensors.chunked.kernel_calls import BY_KERNELS
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, shell, show_gradient, whole_of
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
@@ -29,10 +29,8 @@ from subtensors.dispatch.region.graph import (
     recording,
     replace_leaves,
 )
-from subtensors.dispatch.region.lowering import lowered_cross_entropy
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
-from subtensors.dispatch.region.rules.contractions import linear_layer
 from subtensors.dispatch.torch_private import prepares_backward, schema_of
 
 aten = torch.ops.aten
@@ -69,10 +67,8 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
         _refuse(func)
     if func in _OF_VALUES:
         return _on_values(func, args, kwargs)
-    if func in _LOWERED and (loss := _LOWERED[func](*args, **kwargs)) is not None:
-        return loss
-    if func is torch.nn.functional.linear and (logits := _linear(kind, *args, **kwargs)) is not None:
-        return logits
+    if func in BY_KERNELS and (result := BY_KERNELS[func](kind, *args, **kwargs)) is not None:
+        return result
     drawn = _generators(args)
     try:
         return _recorded(kind, func, args, kwargs)
@@ -259,60 +255,6 @@ def _refuse(func: Callable[..., Any]) -> NoReturn:
         f"realize()"
     )
 
-
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    """`F.cross_entropy` by its kernels, where the logits are a linear layer of what was chunked."""
-    plain = isinstance(target, Tensor) and not isinstance(target, RecordedTensor) and size_average is reduce is None
-    if not plain or not isinstance(input, RecordedTensor) or isinstance(weight, RecordedTensor):
-        return None
-    return lowered_cross_entropy(
-        cell_of(input).value,
-        target,
-        class_weight=weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        grad=torch.is_grad_enabled(),
-    )
-
-
-def _linear(kind: type[RecordedTensor], input: Any, weight: Any, bias: Any = None) -> RecordedTensor | None:
-    """`F.linear` in the ops that torch makes of it, recorded without going through torch: it is in every step."""
-    operands = [weight] if bias is None else [weight, bias]
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in operands) and isinstance(input, RecordedTensor)
-    if not plain or input.ndim < 2 or weight.ndim != 2 or torch.is_autocast_enabled(weight.device.type):
-        return None
-    value = cell_of(input).value
-    if value.ndim == 2 and value.layout is not None and value.layout.dim == 0:
-        out = linear_layer(value, weight, bias, torch.is_grad_enabled())
-        return None if out is None else outer(kind, Cell(out))
-    try:
-        with recording(torch.is_grad_enabled()):
-            flat = value
-            if value.ndim != 2:
-                flat = record(aten.reshape.default, value, [math.prod(value.shape[:-1]), value.shape[-1]])
-            across = record(aten.t.default, constant(weight))
-            if bias is None:
-                out = record(aten.mm.default, flat, across)
-            else:
-                out = record(aten.addmm.default, constant(bias), flat, across)
-            if value.ndim != 2:
-                out = record(aten.reshape.default, out, [*value.shape[:-1], weight.shape[0]])
-    except NeedsValues:
-        return None
-    return outer(kind, Cell(out)) if out.layout is not None else None
-
-
-_LOWERED: dict[Any, Callable[..., Tensor | None]] = {torch.nn.functional.cross_entropy: _cross_entropy}
 
 # Answered by the tensor's own metadata, without its values.
 _OF_THE_TENSOR_ITSELF = {

@@ -55,10 +55,16 @@ def nll_loss(call: Call) -> Any:
     )
     if reduction == NONE:
         return losses, constant(torch.zeros((), dtype=nothing.dtype, device=log_probs.device))
-    dtype = log_probs.dtype
+    return reduced(losses, target, weight, call["ignore_index"], reduction == MEAN, log_probs.dtype)
+
+
+def reduced(
+    losses: Value, target: Value, weight: Value | None, ignored: int, mean: bool, dtype: torch.dtype
+) -> tuple[Value, Value]:
+    """The sum of losses of hard targets, or their mean over the weights of those that count, and these weights."""
     summed = total(losses, list(range(losses.ndim)), False, wide(dtype))
-    weights = _total_weight(target, weight, call["ignore_index"], wide(dtype), log_probs.device)
-    out = summed if reduction != MEAN else record(aten.div.Tensor, summed, weights)
+    weights = _total_weight(target, weight, ignored, wide(dtype), losses.device)
+    out = record(aten.div.Tensor, summed, weights) if mean else summed
     return cast(out, dtype), cast(weights, dtype)
 
 

@@ -1,0 +1,154 @@
+"""Calls on chunked tensors that are given to kernels, or recorded without going through torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
+from subtensors.dispatch.region.cells import Cell
+from subtensors.dispatch.region.evaluation import evaluate
+from subtensors.dispatch.region.graph import NeedsValues, Value, constant, recording
+from subtensors.dispatch.region.lowering import loss_dtype, lowered_cross_entropy
+from subtensors.dispatch.region.row_losses import (
+    logits_of,
+    recorded_cross_entropy,
+    recorded_log_probabilities,
+    recorded_log_sum_exp,
+)
+from subtensors.dispatch.region.rules import record
+from subtensors.dispatch.region.rules.contractions import linear_layer
+
+aten = torch.ops.aten
+
+Kind = type[RecordedTensor]
+
+
+def _cross_entropy(
+    kind: Kind,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`F.cross_entropy`: with the head, where logits are a linear layer of what was chunked; otherwise by rows."""
+    named = size_average is reduce is None and reduction in ("mean", "sum", "none")
+    if not named or not isinstance(input, RecordedTensor) or not isinstance(target, Tensor):
+        return None
+    logits = cell_of(input).value
+    return _entropy_of(kind, logits, target, weight, reduction, ignore_index, label_smoothing)
+
+
+def _nll_loss(
+    kind: Kind,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """`F.nll_loss` of a log-softmax: a cross entropy."""
+    named = size_average is reduce is None and reduction in ("mean", "sum", "none")
+    if not named or not isinstance(input, RecordedTensor) or not isinstance(target, Tensor):
+        return None
+    scores = cell_of(input).value
+    logits = logits_of(scores)
+    if logits is scores or logits.dtype != scores.dtype or target.ndim != 1:
+        return None
+    return _entropy_of(kind, logits, target, weight, reduction, ignore_index, 0.0)
+
+
+def _entropy_of(
+    kind: Kind, logits: Value, target: Tensor, weight: Any, reduction: str, ignore_index: int, label_smoothing: float
+) -> Tensor | None:
+    if isinstance(weight, RecordedTensor):
+        return None
+    wanted = cell_of(target).value if isinstance(target, RecordedTensor) else whole_of(target)
+    whole = wanted.tensor if isinstance(wanted, Value) else wanted
+    options: dict[str, Any] = {"class_weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    options |= {"label_smoothing": label_smoothing, "grad": torch.is_grad_enabled()}
+    if whole is not None and reduction != "none":
+        loss = lowered_cross_entropy(logits, whole, **options)
+        if loss is not None:
+            return loss
+    dtype = loss_dtype(logits.dtype, logits.device.type)
+    return _shown(kind, lambda: recorded_cross_entropy(logits, wanted, dtype=dtype, **options))
+
+
+def _logsumexp(kind: Kind, input: Any, dim: Any = None, keepdim: bool = False) -> Tensor | None:
+    """`torch.logsumexp` over the classes."""
+    dims = [dim] if isinstance(dim, int) else dim
+    if not isinstance(input, RecordedTensor) or keepdim or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return None
+    value = cell_of(input).value
+    return _shown(kind, lambda: recorded_log_sum_exp(value, dims[0], torch.is_grad_enabled()))
+
+
+def _gather(kind: Kind, input: Any, dim: Any, index: Any, **others: Any) -> Tensor | None:
+    """`torch.gather` of a log-softmax, one class a row: the log-probabilities of tokens."""
+    if not isinstance(input, RecordedTensor) or not isinstance(index, Tensor) or others or not isinstance(dim, int):
+        return None
+    value = cell_of(input).value
+    wanted = cell_of(index).value if isinstance(index, RecordedTensor) else whole_of(index)
+    return _shown(kind, lambda: recorded_log_probabilities(value, dim, wanted, torch.is_grad_enabled()))
+
+
+def _shown(kind: Kind, recorded: Callable[[], Value | None]) -> Tensor | None:
+    """What was recorded, as its user sees it; None where it could not be."""
+    try:
+        value = recorded()
+    except NeedsValues:
+        return None
+    if value is None:
+        return None
+    return evaluate(value) if value.layout is None else outer(kind, Cell(value))
+
+
+def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    """`F.linear` in the ops that torch makes of it, recorded without going through torch: it is in every step."""
+    operands = [weight] if bias is None else [weight, bias]
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in operands) and isinstance(input, RecordedTensor)
+    if not plain or input.ndim < 2 or weight.ndim != 2 or torch.is_autocast_enabled(weight.device.type):
+        return None
+    value, grad = cell_of(input).value, torch.is_grad_enabled()
+    if value.ndim == 2 and value.layout is not None and value.layout.dim == 0:
+        return _shown(kind, lambda: linear_layer(value, weight, bias, grad))
+    try:
+        with recording(grad):
+            flat = value
+            if value.ndim != 2:
+                flat = record(aten.reshape.default, value, [math.prod(value.shape[:-1]), value.shape[-1]])
+            across = record(aten.t.default, constant(weight))
+            if bias is None:
+                out = record(aten.mm.default, flat, across)
+            else:
+                out = record(aten.addmm.default, constant(bias), flat, across)
+            if value.ndim != 2:
+                out = record(aten.reshape.default, out, [*value.shape[:-1], weight.shape[0]])
+    except NeedsValues:
+        return None
+    return outer(kind, Cell(out)) if out.layout is not None else None
+
+
+BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: _linear,
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
+    torch.special.logsumexp: _logsumexp,
+    torch.gather: _gather,
+    Tensor.gather: _gather,
+}
+"""Each gives None where the call is recorded op by op."""
