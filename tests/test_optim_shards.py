@@ -159,24 +159,26 @@ def wide(mesh: Any = None) -> torch.nn.Sequential:
     return net
 
 
+def stepped(params: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps with the same gradients, to the bit, whether parameters are spread or not."""
+    for number in steps:
+        for i, p in enumerate(params):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(device, p.dtype)
+            p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+        optimizer.step()
+
+
 def state_in_few_bits_is_that_of_each_shard(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    def stepped(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for number in steps:
-            for i, p in enumerate(net.parameters()):
-                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(device)
-                p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
-            optimizer.step()
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for name in ("AdamW", "Lion"):
         net, plain = wide(mesh), wide()
         cls = getattr(st.optim, name)
         ours, theirs = (cls(n.parameters(), lr=0.01, state_dtype="int8") for n in (net, plain))
-        stepped(net, ours, range(STEPS))
-        stepped(plain, theirs, range(STEPS))
+        stepped([*net.parameters()], ours, range(STEPS))
+        stepped([*plain.parameters()], theirs, range(STEPS))
         torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()), rtol=0, atol=0)
         p, q = next(net.parameters()), next(plain.parameters())
         assert ours.state[p]["exp_avg"].to_local().dtype == torch.int8
@@ -191,14 +193,14 @@ def state_in_few_bits_is_that_of_each_shard(folder: str) -> None:
         weights, state = get_state_dict(again, other)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
         set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
-        stepped(again, other, range(STEPS, 2 * STEPS))
-        stepped(plain, theirs, range(STEPS, 2 * STEPS))
+        stepped([*again.parameters()], other, range(STEPS, 2 * STEPS))
+        stepped([*plain.parameters()], theirs, range(STEPS, 2 * STEPS))
         torch.testing.assert_close(whole(again.parameters()), whole(plain.parameters()), rtol=0, atol=0)
 
     net, plain, start = wide(mesh), wide(), whole(wide().parameters())
     rounded = st.optim.AdamW(net.parameters(), lr=0.01, state_dtype=torch.bfloat16)
-    stepped(net, rounded, range(STEPS))
-    stepped(plain, st.optim.AdamW(plain.parameters(), lr=0.01), range(STEPS))
+    stepped([*net.parameters()], rounded, range(STEPS))
+    stepped([*plain.parameters()], st.optim.AdamW(plain.parameters(), lr=0.01), range(STEPS))
     assert rounded.state[next(net.parameters())]["exp_avg"].to_local().dtype == torch.bfloat16
     for ended, exact, began in zip(whole(net.parameters()), whole(plain.parameters()), start, strict=True):
         # Eight bits of a number of the state, and some for those that the quotient makes more of.
@@ -218,6 +220,31 @@ def processes_that_repeat_a_shard_agree() -> None:
             rounded.step()
 
 
+MATRIX_OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("Muon", {"lr": 0.05}),
+    ("Muon", {"lr": 0.05, "ema": 0.5, "max_norm": 0.5}),
+    ("Shampoo", {"momentum": 0.5, "update_freq": 2}),
+    ("SOAP", {"precondition_frequency": 2}),
+    ("Adafactor", {"weight_decay": 0.1}),
+]
+
+
+def matrices_are_gathered_for_a_step_and_only_for_it() -> None:
+    for name, kwargs in MATRIX_OPTIMIZERS:
+        net, plain = sharded(), model()
+        ours, theirs = ([p for p in n.parameters() if name != "Muon" or p.dim() == 2] for n in (net, plain))
+        optimizer, other = (getattr(st.optim, name)(params, **kwargs) for params in (ours, theirs))
+        stepped(ours, optimizer, range(STEPS))
+        stepped(theirs, other, range(STEPS))
+        torch.testing.assert_close(whole(ours), whole(theirs))
+        states = [
+            [t for p in params for t in o.state[p].values()] for params, o in ((ours, optimizer), (theirs, other))
+        ]
+        torch.testing.assert_close(whole(states[0]), whole(states[1]))
+        if name == "Muon":
+            assert all(isinstance(t, DTensor) for t in states[0])
+
+
 class Shortened(st.optim.Optimizer):
     """Steps of length `lr`: each adds up a whole tensor of the state, which may be kept in few bits."""
 
@@ -233,8 +260,6 @@ class Shortened(st.optim.Optimizer):
 def what_cannot_be_done_to_shards_is_refused() -> None:
     net = sharded()
     loss_of(net, 0).backward()
-    with pytest.raises(st.RuleError, match="Muon needs whole matrices"):
-        st.optim.Muon([p for p in net.parameters() if p.dim() == 2]).step()
     with pytest.raises(st.RuleError, match="state_dtype: this step needs whole tensors"):
         Shortened(net.parameters(), {"lr": 0.1}, state_dtype=torch.bfloat16).step()
     with pytest.raises(st.RuleError, match=r"capture\(\) takes parameters that are whole"):
@@ -255,6 +280,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
     state_in_few_bits_is_that_of_each_shard(f"{folder}/few-bits")
     processes_that_repeat_a_shard_agree()
+    matrices_are_gathered_for_a_step_and_only_for_it()
     what_cannot_be_done_to_shards_is_refused()
     end_of_process()
 

@@ -15,6 +15,7 @@ from subtensors.fused_maths.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import IN_STEP
+from subtensors.optim.shards import is_sharded, whole, write_part
 from subtensors.optim.single_tensor import SQUARES, is_narrow, taken_gradient
 
 
@@ -137,9 +138,26 @@ class ListStep:
         self._rules: Any = object.__new__(cls)
 
     def run(self, call: Call, prelude: None = None) -> None:
-        """One step."""
-        args, kwargs = call.arguments()
-        self(*args, **kwargs)
+        """One step; of DTensors, that of the whole tensors, of which each process then keeps its part."""
+        (p, g, master, entries, *rest), _ = call.arguments()
+        if not any(map(is_sharded, p)):
+            self(p, g, master, entries, *rest)
+            return
+        kept = [(column, Elements(map(whole, column))) for column in (p, master, *entries) if column is not None]
+        gathered = {id(column): result for column, result in kept}
+        self(
+            gathered[id(p)],
+            Elements(map(whole, g)),
+            gathered.get(id(master)),
+            tuple([gathered.get(id(column)) for column in entries]),
+            *rest,
+        )
+        for column, results in kept:
+            for t, result in zip(column, results, strict=True):
+                if is_sharded(t):
+                    write_part(t, result)
+        # What is written through a shard, autograd must be told of the whole.
+        torch.autograd.graph.increment_version(p)
 
     def __call__(
         self,

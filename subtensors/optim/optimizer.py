@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels.launch import Prelude
 from subtensors.optim.gradient_norm import GradientNorm
@@ -338,11 +337,8 @@ class Optimizer(Stepping):
 
     def _sees_shards(self, group: dict[str, Any]) -> bool:
         """Is a step with these options element by element, so that it can be done to each shard alone?"""
-        if not isinstance(self._fusion, Fusion):
-            raise RuleError(
-                f"{type(self).__name__} needs whole matrices, and a parameter is spread over processes (a DTensor): "
-                "give it parameters that are whole, or use an optimizer whose update is of single tensors"
-            )
+        if not self._is_fused:
+            return False
         p = torch.ones(2)
         kept = self._kept(group)
         entries = [

@@ -1,6 +1,7 @@
 """Parameters that are spread over processes: DTensors, as FSDP2 makes them. A step sees the shard that is here.
 
 What is element by element happens to each shard alone. What adds up over all elements is added up over the mesh too.
+Maths of whole matrices is done by every process to all of them, each of which keeps its own part of the result.
 """
 
 from __future__ import annotations
@@ -58,6 +59,19 @@ def spread_like(local: Tensor, like: Any) -> Tensor:
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return whole
+
+
+def whole(t: Any) -> Tensor:
+    """All of a DTensor, gathered from the processes that have its parts; another tensor itself."""
+    return t.full_tensor() if is_sharded(t) else t  # type: ignore[no-any-return]
+
+
+def write_part(t: Any, value: Tensor) -> None:
+    """Write into a DTensor, without a message, the part of the whole `value` that this process has."""
+    from torch.distributed.tensor import distribute_tensor  # here, so that without DTensors nobody waits for it
+
+    part = distribute_tensor(value, t.device_mesh, t.placements, src_data_rank=None)
+    shard(t).copy_(shard(part))
 
 
 def shard_like(t: Any, p: Any) -> Tensor:
