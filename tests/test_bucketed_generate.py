@@ -1,7 +1,8 @@
-"""Hugging Face's generate with decode steps that are replays gives the tokens and scores of plain generate."""
+"""Hugging Face's generate through padded prompts and replayed decode steps gives what plain generate gives."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -12,27 +13,148 @@ import subtensors as st
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
+SEQ = st.Dim("seq", max=48, buckets=16)
+TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+START = {**TOKENS, "decoder_start_token_id": 0}
+SCORED = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+
 
 def gpt2(device: str) -> Any:
-    torch.manual_seed(0)
     sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=None, pad_token_id=0)
-    return transformers.GPT2LMHeadModel(config).double().eval().to(device)
+    return prepared(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **TOKENS)), device)
 
 
-@pytest.mark.parametrize("device", ["cpu"])  # on a GPU it falls back, see docs/bucketed.md
-def test_decode_steps_are_replays_of_one_graph(device: str) -> None:
+def llama(device: str, kind: str = "Llama") -> Any:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    windows = {"sliding_window": 8} if kind == "Mistral" else {}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **windows, **TOKENS)
+    return prepared(getattr(transformers, f"{kind}ForCausalLM")(config), device)
+
+
+def t5(device: str) -> Any:
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return prepared(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **START)), device)
+
+
+def bart(device: str) -> Any:
+    sizes = {"vocab_size": 50, "d_model": 16, "max_position_embeddings": 64, "forced_eos_token_id": None}
+    each = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
+    parts = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in each.items()}
+    return prepared(
+        transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **parts, **START)), device
+    )
+
+
+def prepared(model: Any, device: str) -> Any:
+    return model.double().eval().to(device)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bart": bart}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+def check(model: Any, run: Any, ids: torch.Tensor, **options: Any) -> None:
+    """The same tokens and scores, from the same random numbers."""
+    answers = []
+    for generate in (model.generate, run.generate):
+        torch.manual_seed(1)
+        answers.append(generate(ids, **SCORED, **options))
+    expected, found = answers
+    assert torch.equal(found.sequences, expected.sequences)
+    for a, b in zip(found.scores, expected.scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # scores are float32, as T5's norms are
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str, way: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    plain = model.forward
+    for n in (7, 20, 9):
+        ids = torch.randint(3, 50, (2, n), device=device)
+        check(model, run, ids, **WAYS[way])
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        check(model, run, ids, attention_mask=mask if name in ("gpt2", "llama") else mask.flip(1), **WAYS[way])
+    assert model.forward == plain
+    for part in (run, *run.programs.values()):
+        assert not part.stats().fallbacks
+        assert not any(bucket.refusal for bucket in part.recorder.buckets.values())
+    decode = [b for b in run.programs["decoder"].stats().buckets if b.shapes[0][1] == 1]
+    # One graph for all prompts; of an encoder's output one a bucket, with a mask and without.
+    graphs, steps = (4, 6) if "encoder" in run.programs else (1, 5)
+    assert len(decode) == graphs
+    assert sum(b.hits for b in decode) == 6 * steps - graphs
+
+
+def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) -> None:
+    torch.manual_seed(0)
+    model = gpt2(device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    for n in (5, 9, 12, 16):
+        check(model, run, torch.randint(3, 50, (1, n), device=device))
+    stats = run.programs["decoder"].stats()
+    assert len(stats.buckets) == 2
+    assert stats.hits == 4 * 6 - 2
+    assert "decoder: forward" in st.explain(run)
+    run.release()
+    assert not run.programs["decoder"].recorded()
+    check(model, run, torch.randint(3, 50, (1, 9), device=device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("Llama", {"max_new_tokens": 40}, "longer than seq's max of 48"),
+        ("Llama", {"use_cache": False}, "no cache"),
+        ("Mistral", {}, "StaticSlidingWindowLayer"),
+    ],
+)
+def test_what_has_no_graph_is_left_to_the_model_and_said(
+    kind: str, options: dict[str, Any], reason: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = llama(device, kind)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    ids = torch.randint(3, 50, (2, 10), device=device)
+    with caplog.at_level(logging.WARNING, logger="subtensors.bucketed"):
+        for _ in range(2):
+            options = {"max_new_tokens": 6, **options}
+            assert torch.equal(run.generate(ids, **options), model.generate(ids, **options))
+    assert [reason in said for said in caplog.messages if "true sizes" in said] == [True]
+    assert [(reason in why, count) for why, count in run.stats().fallbacks.items()] == [(True, 2)]
+    with pytest.raises(st.RuleError, match=reason):
+        st.bucketed(model, {"input_ids": {1: SEQ}}, on_miss="error").generate(ids, **options)
+
+
+def test_generate_is_refused_where_nothing_generates(device: str) -> None:
+    with pytest.raises(st.RuleError, match="Hugging Face models"):
+        st.bucketed(torch.nn.Linear(2, 2).to(device), {"input": {0: SEQ}}).generate(torch.zeros(1, 1))
+    with pytest.raises(st.RuleError, match="what prompts are padded on"):
+        st.bucketed(gpt2(device), {"attention_mask": {1: SEQ}}).generate(torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="a max"):
+        st.bucketed(gpt2(device), {"input_ids": {1: st.Dim("seq")}}).generate(torch.zeros(1, 1))
+
+
+def test_decode_steps_with_a_cache_of_the_callers_are_replays_of_one_graph(device: str) -> None:
+    torch.manual_seed(0)
     model = gpt2(device)
     plain = model.forward
     run = st.bucketed(plain, {"input_ids": {1: st.Dim("new", min=1, max=1)}})
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
     for n in (7, 5, 9):
         ids = torch.randint(1, 50, (1, n), device=device)
-        expected = model.generate(ids, **options)
+        expected = model.generate(ids, **SCORED)
         cache.reset()
         model.forward = run
-        found = model.generate(ids, past_key_values=cache, **options)
+        found = model.generate(ids, past_key_values=cache, disable_compile=True, **SCORED)
         model.forward = plain
         assert torch.equal(found.sequences, expected.sequences)
         for a, b in zip(found.scores, expected.scores, strict=True):
@@ -66,9 +188,7 @@ def test_a_cache_that_is_returned_is_the_callers_own(device: str) -> None:
 @torch.no_grad()
 def test_an_encoder_and_a_decoder_of_different_lengths(device: str) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-    model = model.double().eval().to(device)
+    model = t5(device)
     dims = {"input_ids": {1: st.Dim("seq", max=32, buckets=16)}, "labels": {1: st.Dim("out", max=32, buckets=8)}}
     run = st.bucketed(model, dims)
     for n, m in ((9, 5), (10, 3), (20, 8), (9, 20)):

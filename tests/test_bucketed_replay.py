@@ -49,3 +49,33 @@ def test_an_encoder_does_no_more_for_padding_than_masks_written_by_hand() -> Non
     assert ours["where"] == NORMS
     assert ours.total() - NORMS <= by_hand.total()
     assert ours["clone"] == 0
+
+
+@torch.no_grad()
+def test_layers_share_the_mask_of_real_keys_and_the_callers() -> None:
+    model = bert()
+    run = st.bucketed(model, {"input_ids": {1: SEQ}, "attention_mask": {1: SEQ}})
+    ids = torch.randint(1, 1000, (2, 100))
+    mask = torch.ones_like(ids)
+    mask[0, 60:] = 0
+    found = run(input_ids=ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(found, model(input_ids=ids, attention_mask=mask).last_hidden_state)
+    bucket = run.recorded()[0]
+    ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
+    assert ours["masked_fill_"] == 1
+    assert ours["scalar_tensor"] == 0
+
+
+@torch.no_grad()
+def test_a_mask_that_is_written_to_between_layers_is_taken_as_it_is() -> None:
+    def twice(x: Tensor, mask: Tensor) -> Tensor:
+        first = torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+        mask[..., 0] = False
+        return first + torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+    x = torch.randn(1, 2, 30, 4)
+    run = st.bucketed(lambda x: twice(x, torch.ones(1, 1, 64, 64, dtype=torch.bool)), {"x": {2: SEQ}})
+    run(x)
+    bucket = run.recorded()[0]
+    found = bucket.run_on(bucket.inputs()).leaves[0].value[:, :, :30]  # as in a capture
+    torch.testing.assert_close(found, twice(x, torch.ones(1, 1, 30, 30, dtype=torch.bool)))

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, is_padded, result
+from subtensors.dispatch.padded.padded_value import Padded, is_padded, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of
 
 aten = torch.ops.aten
+
+MASKS = 4
+"""How many masks a graph keeps for later layers: a model has one or two kinds of attention."""
 
 
 @table.register(aten.scaled_dot_product_attention)
@@ -31,17 +34,13 @@ def attention(call: Call) -> Padded:
     keys = met([k.dims[-2], v.dims[-2]], sizes)
     batch = _batch(q, k, v, sizes, call["enable_gqa"])
     scores = (*batch, q.dims[-2], keys)
-    mask, causal = given, call["is_causal"]
-    dense_mask: Tensor | None = None
-    if is_padded(keys) and not (causal and q.dims[-2] == keys):
-        dense_mask = _with_keys(q, scores, sizes, given, causal)
-        causal = False
-    elif mask is not None:
-        dense_mask = _clean(mask)
+    causal = call["is_causal"]
+    hides_keys = is_padded(keys) and not (causal and q.dims[-2] == keys)
+    mask = _mask(q, scores, sizes, given, causal, hides_keys) if hides_keys or given is not None else None
     # What a padded query attends to stays in its own row; its gradient would not.
     followed = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
     operands = {"query": q.filled(0) if followed else q.dense, "key": k.finite(), "value": v.finite()}
-    out = call.dense({**operands, "attn_mask": dense_mask, "is_causal": causal})
+    out = call.dense({**operands, "attn_mask": mask, "is_causal": causal and not hides_keys})
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes).gradient_masked()
 
 
@@ -54,30 +53,64 @@ def _batch(q: Padded, k: Padded, v: Padded, sizes: TrueSizes | None, grouped: bo
     return tuple(dims)
 
 
-def _with_keys(
-    q: Padded, scores: tuple[Factors, ...], sizes: TrueSizes | None, given: Padded | None, causal: bool
+def _mask(
+    q: Padded,
+    scores: tuple[Factors, ...],
+    sizes: TrueSizes | None,
+    given: Padded | None,
+    causal: bool,
+    hides_keys: bool,
 ) -> Tensor:
-    """The mask of the real keys, in one with the caller's."""
+    """The caller's mask, or a causal one, in one with that of the real keys, where these are to be told apart."""
+    if sizes is None or not sizes.serves_one_capture or (given is not None and given.dense.is_inference()):
+        return _joined(q, scores, sizes, given, causal, hides_keys)
+    # Layers share a mask: it is made once a graph, as what kernels add to the scores, and not by torch in every call.
+    which = None if given is None else (id(given.dense), given.dense._version)
+    key = q.dense.dtype, scores, causal, which
+    made = sizes.attention_masks
+    if key not in made:
+        mask = _joined(q, scores, sizes, given, causal, hides_keys)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dense.dtype).masked_fill_(~mask, float("-inf"))
+        while len(made) >= MASKS:
+            made.pop(next(iter(made)))
+        # While the caller's is held, no other tensor gets its id.
+        made[key] = mask, given.dense if given is not None else None
+    return made[key][0]
+
+
+def _joined(
+    q: Padded,
+    scores: tuple[Factors, ...],
+    sizes: TrueSizes | None,
+    given: Padded | None,
+    causal: bool,
+    hides_keys: bool,
+) -> Tensor:
+    given = _unexpanded(given) if given is not None else None
+    if not hides_keys:
+        assert given is not None
+        return _clean(given)
     keys = Padded(q.dense, scores, sizes).mask([len(scores) - 1])
     assert keys is not None
+    shape = bucket_of(scores[-2]), bucket_of(scores[-1])
     if causal:
-        shape = bucket_of(scores[-2]), bucket_of(scores[-1])
         return keys & torch.ones(shape, dtype=torch.bool, device=q.dense.device).tril()
     if given is None:
-        if sizes is not None and sizes.serves_one_capture:
-            keys = _added(keys, q.dense.dtype, scores, sizes)
-        return keys.expand(*keys.shape[:-2], bucket_of(scores[-2]), keys.shape[-1])
+        return keys.expand(*keys.shape[:-2], *shape)
     if given.dense.dtype == torch.bool:
         return keys & _clean(given)
     return torch.where(keys, _clean(given), float("-inf"))
 
 
-def _added(keys: Tensor, dtype: torch.dtype, scores: tuple[Factors, ...], sizes: TrueSizes) -> Tensor:
-    """The mask as what attention kernels add to the scores: made once a graph, and not by torch in every call."""
-    key = ("added", dtype, scores)
-    if key not in sizes.masks:
-        sizes.masks[key] = torch.zeros_like(keys, dtype=dtype).masked_fill_(~keys, float("-inf"))
-    return sizes.masks[key]
+def _unexpanded(given: Padded) -> Padded:
+    """A mask whose leading dims all repeat one part, as that part."""
+    if given.padded_dims:
+        return given
+    part = given.dense
+    for d in range(part.dim() - 2):
+        part = part if part.stride(d) else part[(slice(None),) * d + (slice(0, 1),)]
+    return plain(part)
 
 
 def _clean(given: Padded) -> Tensor:

@@ -39,6 +39,8 @@ class TrueSizes:
         self._host = host
         self.masks: dict[Any, Tensor] = {}
         """Masks that were computed from these sizes, by the dimensions they are of."""
+        self.attention_masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        """The last few masks that were made for attention of these and a caller's mask, which is kept beside each."""
         self.serves_one_capture = False
         """Was this made within a capture, for it alone? Then so are its masks, and each is computed once a replay."""
         self._found: dict[Size, Tensor] = {}

@@ -18,6 +18,7 @@ from torch import Tensor
 from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, sharing, unflatten
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
+from subtensors.bucketed.generation import Generation, tokens_dim
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
@@ -76,6 +77,7 @@ class Bucketed:
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
         self._fallbacks: Counter[str] = Counter()
+        self._generation: Generation | None = None
         self._sizes: dict[str, Counter[int]] = {name: Counter() for name in self.dims.distinct}
         functools.update_wrapper(self, program, updated=())
 
@@ -220,12 +222,15 @@ class Bucketed:
         statistics.padded += visit.elements[1]
 
     def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note_fallback(why, error)
+        return self.program(*args, **kwargs)
+
+    def _note_fallback(self, why: str, error: Exception | None = None) -> None:
         if self.on_miss == "error":
             raise error or RuleError(f"no graph for this call: {why}")
         if not self._fallbacks[why]:
             _log.warning("%s runs at its true sizes, without a graph: %s", self._name(), why)
         self._fallbacks[why] += 1
-        return self.program(*args, **kwargs)
 
     def _name(self) -> str:
         return getattr(self.program, "__name__", type(self.program).__name__)
@@ -300,6 +305,41 @@ class Bucketed:
         if bucket.refusal:
             self._note_refusal(bucket)
 
+    def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
+        """A Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
+
+        Args:
+            inputs: the prompts' tokens, (rows, length) int64.
+            options: of the model's `generate`. What asks for another cache, or may get longer than the max of the Dim
+                that `input_ids` are padded on, is left to the model as it is.
+
+        Returns:
+            What the model's `generate` returns.
+
+        Raises:
+            RuleError: the program is no model that generates, or its `input_ids` have no Dim.
+        """
+        with self._lock:
+            if self._generation is None:
+                seq = tokens_dim(self.program, self.dims.by_name)
+                self._generation = Generation(self.program, seq, self._likewise)
+            why = self._generation.refusal(inputs, options)
+            if why:
+                self._note_fallback(why)
+                return self.program.generate(inputs, **options)  # type: ignore[attr-defined]
+            return self._generation.generate(inputs, options)
+
+    def _likewise(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> Bucketed:
+        """Another program bucketed with the options of this one."""
+        recorder = self.recorder
+        budget = recorder.max_graphs, recorder.memory_limit
+        return Bucketed(program, dims, *budget, self.on_miss, self.max_waste, recorder.compile_options)
+
+    @property
+    def programs(self) -> dict[str, Bucketed]:
+        """What `generate` runs, each with statistics of its own: "decoder", and "encoder" where there is one."""
+        return self._generation.programs if self._generation is not None else {}
+
     def stats(self) -> Statistics:
         """Calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
 
@@ -345,7 +385,8 @@ class Bucketed:
         """What was done and why: `st.explain(run)`."""
         dims = ", ".join(map(str, self.dims.distinct.values()))
         budget = f"max_graphs={self.recorder.max_graphs}, memory_limit={self.recorder.memory_limit}"
-        return f"{self._name()} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}"
+        parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
+        return f"{self._name()} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
 
     def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
         """The buckets that would have wasted least on the sizes seen so far.
@@ -370,6 +411,8 @@ class Bucketed:
         """Give the memory of graphs and static inputs back to the device; the next calls record again."""
         with self._lock:
             self.recorder.release()
+            if self._generation is not None:
+                self._generation.release()
 
 
 def _add_sizes(visit: _Visit, sizes: dict[str, Counter[int]]) -> None:

@@ -1,0 +1,167 @@
+"""`run.generate`: a Hugging Face model's own `generate`, whose prompts are padded and whose decode steps are replays.
+
+The model's `forward` is replaced meanwhile by a bucketed program, in which one more bucket, of size 1, is the decode
+step; it has no padding. Keys and values are in a cache of fixed length, which is kept from call to call: graphs read
+and write it where it lies. Of an encoder-decoder the encoder is a bucketed program of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from subtensors.dispatch.errors import RuleError, SizeError
+from subtensors.sizes.bucket_policies import Sizes
+from subtensors.sizes.dims import Dim
+
+if TYPE_CHECKING:
+    from subtensors.bucketed.runner import Bucketed
+
+Make = Callable[[Callable[..., Any], Mapping[Any, Any]], "Bucketed"]
+"""Makes a bucketed program with the options of the one that generates."""
+
+OWN_WAYS = ("past_key_values", "assistant_model", "custom_generate", "cache_implementation", "prompt_lookup_num_tokens")
+"""Arguments of `generate` that ask for another cache or another loop."""
+
+
+class Generation:
+    """The programs and caches that a model generates with.
+
+    Args:
+        model: a Hugging Face model.
+        seq: what its prompts are padded on; its max is the most tokens of a prompt and what follows it.
+        make: makes bucketed programs.
+    """
+
+    def __init__(self, model: Any, seq: Dim, make: Make) -> None:
+        if seq.max is None:
+            raise ValueError(f"generate needs the most tokens of a text: give Dim {seq.name!r} a max")
+        self.model, self.seq, self.length = model, seq, seq.max
+        self.programs: dict[str, Bucketed] = {}
+        self._caches: dict[int, Any] = {}
+        self._filled = 0
+        one_or_more = Sizes(sorted({1, *seq.buckets}))
+        if model.config.is_encoder_decoder:
+            new = Dim(f"{seq.name}_new", max=seq.max, min=1, buckets=one_or_more)
+            self._encoder: Any = model.get_encoder()
+            self.programs["encoder"] = make(
+                self._encoder.forward, _taken(self._encoder, {"input_ids": {1: seq}, "attention_mask": {1: seq}})
+            )
+            decoder = {"decoder_input_ids": {1: new}, "decoder_attention_mask": {2: new}}
+            dims = {**decoder, "encoder_outputs": {1: seq}, "attention_mask": {1: seq}}
+        else:
+            new = Dim(seq.name, max=seq.max, min=1, buckets=one_or_more)
+            dims = {"input_ids": {1: new}, "attention_mask": {2: new}, "position_ids": {1: new}}
+        self._tokens = next(iter(dims))
+        self.programs["decoder"] = make(model.forward, _taken(model, dims))
+        # `generate` reads from the signature what the model takes.
+        self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
+
+    def refusal(self, inputs: Tensor | None, options: Mapping[str, Any]) -> str:
+        """Why the model must generate as it is; "" where it needn't."""
+        asked = [name for name in OWN_WAYS if options.get(name) is not None]
+        if asked:
+            return f"generate is asked for {asked[0]}"
+        config = options.get("generation_config") or self.model.generation_config
+        if options.get("use_cache", config.use_cache) is False:
+            return "generate is asked for no cache"
+        prompt = inputs if inputs is not None else options.get("input_ids")
+        if not isinstance(prompt, Tensor) or prompt.dim() != 2:
+            return "generate is given something else than tokens"
+        length = 1 if self.model.config.is_encoder_decoder else prompt.shape[1]
+        given = options.get("decoder_input_ids")
+        length = given.shape[1] if given is not None else length
+        if length + _most_new(config, options, length) > self.length or prompt.shape[1] > self.length:
+            return f"a text may get longer than {self.seq.name}'s max of {self.length}"
+        try:
+            self._cache(_rows(prompt, config, options))
+        except RuleError as error:
+            return str(error)
+        return ""
+
+    def generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:
+        """`model.generate(inputs, **options)`, through the bucketed programs."""
+        config = options.get("generation_config") or self.model.generation_config
+        cache = self._cache(_rows(inputs if inputs is not None else options["input_ids"], config, options))
+        cache.reset()
+        self._filled = 0
+        with ExitStack() as swapped:
+            swapped.enter_context(_forward_of(self.model, self._forward))
+            if "encoder" in self.programs:
+                swapped.enter_context(_forward_of(self._encoder, self.programs["encoder"]))
+            return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
+
+    def _cache(self, rows: int) -> Any:
+        if rows not in self._caches:
+            from subtensors.bucketed.generation_cache import padded_cache
+
+            self._caches[rows] = padded_cache(self.model, self.length)
+        return self._caches[rows]
+
+    def _decode(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; what doesn't fit into the cache never reaches it."""
+        self._filled += kwargs[self._tokens].shape[1]
+        if self._filled > self.length:
+            raise SizeError(f"the text got longer than {self.length}; raise max in st.Dim({self.seq.name!r}, ...)")
+        return self.programs["decoder"](*args, **kwargs)
+
+    def release(self) -> None:
+        """Give up graphs and caches."""
+        for program in self.programs.values():
+            program.release()
+        self._caches.clear()
+
+
+def tokens_dim(model: Any, dims: Mapping[Any, Any]) -> Dim:
+    """What the prompts of a model that generates are padded on.
+
+    Raises:
+        RuleError: it doesn't generate, or its tokens aren't padded.
+    """
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
+        raise RuleError(f"generate is of Hugging Face models that have it, and {type(model).__name__} doesn't")
+    found = (dims.get("input_ids") or {}).get(1)
+    if not isinstance(found, Dim):
+        raise RuleError("generate needs dims that say what prompts are padded on: {'input_ids': {1: st.Dim(...)}}")
+    return found
+
+
+def _rows(prompt: Tensor, config: Any, options: Mapping[str, Any]) -> int:
+    """How many rows the model is called with: each prompt's beams, or its samples."""
+    times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
+    return int(prompt.shape[0] * max(times))
+
+
+def _most_new(config: Any, options: Mapping[str, Any], length: int) -> int:
+    """How many tokens may follow, as `generate` reads its options."""
+    new = options.get("max_new_tokens", config.max_new_tokens)
+    if new is not None:
+        return int(new)
+    total = options.get("max_length", config.max_length)
+    # Hugging Face's default of 20 tokens is of new ones.
+    return max(int(total) - length, 0) if total is not None and total != 20 else 20
+
+
+def _taken(module: Any, dims: dict[str, Any]) -> dict[str, Any]:
+    """Those of the dims whose arguments a module takes."""
+    names = inspect.signature(module.forward).parameters
+    return {name: given for name, given in dims.items() if name in names}
+
+
+@contextmanager
+def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module has another `forward` meanwhile."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

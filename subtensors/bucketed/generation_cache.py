@@ -1,0 +1,112 @@
+"""Key-value caches whose layers take padded keys and values: Hugging Face's `StaticCache`, counting what is real.
+
+`StaticLayer.update` counts by `key_states.shape`, which of a PaddedTensor is the bucket. Here the count is the true
+size, on the device; padded positions write what the first real one writes, to the same place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EncoderDecoderCache, StaticCache
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
+
+from subtensors.dispatch.errors import RuleError
+from subtensors.padded.calls import followed
+from subtensors.padded.padded_tensor import PaddedTensor
+
+
+class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
+    """One layer's keys and values, (rows, heads, length, head size), at addresses that never change."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, (rows, heads, new, head size); gives all of them, those to come included."""
+        if not isinstance(key_states, PaddedTensor) or not isinstance(value_states, PaddedTensor):
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.count(2)
+        positions = torch.arange(key_states.shape[2], device=self.device)
+        positions = torch.where(positions < count, positions, 0) + self.cumulative_length
+        keys, values = self._held()
+        for held, states in ((keys, key_states), (values, value_states)):
+            held.index_copy_(2, positions, followed(states).repeated([2]))
+        self.cumulative_length.add_(count)
+        return keys, values
+
+    def reset(self) -> None:
+        """Forget everything, in one kernel."""
+        if self.is_initialized:
+            torch._foreach_zero_(self._held())
+        self.cumulative_length.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, where they lie: a graph reads them there."""
+        for held in self._held() if self.is_initialized else ():
+            held.copy_(held.index_select(0, beam_idx.to(held.device)))
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+
+class PassingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keeps nothing: keys and values of what an encoder gave are computed anew, at the sizes of each call."""
+
+    is_compileable = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The same keys and values."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys; the mask is made from the encoder's output."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """How much is kept."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """It has no end."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """There is nothing to order."""
+
+
+class NeverUpdated(dict[int, bool]):
+    """By layer whether keys and values of the encoder's output are kept: they never are."""
+
+    def __setitem__(self, layer: int, is_updated: bool) -> None:
+        super().__setitem__(layer, False)
+
+
+def padded_cache(model: Any, length: int) -> Any:
+    """A cache for a model, which the model's `generate` takes as `past_key_values`.
+
+    Args:
+        model: a Hugging Face model that generates.
+        length: how many tokens it holds.
+
+    Raises:
+        RuleError: a layer keeps something else than all keys and values.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    others = [type(layer).__name__ for layer in cache.layers if type(layer) is not StaticLayer]
+    if others:
+        raise RuleError(f"a layer of {type(model).__name__} has a {others[0]} for its cache")
+    cache.layers = [PaddedStaticLayer(max_cache_len=length) for _ in cache.layers]
+    if not model.config.is_encoder_decoder:
+        return cache
+    crossing = StaticCache(config=model.config, max_cache_len=length)
+    crossing.layers = [PassingLayer() for _ in cache.layers]  # type: ignore[no-untyped-call]
+    both = EncoderDecoderCache(cache, crossing)
+    both.is_updated = NeverUpdated(dict.fromkeys(range(len(cache.layers)), False))
+    return both
