@@ -172,7 +172,63 @@ def test_what_has_no_rule_under_compile_is_refused(f: Callable[[Any], Any]) -> N
             torch.compile(f, fullgraph=True, backend="aot_eager")(tl)
 
 
-def test_differentiating_through_compiled_lists_is_refused() -> None:
-    p = st.TensorList([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]).pack()
+DIFFERENTIABLE: list[Callable[[Any], Any]] = [
+    lambda x: x * 2,
+    lambda x: x.sum(),
+    lambda x: x[0] * 2,
+    lambda x: [t * 2 for t in x],
+    lambda x: x.tree(),
+    lambda x: doubled_without_gradients(x) + x,
+]
+
+
+def doubled_without_gradients(x: Any) -> Any:
+    with torch.no_grad():
+        return x * 2
+
+
+def parameters(packed: bool) -> st.TensorList:
+    p = st.TensorList([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))])
+    return p.pack() if packed else p
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("f", DIFFERENTIABLE)
+def test_differentiating_through_compiled_lists_is_refused(f: Callable[[Any], Any], packed: bool) -> None:
     with pytest.raises(Exception, match="can't differentiate through a TensorList"):
-        torch.compile(lambda x: x * 2, fullgraph=True, backend="aot_eager")(p)
+        torch.compile(f, fullgraph=True, backend="aot_eager")(parameters(packed))
+
+
+@st.fused
+def descend(p: Any, g: Any, *, lr: float) -> None:
+    p.sub_(lr * g)
+
+
+@torch.no_grad()
+def decorated(p: Any, g: Any, lr: float) -> Any:
+    p.mul_(0.5)
+    descend(p, g, lr=lr)
+    return p + 1
+
+
+def with_a_block(p: Any, g: Any, lr: float) -> Any:
+    with torch.no_grad():
+        p.mul_(0.5)
+        descend(p, g, lr=lr)
+        return p + 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("step", [decorated, with_a_block])
+def test_parameters_are_updated_where_the_compiled_function_itself_turns_gradients_off(
+    step: Callable[..., Any], packed: bool
+) -> None:
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    p, g = parameters(packed), st.TensorList([torch.ones(2), torch.ones(3)])
+    g = g.pack() if packed else g
+    for lr, left in ((0.25, 0.25), (0.125, 0.0)):
+        results = compiled(p, g, lr)
+        assert all((t == left).all() and t.requires_grad for t in p)
+        assert all((t == left + 1).all() and not t.requires_grad for t in results)
+    sum((t**2).sum() for t in p).backward()
+    assert all((t.grad == 2 * t).all() for t in p)

@@ -54,6 +54,8 @@ class TensorList(torch.Tensor):
     _arena: Layout | None
     _places: list[int] | None
     _aliases: dict[int, torch.Tensor]
+    _records: bool
+    """Of a compiler's stand-in: did autograd follow an element of the list that it stands for, and still would?"""
 
     @staticmethod
     def __new__(cls, x: object) -> TensorList:
@@ -74,6 +76,11 @@ class TensorList(torch.Tensor):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The elements, in the order of the pytree's leaves."""
+        if self._records:
+            self._refuse_to_record()
+        return self._held()
+
+    def _held(self) -> list[torch.Tensor]:
         if self._elements is None:
             assert self._arena is not None
             assert self._flats is not None
@@ -210,11 +217,11 @@ class TensorList(torch.Tensor):
         part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shapes = self._arena.shapes if self._arena and self._elements is None else [t.shape for t in self.tensors]
+        shapes = self._arena.shapes if self._arena and self._elements is None else [t.shape for t in self._held()]
         if self._arena and self._elements is None and self._flats:
             kinds = [(self._flats[g].dtype, self._flats[g].device) for g in self._arena.groups]
         else:
-            kinds = [(t.dtype, t.device) for t in self.tensors]
+            kinds = [(t.dtype, t.device) for t in self._held()]
         counts = Counter(zip(kinds, shapes, strict=True))
         groups = [
             f"{count} x {str(dtype).removeprefix('torch.')}{list(shape)} {device}"
@@ -297,17 +304,12 @@ class TensorList(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
         arena = self.arena
-        elements = self._elements or ()
-        if torch.is_grad_enabled() and any(t.requires_grad for t in elements):
-            raise RuleError(
-                "torch.compile can't differentiate through a TensorList yet: call the compiled function under "
-                "torch.no_grad(), or hand it the elements, tl.tree()"
-            )
+        records = self._records or (torch.is_grad_enabled() and any(t.requires_grad for t in self._elements or ()))
         if arena is not None and self._flats is not None:
-            return [f"flat_{i}" for i in range(len(self._flats))], arena
+            return [f"flat_{i}" for i in range(len(self._flats))], (arena, records)
         for i in range(len(self)):
             self._unrecorded(i)
-        return [f"element_{i}" for i in range(len(self))], Structure(self.treespec)
+        return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), records)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -316,9 +318,14 @@ class TensorList(torch.Tensor):
         inner = list(inner_tensors.values())
         # At run time compiled code asks the list itself for its size, and is told those of its elements.
         size = outer_size if isinstance(outer_size[0], int | torch.SymInt) else None
-        if isinstance(context, Layout):
-            return _of_flats(inner, context, size)
-        return _of_elements(inner, context.treespec, size)
+        laid_out, records = context
+        out = (
+            _of_flats(inner, laid_out, size)
+            if isinstance(laid_out, Layout)
+            else _of_elements(inner, laid_out.treespec, size)
+        )
+        out._records = records
+        return out
 
     def __getattr__(self, name: str) -> Any:
         kind, _, index = name.partition("_")
@@ -333,7 +340,7 @@ class TensorList(torch.Tensor):
 
         Aliases are kept, as the compiler also asks in its fake mode, where detach() on a real tensor is refused.
         """
-        element = self.tensors[index]
+        element = self._held()[index]
         if not element.requires_grad:
             return element
         alias = self._aliases.get(index)
@@ -341,8 +348,16 @@ class TensorList(torch.Tensor):
             alias = self._aliases[index] = element.detach()
         return alias
 
+    def _refuse_to_record(self) -> None:
+        """Raise where autograd would follow the elements, and what stands for them here can't be followed."""
+        if self._records and torch.is_grad_enabled():
+            raise RuleError(
+                "torch.compile can't differentiate through a TensorList yet: compute under torch.no_grad(), inside the "
+                "compiled function or around it, or hand it the elements, tl.tree()"
+            )
+
     def _stable_hash_for_caching(self) -> str:
-        return self._arena.stable_hash() if self._arena is not None else str(self.treespec)
+        return f"{self._arena.stable_hash() if self._arena is not None else self.treespec} {self._records}"
 
 
 def _shell(
@@ -356,7 +371,7 @@ def _shell(
     out.treespec = treespec
     out._elements = elements
     out._flats = out._arena = out._places = None
-    out._aliases = {}
+    out._aliases, out._records = {}, False
     return out
 
 
