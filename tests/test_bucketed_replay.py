@@ -79,3 +79,18 @@ def test_a_mask_that_is_written_to_between_layers_is_taken_as_it_is() -> None:
     bucket = run.recorded()[0]
     found = bucket.run_on(bucket.inputs()).leaves[0].value[:, :, :30]  # as in a capture
     torch.testing.assert_close(found, twice(x, torch.ones(1, 1, 30, 30, dtype=torch.bool)))
+
+
+@torch.no_grad()
+def test_a_convolutional_net_over_a_padded_batch_does_what_it_does_over_a_whole_one() -> None:
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 4, "hidden_sizes": [8, 8], "depths": [2, 2], "num_labels": 3}
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes)).eval()
+    run = st.bucketed(model, {"pixel_values": {0: st.Dim("batch", max=8, buckets=4)}})
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(run(pixel_values=images).logits, model(pixel_values=images).logits)
+    bucket = run.recorded()[0]
+    ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
+    plain = ops(lambda images: [model(pixel_values=images).logits], [torch.zeros(4, 3, 32, 32)])
+    # One image stands in for those that are padding where an op might not take their values.
+    assert ours - plain == Counter(["arange", "lt", "where", "detach"])

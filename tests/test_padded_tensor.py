@@ -186,6 +186,19 @@ def test_a_plain_tensor_cannot_take_padded_values_in_place() -> None:
         torch.zeros(8).add_(st.pad(torch.ones(5), {0: SEQ}))
 
 
+def test_an_op_in_place_leaves_padding_as_it_was_only_where_something_is_known_of_it() -> None:
+    known, unknown = st.pad(torch.ones(3), {0: SEQ}, value=2.0), st.pad(torch.ones(3), {0: SEQ})
+    unknown = unknown + 1
+    for x in (known, unknown):
+        before, kept = x.dense.data_ptr(), x.dense[3:].clone()
+        view = x[None]
+        x.mul_(3).add_(x)
+        assert x.dense.data_ptr() == before
+        assert x.unpad().tolist() == view.unpad()[0].tolist() == [6.0 * (1 + (x is unknown))] * 3
+        assert torch.equal(x.dense[3:], kept) == (x is known)
+    assert known.prod().item() == 6.0**3
+
+
 def test_a_view_writes_into_what_it_views() -> None:
     x = st.pad(torch.zeros(2, 5), {1: SEQ}, value=7)
     x[:, :-1].fill_(1)

@@ -29,7 +29,9 @@ def convolution(call: Call) -> Padded:
     weight: Padded = call["weight"]
     if x.is_padded(1) or weight.padded_dims:
         raise refuse(call, "its channels or its weight are padded")
-    out = call.dense({"input": x.filled(0)})
+    # Images are apart from each other, but not in the gradient of the weight.
+    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    out = call.dense({"input": x.filled(0, None if followed else range(2, x.dim()))})
     dims: list[Factors] = [x.dims[0], *static_dims([out.shape[1]])]
     rank = x.dim() - 2
     given = [_each(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
@@ -53,7 +55,7 @@ def max_pool(call: Call) -> tuple[Padded, Padded]:
     """The greatest of each window, and where in the true image it stands."""
     x: Padded = call["self"]
     rank = 2 if call.op.overloadpacket is aten.max_pool2d_with_indices else 3
-    values, positions = call.dense({"self": x.filled(least(x.dense.dtype))})
+    values, positions = call.dense({"self": x.filled(least(x.dense.dtype), range(x.dim() - rank, x.dim()))})
     dims = _pooled(call, x, values, rank, ceil=call["ceil_mode"])
     positions = _true_positions(call, x, positions, rank)
     return result(values, dims, x.sizes).gradient_masked(), result(positions, dims, x.sizes)
@@ -66,11 +68,11 @@ def average_pool(call: Call) -> Padded:
     rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
     if not any(x.is_padded(d) for d in over):
-        out = call.dense({"self": x.filled(0)})
+        out = call.dense()
     elif call["ceil_mode"]:
         raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
     elif call["count_include_pad"] or call.get("divisor_override"):
-        out = call.dense({"self": x.filled(0)})
+        out = call.dense({"self": x.filled(0, over)})
     else:
         dtype = accumulated(x.dense.dtype)
         mask = x.mask(over)

@@ -28,6 +28,7 @@ from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place
 from subtensors.dispatch.padded import composites, engine
 from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
+from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.padded.rules import table
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
@@ -207,6 +208,9 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     if twin is None or not targets:
         raise Inexpressible(f"{op} writes to its arguments, and there is no form of it that doesn't")
     recording = torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values())
+    if not recording and _writes_anything(op, targets, args, kwargs, running):
+        op(*mapped(PaddedTensor, lambda t: t._dense, args), **mapped(PaddedTensor, lambda t: t._dense, kwargs))
+        return targets[0]
     through_views = [target for target in targets if id(target) not in running.outer and target._view]
     if through_views and recording:
         raise Inexpressible(f"{op} writes through a view of what autograd follows")
@@ -235,6 +239,19 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         if id(target) in running.outer:
             running.written[id(target)] = target
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _writes_anything(
+    op: OpOverload, targets: list[PaddedTensor], args: tuple[Any, ...], kwargs: dict[str, Any], running: _Running
+) -> bool:
+    """May a pointwise op write to all of its first argument's storage? Then nobody knows what its padding held."""
+    target = targets[0]
+    outer = running.outer.get(id(target))
+    if op_class(op) is not OpClass.POINTWISE or args[0] is not target or len(targets) > 1:
+        return False
+    if not isinstance(outer, PaddedTensor) or outer._fill is not None or outer._view:
+        return False
+    return broadcast([_inner(t) for t in found(Tensor, (args, kwargs))])[0] == target._dims
 
 
 def _run_any(twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op: OpOverload) -> Any:
