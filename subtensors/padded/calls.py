@@ -251,7 +251,7 @@ def _writes_anything(
         return False
     if not isinstance(outer, PaddedTensor) or outer._fill is not None or outer._view:
         return False
-    return broadcast([_inner(t) for t in found(Tensor, (args, kwargs))])[0] == target._dims
+    return bool(broadcast([_inner(t) for t in found(Tensor, (args, kwargs))])[0] == target._dims)
 
 
 def _run_any(twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op: OpOverload) -> Any:
