@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from subtensors.bench.chunked_rows import LossRow, from_json
+from subtensors.bench.fit_plan import fitted, ours, plan_of
 from subtensors.dispatch.chunk_plan import (
+    H200,
     WASTE,
     ChunkPlan,
     LossShape,
+    Rates,
     by_columns,
     by_rows,
     plan_linear_cross_entropy,
@@ -122,24 +125,19 @@ def test_the_bytes_of_a_plan_are_the_bytes_that_it_takes(shape: LossShape, numbe
     assert taken == pytest.approx(plan.bytes, abs=5 * MIB)  # of each block the allocator may leave a MiB unused
 
 
-def plan_of(row: LossRow) -> ChunkPlan:
-    """The plan of one of our rows of the benchmark."""
-    shape = LossShape(row.tokens, row.hidden, row.vocabulary)
-    way, _, size = row.variant.partition("/")
-    if way == "columns":
-        columns, _, kept = size.partition("+")
-        return by_columns(shape, int(columns), int(kept or 0))
-    return by_rows(shape, int(size), way)  # type: ignore[arg-type]
+MEASURED_ROWS = ours(from_json(MEASURED.read_text()))
 
 
-def ours() -> list[LossRow]:
-    rows = from_json(MEASURED.read_text()) if MEASURED.exists() else []
-    return [row for row in rows if "/" in row.variant and not row.variant.startswith("st.chunk")]
+def test_rates_are_found_again_from_rows_that_they_made() -> None:
+    rates = Rates(700e12, 3e12, 30e-6)
+    rows = [replace(row, step_ms=plan_of(row, rates).seconds * 1e3) for row in MEASURED_ROWS]
+    found = fitted(rows)
+    assert (found.flops, found.bandwidth, found.launch) == pytest.approx((700e12, 3e12, 30e-6), rel=1e-6)
 
 
-@pytest.mark.parametrize("row", ours(), ids=lambda row: f"{row.shape}-{row.variant}")
+@pytest.mark.parametrize("row", MEASURED_ROWS, ids=lambda row: f"{row.shape}-{row.variant}")
 def test_the_model_is_near_what_was_measured(row: LossRow) -> None:
-    plan = plan_of(row)
+    plan = plan_of(row, H200)
     assert plan.bytes / MIB == pytest.approx(row.peak_mb, rel=0.02)
     # Chunks of a few hundred rows are worse products than the model knows of.
     assert plan.seconds * 1e3 == pytest.approx(row.step_ms, rel=0.12 if (plan.schedule.rows or 512) >= 512 else 0.25)

@@ -6,13 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from subtensors.bench import bucketed, chunked, gpt2_step, lend, optim, padded_ops, pointwise, static
+from subtensors.bench import bucketed, chunked, fit_plan, gpt2_step, lend, optim, padded_ops, pointwise, static
 
 # Each benchmark declares its options, and with them the function that runs it.
 BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "optim": ("one Adam step: torch's foreach, fused and compiled beside subtensors", optim.add_arguments),
     "pointwise": ("a step of each pointwise optimizer against the bytes that it must move", pointwise.add_arguments),
     "chunked": ("linear + cross entropy: time, memory and error beside the peers", chunked.add_arguments),
+    "fit-plan": ("the rates of a chunked loss's plan, from rows of `chunked`", fit_plan.add_arguments),
     "gpt2-step": ("a training step of GPT-2: whole logits beside chunked ones", gpt2_step.add_arguments),
     "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
