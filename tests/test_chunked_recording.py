@@ -82,3 +82,40 @@ def test_a_linear_layer_that_does_not_fit_is_torch_s_own_error(weight: torch.Ten
         F.linear(torch.ones(6, 5), weight, bias)
     with pytest.raises(RuntimeError, match=str(plain.value)[:12]):
         F.linear(st.chunk(torch.ones(6, 5), rows=2), weight, bias).realize()
+
+
+def test_a_linear_layer_is_recorded_when_more_than_its_cross_entropy_is_asked_for() -> None:
+    hidden, weight = torch.randn(6, 5, requires_grad=True), torch.randn(30, 5, requires_grad=True)
+    target = torch.randint(0, 30, (6,))
+    logits = F.linear(st.chunk(hidden, rows=2), weight)
+    assert isinstance(logits, st.ChunkedTensor)
+    assert (logits.shape, logits.stride(), logits.dtype) == ((6, 30), (30, 1), torch.float32)
+    loss = F.cross_entropy(logits, target)
+    assert not logits._cell.is_recorded  # type: ignore[attr-defined]
+    right = (logits.argmax(-1) == target).sum()
+    assert logits._cell.is_recorded  # type: ignore[attr-defined]
+    again = F.cross_entropy(logits, target)
+    assert st.explain(again) == st.explain(loss)
+    plain = F.linear(hidden, weight)
+    assert right == (plain.argmax(-1) == target).sum()
+    for mine in (loss, again):
+        for a, e in zip(
+            torch.autograd.grad(mine, [hidden, weight]),
+            torch.autograd.grad(F.cross_entropy(plain, target), [hidden, weight], retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, e)
+
+
+def test_a_weight_that_is_written_to_before_the_loss_of_its_layer_is_refused() -> None:
+    weight = torch.randn(30, 5)
+    logits = F.linear(st.chunk(torch.randn(6, 5), rows=2), weight)
+    weight.add_(1)
+    with pytest.raises(st.RuleError, match="modified in place"):
+        F.cross_entropy(logits, torch.randint(0, 30, (6,)))
+
+
+def test_a_count_that_is_no_number_is_refused_also_after_an_equal_one() -> None:
+    st.chunk(torch.ones(3), rows=1)
+    with pytest.raises(TypeError, match="rows is a whole number, got True"):
+        st.chunk(torch.ones(3), rows=True)

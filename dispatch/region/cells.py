@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch._ops import OpOverload
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.region.graph import NeedsValues, Value, cut_again, gathered, recording, tensors_of
 from subtensors.dispatch.region.placing import Call
+from subtensors.dispatch.region.rules.contractions import linear_layer
 from subtensors.dispatch.region.rules.table import record
 
 aten = torch.ops.aten
+
+
+Geometry = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
 
 class Cell:
@@ -35,6 +40,17 @@ class Cell:
         """Say whose view this is, and how it was taken: the op's arguments after the base, and which result."""
         self.base, self.made, self.stamp = base, (op, args, kwargs, place), base.writes
         return self
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient flows through it."""
+        return self.value.needs_grad
+
+    def geometry(self) -> Geometry:
+        """Sizes, strides, dtype and device."""
+        value = self.value
+        like = value.like
+        return like.shape, like.stride(), like.dtype, value.device
 
     @property
     def value(self) -> Value:
@@ -74,6 +90,50 @@ class Cell:
             self.stamp = self.base.writes
         self._value = value
         self.writes += 1
+
+
+class LinearCell(Cell):
+    """A linear layer of rows, recorded when something else is asked for than what kernels make of it.
+
+    Args:
+        rows: (N, H), chunked along N.
+        weight: (V, H), a constant of the same dtype and device.
+        bias: (V,), such a constant, or None.
+        grad: whether it is differentiable.
+    """
+
+    __slots__ = ("bias", "grad", "rows", "weight")
+
+    def __init__(self, rows: Value, weight: Value, bias: Value | None, grad: bool) -> None:
+        super().__init__(rows)
+        self.rows, self.weight, self.bias, self.grad = rows, weight, bias, grad
+
+    @property
+    def is_recorded(self) -> bool:
+        """Is it an op of the region, or was it written over?"""
+        return self._value is not self.rows
+
+    @property
+    def value(self) -> Value:
+        """What it holds now."""
+        if not self.is_recorded:
+            self._value = linear_layer(self.rows, self.weight, self.bias, self.grad)
+        return self._value
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient flows through it."""
+        if self.is_recorded:
+            return self._value.needs_grad
+        has_grad = self.rows.needs_grad or self.weight.needs_grad or (self.bias is not None and self.bias.needs_grad)
+        return self.grad and has_grad
+
+    def geometry(self) -> Geometry:
+        """Sizes, strides, dtype and device."""
+        if self.is_recorded:
+            return super().geometry()
+        rows, classes = self.rows.shape[0], self.weight.shape[0]
+        return (rows, classes), (classes, 1), self.rows.dtype, self.rows.device
 
 
 def _outputs(results: Any) -> list[Value]:

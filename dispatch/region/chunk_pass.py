@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +19,17 @@ from subtensors.dispatch.torch_private import is_dense, saves_through_hooks
 aten = torch.ops.aten
 
 
-@contextmanager
-def as_recorded() -> Iterator[None]:
+def as_recorded() -> AbstractContextManager[None]:
     """What was decided when the ops were recorded is not decided again: casts of autocast, hooks on saved tensors."""
+    decides = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or saves_through_hooks()
+    return _undecided() if decides else _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _undecided() -> Iterator[None]:
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

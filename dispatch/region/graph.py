@@ -59,19 +59,19 @@ class Value:
     """A tensor of the region, known by its metadata until it is computed.
 
     Args:
-        meta: sizes, strides and dtype.
+        meta: sizes, strides and dtype; None for an input, which has them itself.
         device: where it will live.
         layout: where its rows are; None for a whole value.
         node: what computes it; None for an input.
         needs_grad: whether a gradient flows through it.
     """
 
-    __slots__ = ("device", "index", "join", "layout", "meta", "needs_grad", "node", "source", "tensor", "version")
+    __slots__ = ("_meta", "device", "index", "join", "layout", "needs_grad", "node", "source", "tensor", "version")
 
     def __init__(
-        self, meta: Tensor, device: torch.device, layout: Layout | None, node: Node | None, needs_grad: bool
+        self, meta: Tensor | None, device: torch.device, layout: Layout | None, node: Node | None, needs_grad: bool
     ) -> None:
-        self.meta, self.device, self.layout, self.node, self.needs_grad = meta, device, layout, node, needs_grad
+        self._meta, self.device, self.layout, self.node, self.needs_grad = meta, device, layout, node, needs_grad
         self.join: Join | None = None
         self.index = 0
         self.tensor: Tensor | None = None
@@ -81,19 +81,33 @@ class Value:
         self.version: int | None = None
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of its sizes, strides and dtype: perhaps itself."""
+        like = self.tensor if self._meta is None else self._meta
+        assert like is not None
+        return like
+
+    @property
+    def meta(self) -> Tensor:
+        """Its sizes, strides and dtype, without memory."""
+        if self._meta is None:
+            self._meta = meta_of(self.like)
+        return self._meta
+
+    @property
     def shape(self) -> torch.Size:
         """The sizes of the whole value."""
-        return self.meta.shape
+        return self.like.shape
 
     @property
     def ndim(self) -> int:
         """The number of its dims."""
-        return self.meta.ndim
+        return self.like.ndim
 
     @property
     def dtype(self) -> torch.dtype:
         """Its dtype."""
-        return self.meta.dtype
+        return self.like.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +207,7 @@ def constant(tensor: Tensor) -> Value:
     """
     if tensor.layout != torch.strided:
         raise NeedsValues("a tensor without strides", "it can't be recorded")
-    value = Value(meta_of(tensor), tensor.device, None, None, tensor.requires_grad)
+    value = Value(None, tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
     value.version = None if tensor.is_inference() else tensor._version
     return value
@@ -201,7 +215,7 @@ def constant(tensor: Tensor) -> Value:
 
 def leaf_value(x: Tensor, dim: int, axis: Axis) -> Value:
     """The value of a tensor that is chunked along a dim."""
-    value = Value(meta_of(x), x.device, Layout(axis, dim, x.shape[dim]), None, x.requires_grad)
+    value = Value(None, x.device, Layout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
     value.version = None if x.is_inference() else x._version
     return value

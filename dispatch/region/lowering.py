@@ -17,9 +17,10 @@ from torch import Tensor
 
 from subtensors.dispatch.chunk_plan import ChunkPlan, LossShape, plan_linear_cross_entropy
 from subtensors.dispatch.region.axis import Layout, Policy
+from subtensors.dispatch.region.cells import LinearCell
 from subtensors.dispatch.region.chunk_pass import as_recorded
 from subtensors.dispatch.region.evaluation import evaluate
-from subtensors.dispatch.region.graph import Value, gathered, recording
+from subtensors.dispatch.region.graph import Value, gathered, known, recording
 from subtensors.dispatch.region.rules.table import record
 from subtensors.dispatch.region.squashed_logits import SquashedLogits, squashed_logits
 from subtensors.kernels.cross_entropy import CrossEntropy
@@ -127,6 +128,39 @@ def _equal(value: Any, default: Any) -> bool:
     return not isinstance(value, Tensor) and bool(value == default)
 
 
+def cross_entropy_of_layer(
+    layer: LinearCell, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor | None:
+    """The cross entropy of a linear layer that nothing else was asked of, without class weights.
+
+    Args:
+        layer: of an input of the region.
+        target: (N,) class indices, plain.
+        ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+
+    Returns:
+        a number; None where it is for `lowered_cross_entropy` to say.
+    """
+    rows, layout = layer.rows, layer.rows.layout
+    if layer.is_recorded or layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
+        return None
+    if (
+        target.dtype is not torch.int64
+        or target.shape != rows.shape[:1]
+        or not rows.shape[0]
+        or not layer.weight.shape[0]
+    ):
+        return None
+    hidden, weight = known(rows), known(layer.weight)
+    bias = None if layer.bias is None else known(layer.bias)
+    assert hidden is not None
+    assert weight is not None
+    options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
+    dtype = loss_dtype(rows.dtype, rows.device.type)
+    flows = torch.is_grad_enabled() and layer.needs_grad
+    return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+
+
 def lowered_cross_entropy(
     logits: Value,
     target: Tensor,
@@ -166,23 +200,50 @@ def lowered_cross_entropy(
         hidden = found.rows_of(_whole_input(found.hidden))
         weight = evaluate(_master(_transposed(found.weight), hidden.dtype))
         bias = None if found.bias is None else evaluate(found.bias)
-    if weight.dtype not in (hidden.dtype, _MASTER.get(hidden.dtype)) or (
-        bias is not None and bias.dtype != hidden.dtype
-    ):
-        return None
     if logits.dtype == torch.float64 != hidden.dtype:
         return None  # more was asked for than the kernels compute in
-    options = CrossEntropy(
-        ignore_index, class_weight, label_smoothing, 0.0, found.squashed.softcap, found.squashed.temperature, reduction
-    )
-    shape = loss_shape(hidden, weight, flows, layout.axis.policy.exact)
-    chunks = chunk_plan(shape, layout.axis.policy, _asked_rows(layout), hidden.device)
-    plan = LoweredPlan(shape, chunks, options)
+    squash = (found.squashed.softcap, found.squashed.temperature)
+    options = cross_entropy_options(class_weight, ignore_index, label_smoothing, *squash, reduction)
+    return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: CrossEntropy,
+    layout: Layout,
+    flows: bool,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """The cross entropy of a linear layer by the kernels.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        target: (N,) class indices, or (N, V) distributions.
+        options: which cross entropy.
+        layout: of the logits.
+        flows: whether gradients are recorded.
+        dtype: of the result.
+
+    Returns:
+        a number; None where the dtypes don't fit together.
+    """
+    if weight.dtype is not hidden.dtype and weight.dtype is not _MASTER.get(hidden.dtype):
+        return None
+    if bias is not None and bias.dtype != hidden.dtype:
+        return None
+    axis = layout.axis
+    shape = loss_shape(hidden, weight, flows, axis.policy.exact)
+    chunks = chunk_plan(shape, axis.policy, _asked_rows(layout), hidden.device)
     with torch.set_grad_enabled(flows), as_recorded():
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
-            vars(loss.grad_fn)["plan"] = plan  # for `explain`
-        return layout.axis.prepared(loss).to(dtype)
+            vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
+        return axis.prepared(loss).to(dtype)
 
 
 def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
@@ -253,10 +314,29 @@ def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -
         grad: whether gradients are recorded.
         exact: how the weight's gradient adds up: in the weight's dtype, or in that of the hidden states.
     """
+    size = hidden.itemsize
     needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
-    size = hidden.element_size()
-    summed = weight.element_size() if exact else size
-    return LossShape(hidden.shape[0], hidden.shape[1], weight.shape[0], size, summed, *needs)
+    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs)
+
+
+_shape = functools.lru_cache(maxsize=256)(LossShape)
+
+
+def cross_entropy_options(
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    temperature: float,
+    reduction: str,
+) -> CrossEntropy:
+    """Those of `CrossEntropy`, checked once: each step of a training run asks for the same."""
+    if class_weight is None:
+        return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
+    return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
+
+
+_options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
 def expected_loss(logits: Value) -> str | None:

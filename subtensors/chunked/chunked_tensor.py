@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, Literal, cast
@@ -55,7 +56,7 @@ class ChunkedTensor(RecordedTensor):
         compile: bool = False,
     ) -> ChunkedTensor:
         """The tensor, chunked."""
-        policy = _policy(chunks, rows, memory_limit, accumulate, compile)
+        policy = _known_policy(chunks, rows, memory_limit, accumulate, compile)
         x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
         if not isinstance(x, Tensor):
             raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
@@ -218,6 +219,7 @@ def _policy(
     return Policy(chunks, rows, limit, accumulate == "exact", compile)
 
 
+_known_policy = functools.lru_cache(maxsize=64, typed=True)(_policy)
 _constant_policy = torch.compiler.assume_constant_result(_policy)
 
 

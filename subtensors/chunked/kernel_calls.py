@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.dispatch.region.cells import Cell
+from subtensors.dispatch.region.cells import Cell, LinearCell
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import NeedsValues, Value, constant, recording
-from subtensors.dispatch.region.lowering import loss_dtype, lowered_cross_entropy
+from subtensors.dispatch.region.lowering import cross_entropy_of_layer, loss_dtype, lowered_cross_entropy
 from subtensors.dispatch.region.row_losses import (
     logits_of,
     recorded_cross_entropy,
@@ -44,8 +44,12 @@ def _cross_entropy(
     named = size_average is reduce is None and reduction in ("mean", "sum", "none")
     if not named or not isinstance(input, RecordedTensor) or not isinstance(target, Tensor):
         return None
-    logits = cell_of(input).value
-    return _entropy_of(kind, logits, target, weight, reduction, ignore_index, label_smoothing)
+    cell = cell_of(input)
+    if type(cell) is LinearCell and weight is None and type(target) is Tensor:
+        loss = cross_entropy_of_layer(cell, target, ignore_index, reduction, label_smoothing)
+        if loss is not None:
+            return loss
+    return _entropy_of(kind, cell.value, target, weight, reduction, ignore_index, label_smoothing)
 
 
 def _nll_loss(
@@ -116,29 +120,35 @@ def _shown(kind: Kind, recorded: Callable[[], Value | None]) -> Tensor | None:
 
 
 def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    """`F.linear` in the ops that torch makes of it, recorded without going through torch: it is in every step."""
-    operands = [weight] if bias is None else [weight, bias]
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in operands) and isinstance(input, RecordedTensor)
-    if not plain or input.ndim < 2 or weight.ndim != 2 or torch.is_autocast_enabled(weight.device.type):
+    """`F.linear`, recorded without going through torch, and not before something but its cross entropy is asked for."""
+    if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
         return None
-    value, grad = cell_of(input).value, torch.is_grad_enabled()
-    if value.ndim == 2 and value.layout is not None and value.layout.dim == 0:
-        return _shown(kind, lambda: linear_layer(value, weight, bias, grad))
-    try:
-        with recording(grad):
-            flat = value
-            if value.ndim != 2:
-                flat = record(aten.reshape.default, value, [math.prod(value.shape[:-1]), value.shape[-1]])
-            across = record(aten.t.default, constant(weight))
-            if bias is None:
-                out = record(aten.mm.default, flat, across)
-            else:
-                out = record(aten.addmm.default, constant(bias), flat, across)
-            if value.ndim != 2:
-                out = record(aten.reshape.default, out, [*value.shape[:-1], weight.shape[0]])
-    except NeedsValues:
+    if not isinstance(input, RecordedTensor) or torch.is_autocast_enabled(weight.device.type):
         return None
+    rows, sizes = cell_of(input).value, weight.shape
+    layout = rows.layout
+    if layout is None or layout.dim == rows.ndim - 1 or len(sizes) != 2 or sizes[1] != rows.shape[-1]:
+        return None
+    if bias is not None and bias.shape != sizes[:1]:
+        return None
+    if any(x.dtype != rows.dtype or x.device != rows.device for x in (weight, bias) if x is not None):
+        return None
+    grad = torch.is_grad_enabled()
+    with recording(grad):
+        try:
+            head = constant(weight), None if bias is None else constant(bias)
+            if rows.ndim == 2:
+                return outer(kind, LinearCell(rows, *head, grad))
+            flat = record(aten.reshape.default, rows, [math.prod(rows.shape[:-1]), rows.shape[-1]])
+            if flat.layout is None or flat.layout.dim != 0:
+                return None
+            out = record(aten.reshape.default, linear_layer(flat, *head, grad), [*rows.shape[:-1], sizes[0]])
+        except NeedsValues:
+            return None
     return outer(kind, Cell(out)) if out.layout is not None else None
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {

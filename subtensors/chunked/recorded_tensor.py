@@ -46,19 +46,20 @@ def whole_of(x: Tensor) -> Tensor:
 
     Its gradient is taken to be the same in each process, as torch's own `full_tensor` has it, and each keeps its part.
     """
-    if "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
+    if type(x) in _PLAIN or "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
         return x
     whole: Tensor = x.full_tensor()
     return whole
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
     """A tensor of the cell, as the ops beneath autograd see it."""
-    meta = cell.value.meta
+    sizes, strides, dtype, device = cell.geometry()
     with torch._C.DisableTorchFunctionSubclass():
-        out = torch.Tensor._make_wrapper_subclass(
-            kind, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=cell.value.device
-        )
+        out = torch.Tensor._make_wrapper_subclass(kind, sizes, strides=strides, dtype=dtype, device=device)
     assert isinstance(out, RecordedTensor)
     out._cell = cell
     return out
@@ -73,7 +74,7 @@ def outer(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
 
 def show_gradient(x: RecordedTensor) -> None:
     """Have the tensor say whether a gradient flows through it, and refuse one that autograd itself would bring."""
-    needs = x._cell.value.needs_grad
+    needs = x._cell.needs_grad
     with torch._C.DisableTorchFunctionSubclass():
         if needs != x.requires_grad:
             x.requires_grad_(needs)

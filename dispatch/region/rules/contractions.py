@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from subtensors.dispatch.region.graph import Join, Value, constant, emit
+from subtensors.dispatch.region.graph import Join, Value, emit
 from subtensors.dispatch.region.placing import Call, along, broadcast, whole
 from subtensors.dispatch.region.rules.table import RULES, record
 
@@ -60,28 +59,23 @@ def product(call: Call) -> Any:
     return call.emit([out], layout.axis, lambda v: brought[id(v)] if id(v) in brought else broadcast(v, ndim, out))
 
 
-def linear_layer(rows: Value, weight: Tensor, bias: Tensor | None, grad: bool) -> Value | None:
+def linear_layer(rows: Value, weight: Value, bias: Value | None, grad: bool) -> Value:
     """Record `F.linear` of rows by a weight as `product` would, without asking torch or the table: it is in every step.
 
     Args:
         rows: (N, H), chunked along N.
-        weight: (V, H).
-        bias: (V,), or None.
+        weight: (V, H), whole, of the same dtype and device.
+        bias: (V,), such a value, or None.
         grad: whether it is differentiable.
 
     Returns:
-        (N, V), chunked along N; None where these don't fit together, which is for torch to say.
+        (N, V), chunked along N.
     """
-    layout, classes = rows.layout, weight.shape[0]
+    layout = rows.layout
     assert layout is not None
-    if weight.shape[1] != rows.shape[1] or (bias is not None and bias.shape != (classes,)):
-        return None
-    if any(t.dtype != rows.dtype or t.device != rows.device for t in (weight, bias) if t is not None):
-        return None
-    whole = constant(weight)
-    across = emit(aten.t.default, (whole,), {}, whole.meta.t(), [None], None, grad)
-    meta = torch.empty(rows.shape[0], classes, dtype=rows.dtype, device="meta")
-    factors = (rows, across) if bias is None else (constant(bias), rows, across)
+    across = emit(aten.t.default, (weight,), {}, weight.meta.t(), [None], None, grad)
+    meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
+    factors = (rows, across) if bias is None else (bias, rows, across)
     op = aten.mm.default if bias is None else aten.addmm.default
     out: Value = emit(op, factors, {}, meta, [layout], layout.axis, grad)
     return out
