@@ -17,6 +17,7 @@ from subtensors.kernels import masked_reduction as reductions
 from subtensors.kernels import masked_softmax as softmaxes
 from subtensors.kernels.extent_ops import EXTENTS, FLOAT_DTYPES, INTEGER_DTYPES, apart, define, has_kernel, together
 from subtensors.kernels.extents import Extent
+from subtensors.kernels.masked_second_order import differentiable, norm_gradient, reduction_gradient, softmax_gradient
 
 
 def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False) -> Tensor:
@@ -154,6 +155,7 @@ def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("subtensors::masked_softmax", _softmax_gradient, setup_context=_softmax_context)
+differentiable("masked_softmax_backward", softmax_gradient)
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -218,6 +220,7 @@ def _reduction_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("subtensors::masked_reduction", _reduction_gradient, setup_context=_reduction_context)
+differentiable("masked_reduction_backward", reduction_gradient)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -238,9 +241,10 @@ def _norm_fake(x: Tensor, normalized: int, *_: Any) -> tuple[Tensor, Tensor, Ten
 
 
 def _norm_backward(
-    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
     d: list[int], s: list[Tensor], b: list[int], is_rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # The scale was made with eps, which second derivatives want.
     run = norms.masked_norm_backward if has_kernel(x) else norms.masked_norm_backward_reference
     return run(gradient, x, mean, scale, weight, normalized, together(d, s, b), is_rms)
 
@@ -261,7 +265,8 @@ define(
 )
 define(
     "masked_norm_backward",
-    f"Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, {EXTENTS}, bool is_rms",
+    f"Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, float eps, {EXTENTS}, "
+    "bool is_rms",
     "(Tensor, Tensor, Tensor)",
     _norm_backward,
     _norm_backward_fake,
@@ -269,7 +274,7 @@ define(
 
 
 def _norm_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, ctx.normalized, weight, bias, _, ctx.dims, sizes, ctx.batch_dims, _, ctx.is_rms = inputs
+    x, ctx.normalized, weight, bias, ctx.eps, ctx.dims, sizes, ctx.batch_dims, _, ctx.is_rms = inputs
     ctx.save_for_backward(x, weight, *output[1:], *sizes)
     ctx.dtypes = [t if t is None else t.dtype for t in (weight, bias)]
     ctx.mark_non_differentiable(*output[1:])
@@ -278,10 +283,11 @@ def _norm_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) 
 def _norm_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
     x, weight, mean, scale, *sizes = ctx.saved_tensors
     gx, *parameters = torch.ops.subtensors.masked_norm_backward(
-        gradient, x, mean, scale, weight, ctx.normalized, ctx.dims, sizes, ctx.batch_dims, ctx.is_rms
+        gradient, x, mean, scale, weight, ctx.normalized, ctx.eps, ctx.dims, sizes, ctx.batch_dims, ctx.is_rms
     )
     cast = [None if dtype is None else g.to(dtype) for g, dtype in zip(parameters, ctx.dtypes, strict=True)]
     return gx, None, *cast, None, None, [None] * len(sizes), None, None, None
 
 
 torch.library.register_autograd("subtensors::masked_norm", _norm_gradient, setup_context=_norm_context)
+differentiable("masked_norm_backward", norm_gradient)

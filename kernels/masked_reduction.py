@@ -92,7 +92,7 @@ def masked_reduction_reference(
     aux = torch.zeros_like(counts)
     if kind in ("sum", "mean"):
         out = torch.where(real, value, zeros).sum(dims, keepdim=True)
-        out = out if kind == "sum" else out / counts
+        out = out if kind == "sum" else torch.where(counts > 0, out / counts.clamp(min=1), float("nan"))
     elif kind == "prod":
         others = torch.where(real & (value != 0), value, zeros + 1)
         absent = (real & (value == 0)).sum(dims, keepdim=True)
@@ -102,13 +102,14 @@ def masked_reduction_reference(
         out = getattr(value.masked_fill(~real, _bound(dtype, kind)), kind)(dims, keepdim=True)
         aux = (real & (value == out)).sum(dims, keepdim=True)
     elif kind == "logsumexp":
-        out = value.masked_fill(~real, float("-inf")).logsumexp(dims, keepdim=True)
+        # Of no elements it is -inf, whose gradient would be NaN.
+        least = value.masked_fill(~real, float("-inf")).masked_fill(counts == 0, 0)
+        out = least.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
     elif kind == "var":
-        aux = torch.where(real, value, zeros).sum(dims, keepdim=True) / counts
+        aux = torch.where(real, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
         squares = torch.where(real, value - aux, zeros).square().sum(dims, keepdim=True)
         out = squares / (counts - correction).clamp(min=0)
         out = torch.where(counts > 0, out, float("nan"))
-        aux = torch.where(counts > 0, aux, 0)
     else:
         out = torch.linalg.vector_norm(torch.where(real, value, zeros), p, dims, keepdim=True)
         if p == math.inf:

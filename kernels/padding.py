@@ -2,7 +2,7 @@
 
 Each is the other's gradient. Padding is written by `pad` and read by nobody: `unpad` of a gradient drops what stands
 there. A ragged batch is a list of tensors, or as `torch.nested` has it one tensor of the rows' values one after the
-other with the element at which each row starts.
+other. Where a row starts there is a sum over the rows before it, which every program of the kernel adds up for itself.
 """
 
 from __future__ import annotations
@@ -22,23 +22,6 @@ from subtensors.kernels.padding_tiles import pad_kernel
 
 Dim3 = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
-
-
-def row_starts(shape: Sequence[int], extents: Sequence[Extent]) -> Tensor:
-    """At which element of the flat values each row of a ragged batch starts, (B,) int64, without reading any size.
-
-    Args:
-        shape: of the padded tensor, (B, ...).
-        extents: its ragged dimensions, sizes (B,) each.
-
-    Example:
-        >>> row_starts((3, 4, 2), [Extent(1, torch.tensor([4, 1, 2]))])
-        tensor([ 0,  8, 10])
-    """
-    ragged = {extent.dim: extent.sizes for extent in normalized(extents, len(shape))}
-    elements = math.prod(shape[d] for d in range(1, len(shape)) if d not in ragged)
-    numels = math.prod(ragged.values(), start=torch.full((), elements, device=extents[0].sizes.device))
-    return numels.cumsum(0) - numels
 
 
 # --- references -------------------------------------------------------------------------------------------------------
@@ -87,7 +70,7 @@ def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor
     dims = _merged_dims(
         [(bucket, true, stride) for bucket, true, stride in zip(shape, dense.shape, dense.stride(), strict=True)]
     )
-    _launch(dense, None, None, padded, dims, value, batch=None, unpad=False)
+    _launch(dense, None, padded, dims, value, batch=None, unpad=False)
     return padded
 
 
@@ -97,24 +80,21 @@ def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
     dims = _merged_dims(
         [(bucket, true, stride) for bucket, true, stride in zip(padded.shape, size, dense.stride(), strict=True)]
     )
-    _launch(dense, None, None, padded.contiguous(), dims, 0.0, batch=None, unpad=True)
+    _launch(dense, None, padded.contiguous(), dims, 0.0, batch=None, unpad=True)
     return dense
 
 
-def pad_ragged(
-    values: Tensor, starts: Tensor, shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0
-) -> Tensor:
+def pad_ragged(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
     """A ragged batch whose rows lie one after the other, padded.
 
     Args:
         values: (total,) the elements of every row, each row contiguous.
-        starts: (B,) int64, at which element each row starts.
         shape: of the result, (B, ...).
         extents: its ragged dimensions, sizes (B,) each.
         value: in the padding.
     """
     padded = values.new_empty(shape)
-    _launch(values, None, starts, padded, _ragged_dims(shape, extents), value, batch=shape[0], unpad=False)
+    _launch(values, None, padded, _ragged_dims(shape, extents), value, batch=shape[0], unpad=False)
     return padded
 
 
@@ -127,22 +107,21 @@ def pad_rows(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Ext
     contiguous = [row.contiguous() for row in rows]
     padded = rows[0].new_empty(shape)
     addresses = to_device(_addresses(contiguous), padded.device)
-    _launch(contiguous[0], addresses, None, padded, _ragged_dims(shape, extents), value, batch=shape[0], unpad=False)
+    _launch(contiguous[0], addresses, padded, _ragged_dims(shape, extents), value, batch=shape[0], unpad=False)
     return padded
 
 
-def unpad_ragged(padded: Tensor, starts: Tensor, extents: Sequence[Extent], total: int) -> Tensor:
+def unpad_ragged(padded: Tensor, extents: Sequence[Extent], total: int) -> Tensor:
     """The real elements of a ragged batch, row after row: (total,).
 
     Args:
         padded: (B, ...).
-        starts: (B,) int64, at which element of the result each row starts.
         extents: the ragged dimensions, sizes (B,) each.
         total: how many elements are real; the result is allocated by it, so the host has to know it.
     """
     values = padded.new_empty(total)
     dims = _ragged_dims(padded.shape, extents)
-    _launch(values, None, starts, padded.contiguous(), dims, 0.0, batch=padded.shape[0], unpad=True)
+    _launch(values, None, padded.contiguous(), dims, 0.0, batch=padded.shape[0], unpad=True)
     return values
 
 
@@ -170,8 +149,8 @@ def _merged_dims(dims: Sequence[Dim3]) -> list[Dim3]:
 
 
 def _launch(
-    dense: Tensor, addresses: Tensor | None, starts: Tensor | None, padded: Tensor, dims: list[Dim3], value: float,
-    batch: int | None, unpad: bool,
+    dense: Tensor, addresses: Tensor | None, padded: Tensor, dims: list[Dim3], value: float, batch: int | None,
+    unpad: bool,
 ) -> None:  # fmt: skip
     """Run the kernel over every element of `padded`."""
     if not padded.numel():
@@ -180,14 +159,19 @@ def _launch(
     rows = padded.numel() // columns
     wide = min(1 << (columns - 1).bit_length(), TILE)
     high = min(max(TILE // wide, 1), 1 << (rows - 1).bit_length())
+    batch_rows = rows // batch if batch else rows
+    span = 1
+    if batch and addresses is None:
+        # Where each row starts is added up for a tile's rows against each other.
+        high = min(high, math.isqrt(TILE))
+        span = 1 << ((high + batch_rows - 2) // batch_rows).bit_length()
     # Triton has no memory of bools; a byte each is what they are.
     memory = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (dense, padded)]
     fill = value if dense.dtype.is_floating_point else int(value)
     # A tensor without dimensions has one of a single element.
     inwards = tuple(reversed(dims)) or ((1, 1, 1),)
     pad_kernel[(-(-rows // high) * -(-columns // wide),)](
-        memory[0], dense if addresses is None else addresses, dense if starts is None else starts, memory[1],
-        inwards, rows, columns, rows // batch if batch else rows,
+        memory[0], dense if addresses is None else addresses, memory[1], inwards, rows, columns, batch_rows,
         tuple(isinstance(true, Tensor) for _, true, _ in inwards), batch is not None, addresses is not None, unpad,
-        high, wide, fill,
+        high, wide, span, fill,
     )  # fmt: skip

@@ -159,14 +159,14 @@ torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_c
 def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:
     extents = together(d, s, b)
     if has_kernel(values, DTYPES):
-        return padding.pad_ragged(values, padding.row_starts(shape, extents), shape, extents, value)
+        return padding.pad_ragged(values, shape, extents, value)
     return padding.pad_ragged_reference(values, shape, extents, value)
 
 
 def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], total: int) -> Tensor:
     extents = together(d, s, b)
     if has_kernel(padded, DTYPES):
-        return padding.unpad_ragged(padded, padding.row_starts(padded.shape, extents), extents, total)
+        return padding.unpad_ragged(padded, extents, total)
     return padding.unpad_ragged_reference(padded, extents, total)
 
 

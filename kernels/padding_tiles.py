@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+AT_ONCE = tl.constexpr(256)
+"""Rows of a ragged batch whose sizes are added up at a time."""
+
 
 @triton.jit
 def _dense_at(dims, SIZES: tl.constexpr, RAGGED: tl.constexpr, row, column, batch, inside):
@@ -37,14 +40,39 @@ def _dense_at(dims, SIZES: tl.constexpr, RAGGED: tl.constexpr, row, column, batc
 
 
 @triton.jit
+def _numels(dims, SIZES: tl.constexpr, batch, inside):
+    """How many elements rows of a ragged batch have, 0 outside."""
+    numels = inside.to(tl.int64)
+    for i in tl.static_range(len(SIZES)):
+        _, true, _ = dims[i]
+        if SIZES[i]:
+            true = tl.load(true + batch, mask=inside, other=0)
+        numels *= true
+    return numels
+
+
+@triton.jit
+def _starts(dims, SIZES: tl.constexpr, batch, first, batches, SPAN: tl.constexpr):
+    """How many elements lie before each row of a ragged batch, of which `first` is the tile's first one."""
+    before = tl.zeros([1], tl.int64)
+    for others in range(0, first, AT_ONCE):
+        other = others + tl.arange(0, AT_ONCE)
+        before += tl.sum(_numels(dims, SIZES, other, other < first), 0)
+    other = first + tl.arange(0, SPAN)
+    within = tl.where(other[None, :] < batch, _numels(dims, SIZES, other, other < batches)[None, :], 0)
+    return before[:, None] + tl.sum(within, 1)[:, None]
+
+
+@triton.jit
 def pad_kernel(
-    dense, addresses, starts, padded, dims, rows, columns, batch_rows,
+    dense, addresses, padded, dims, rows, columns, batch_rows,
     SIZES: tl.constexpr, RAGGED: tl.constexpr, ADDRESSES: tl.constexpr, UNPAD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, VALUE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Fill `padded` from `dense`, `VALUE` where there is none; with `UNPAD`, write `dense` from `padded`.
 
-    `dense` is one tensor; of a ragged batch, row b starts at element `starts[b]` of it, or at `addresses[b]`.
+    `dense` is one tensor; of a ragged batch the rows lie in it one after the other, or row b at `addresses[b]`. A tile
+    has rows of at most `SPAN` of its batch.
     """
     wide = tl.cdiv(columns, BN)
     row = (tl.program_id(0) // wide * BM + tl.arange(0, BM))[:, None].to(tl.int64)
@@ -56,7 +84,8 @@ def pad_kernel(
         base = tl.load(addresses + batch, mask=row < rows, other=0).to(dense.dtype)
         pointer = base + at
     elif RAGGED:
-        pointer = dense + (at + tl.load(starts + batch, mask=row < rows, other=0))
+        first = (tl.program_id(0) // wide * BM // batch_rows).to(tl.int64)
+        pointer = dense + (at + _starts(dims, SIZES, batch, first, rows // batch_rows, SPAN))
     else:
         pointer = dense + at
     target = padded + (row * columns + column)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from subtensors.kernels.extents import Extent
+from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.masked_ops import masked_norm, masked_reduction, masked_softmax
 from subtensors.kernels.masked_reduction import KINDS
 
@@ -56,6 +56,46 @@ def test_a_norm_has_the_gradients_that_differences_give(is_rms: bool, device: st
     assert torch.autograd.gradcheck(
         lambda x: masked_norm(x, 2, None, None, 1e-5, extents(device), is_rms=is_rms).y, leaf(device, 3, 5, 8)
     )
+
+
+def test_softmax_has_the_second_derivatives_that_differences_give(device: str) -> None:
+    for is_log in (False, True):
+        assert torch.autograd.gradgradcheck(
+            lambda x: masked_softmax(x, 1, extents(device), is_log=is_log),  # noqa: B023
+            leaf(device, 3, 5, 8),
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduction_has_the_second_derivatives_that_differences_give(kind: str, device: str) -> None:
+    for dims in ([2], [0, 1]):
+        assert torch.autograd.gradgradcheck(
+            lambda x: masked_reduction(x, kind, dims, extents(device, least=1)).out,  # noqa: B023
+            leaf(device, 3, 5, 8),
+        )
+
+
+@pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
+def test_a_norm_has_the_second_derivatives_that_differences_give(is_rms: bool, device: str) -> None:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return masked_norm(x, 1, weight, bias, 1e-5, extents(device), is_rms=is_rms).y
+
+    assert torch.autograd.gradgradcheck(norm, (leaf(device, 3, 5, 8), leaf(device, 8), leaf(device, 8)))
+    assert torch.autograd.gradgradcheck(
+        lambda x: masked_norm(x, 2, None, None, 1e-5, extents(device), is_rms=is_rms).y, leaf(device, 3, 5, 8)
+    )
+
+
+def test_padding_and_rows_of_no_elements_put_no_nan_into_second_derivatives(device: str) -> None:
+    x = leaf(device, 3, 5, 8)
+    real = real_mask((3, 5, 8), extents(device), x.device).expand(x.shape)
+    poisoned = torch.where(real, x, math.nan).detach().requires_grad_()
+    for kind in set(KINDS) - {"var"}:
+        out = masked_reduction(poisoned, kind, [2], extents(device)).out
+        (first,) = torch.autograd.grad((out.nan_to_num(posinf=0, neginf=0) ** 2).sum(), poisoned, create_graph=True)
+        (second,) = torch.autograd.grad((first * first).sum(), poisoned)
+        assert second.isfinite().all(), kind
+        assert second[~real].eq(0).all()
 
 
 def test_parameters_of_half_precision_get_gradients_of_half_precision(device: str) -> None:

@@ -199,11 +199,11 @@ RANKED: dict[str, Callable[[Any, int | None], Any]] = {
     "nanmedian": lambda x, d: x.nanmedian() if d is None else x.nanmedian(d, keepdim=True),
     "mode": lambda x, d: x.mode(d),
     "quantile": lambda x, d: x.quantile(0.3, d),
-    "quantiles": lambda x, d: x.quantile(QS, d, keepdim=True),
-    "nanquantile": lambda x, d: x.nanquantile(QS, d),
+    "quantiles": lambda x, d: x.quantile(QS.to(x.device), d, keepdim=True),
+    "nanquantile": lambda x, d: x.nanquantile(QS.to(x.device), d),
     "nanquantile, nearest": lambda x, d: x.nanquantile(0.6, d, interpolation="nearest"),
-    "quantile, lower": lambda x, d: x.quantile(QS, d, interpolation="lower"),
-    "quantile, higher": lambda x, d: x.quantile(QS, d, keepdim=True, interpolation="higher"),
+    "quantile, lower": lambda x, d: x.quantile(QS.to(x.device), d, interpolation="lower"),
+    "quantile, higher": lambda x, d: x.quantile(QS.to(x.device), d, keepdim=True, interpolation="higher"),
     "quantile, midpoint": lambda x, d: x.quantile(0.4, d, interpolation="midpoint"),
 }
 
@@ -245,11 +245,11 @@ def check_gradient(given: Tensor, wanted: Tensor, source: Tensor, d: int | None)
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", RANKED)
-def test_an_element_of_a_rank_is_that_of_the_real_elements(name: str, numbers: str) -> None:
+def test_an_element_of_a_rank_is_that_of_the_real_elements(name: str, numbers: str, device: str) -> None:
     padded_calls.fallbacks.clear()
     for n in (1, 2, 5, 8):
         for poison in (NAN, torch.inf, -torch.inf, 1.0):
-            source = NUMBERS[numbers](2 * n, 3).reshape(2, n, 3)
+            source = NUMBERS[numbers](2 * n, 3).reshape(2, n, 3).to(device)
             leaf = source.clone().requires_grad_()
             x = st.pad(leaf, {1: SEQ}, value=poison)
             for d in (1, 2) if name == "mode" else (1, 2, None):
@@ -261,9 +261,9 @@ def test_an_element_of_a_rank_is_that_of_the_real_elements(name: str, numbers: s
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", RANKED)
-def test_an_element_of_a_rank_of_a_ragged_batch_is_that_of_each_row(name: str, numbers: str) -> None:
+def test_an_element_of_a_rank_of_a_ragged_batch_is_that_of_each_row(name: str, numbers: str, device: str) -> None:
     for poison in (NAN, torch.inf, -torch.inf, 1.0):
-        rows = [NUMBERS[numbers](n, 3) for n in (5, 9, 1, 8)]
+        rows = [NUMBERS[numbers](n, 3).to(device) for n in (5, 9, 1, 8)]
         leaves = [row.clone().requires_grad_() for row in rows]
         outs = RANKED[name](st.pad(leaves, {0: SEQ}, value=poison), 1)
         for i, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
@@ -276,9 +276,9 @@ def test_an_element_of_a_rank_of_a_ragged_batch_is_that_of_each_row(name: str, n
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", sorted(RANKED.keys() - {"mode"}))
-def test_an_element_of_a_rank_of_a_whole_ragged_batch_is_that_of_all_rows(name: str, numbers: str) -> None:
+def test_an_element_of_a_rank_of_a_whole_ragged_batch_is_that_of_all_rows(name: str, numbers: str, device: str) -> None:
     for poison in (NAN, torch.inf, -torch.inf, 1.0):
-        leaves = [NUMBERS[numbers](n, 3).requires_grad_() for n in (5, 9, 1, 8)]
+        leaves = [NUMBERS[numbers](n, 3).to(device).requires_grad_() for n in (5, 9, 1, 8)]
         actual = RANKED[name](st.pad(leaves, {0: SEQ}, value=poison), None).flatten()
         expected = RANKED[name](torch.cat(leaves), None).flatten()
         torch.testing.assert_close(actual, expected, equal_nan=True)

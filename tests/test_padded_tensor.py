@@ -247,11 +247,25 @@ def test_gradients_of_one_tensor_used_twice_add_up() -> None:
     assert source.grad.eq(5).all()
 
 
-def test_second_derivatives_flow() -> None:
-    source = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+SMOOTH: dict[str, Callable[[Any], Any]] = {
+    "softmax": lambda x: torch.softmax(x, 1) * x,
+    "log softmax": lambda x: torch.log_softmax(x, 1) * x,
+    "layer norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0.1) * x,
+    "rms norm": lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], eps=0.1) * x,
+    "logsumexp": lambda x: x.logsumexp(1),
+    "variance": lambda x: x.var(1) ** 2,
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=1) ** 3,
+    "product": lambda x: x.prod(1),
+    "maximum": lambda x: x.amax(1) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_second_derivatives_flow(name: str, device: str) -> None:
+    source = torch.randn(2, 5, 3, dtype=torch.float64, device=device, requires_grad=True)
 
     def penalty(x: Any, leaf: Tensor) -> Tensor:
-        (g,) = torch.autograd.grad((torch.softmax(x, 1) * x).sum(), leaf, create_graph=True)
+        (g,) = torch.autograd.grad((SMOOTH[name](x) ** 2).sum(), leaf, create_graph=True)
         (h,) = torch.autograd.grad((g * g).sum(), leaf)
         return h
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, 
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.kernels.extents import Extent
+from subtensors.kernels.launch import to_device
 from subtensors.kernels.padding_ops import pad_values, unpad_values
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import extended, pad, true_sizes
@@ -46,7 +49,7 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     # A transposed one, or one with holes between its rows, has no values row after row.
     if jagged._ragged_idx != 1 or jagged.lengths() is not None or not values.is_contiguous():
         return pad(list(nested.unbind()), {0: dim}, value)
-    host = tuple(jagged.offsets().diff().tolist())
+    host = tuple(end - start for start, end in itertools.pairwise(jagged.offsets().tolist()))
     for length in host:
         dim.bucket(length)
     bucket = dim.bucket(max(host))
@@ -83,9 +86,8 @@ def to_nested(x: PaddedTensor) -> Tensor:
     if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
         raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
     lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(held.shape[0])]
-    on_device = sizes.of(ragged[0].size)
-    values = unpad_values(held.dense, [Extent(1, on_device)], sum(lengths) * held.shape[2:].numel())
-    offsets = torch.nn.functional.pad(on_device.cumsum(0), (1, 0))
+    values = unpad_values(held.dense, [Extent(1, sizes.of(ragged[0].size))], sum(lengths) * held.shape[2:].numel())
+    offsets = to_device(np.cumsum([0, *lengths]), values.device)
     return torch.nested.nested_tensor_from_jagged(values.view(-1, *held.shape[2:]), offsets)
 
 
