@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from padded_table import OPS, WITHOUT_VALUES, best, page
 from torch.testing._internal.common_methods_invocations import op_db
 
 TABLE = Path(__file__).parents[1] / "docs" / "padded-ops.md"
+README = Path(__file__).parents[1] / "README.md"
 
 
 # A quarter of the table in two tests, so that two workers share them.
@@ -32,6 +34,21 @@ def test_the_table_of_the_docs_is_what_a_sweep_finds() -> None:
     assert forward["rule"] >= 400
     assert backward["rule"] >= 300
     assert text == TABLE.read_text()
+
+
+def test_the_counts_on_the_pages_are_those_of_the_table() -> None:
+    rows = [
+        re.findall(r"rule|fallback|refused|-(?= \|)", line) for line in TABLE.read_text().splitlines() if "| `" in line
+    ]
+    forward, backward = (Counter(row[i] for row in rows) for i in (-2, -1))
+    applicable = len(rows) - forward["-"]
+    assert f"Of {applicable} ops with a sample" in TABLE.read_text()
+    assert f"{forward['rule']} run by rules forward and {backward['rule']} backward" in TABLE.read_text()
+    said = (
+        f"Of {applicable} ops in torch's own test database {forward['rule']} run by rules, {backward['rule']} of them"
+    )
+    assert said in README.read_text()
+    assert f"and {forward['fallback']} on the unpadded data" in README.read_text()
 
 
 def test_the_sweep_notices_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ class NotDecomposed(RuleError):
 
 
 OPS = frozenset(
-    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid diff dsplit nanmean
+    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid dsplit nanmean
     linalg_vecdot
     dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
     fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
@@ -49,6 +49,7 @@ FUNCTIONS = frozenset(
     torch._tensor.Tensor.__rpow__ torch._tensor.Tensor.__rsub__ torch._tensor.Tensor.__rfloordiv__
     torch._tensor.Tensor.__floordiv__ torch._tensor.Tensor.__rlshift__ torch._tensor.Tensor.__rrshift__
     torch._tensor.Tensor.split torch._tensor.Tensor.norm torch._tensor.Tensor.unflatten
+    torch._tensor.Tensor.unique torch._tensor.Tensor.unique_consecutive torch.functional.boolean_dispatch.<locals>.fn
     torch.functional.atleast_1d torch.functional.atleast_2d torch.functional.atleast_3d
     torch.functional.broadcast_tensors torch.functional.cartesian_prod torch.functional.cdist torch.functional.einsum
     torch.functional.meshgrid torch.functional.norm torch.functional.split torch.functional.tensordot
@@ -59,9 +60,9 @@ FUNCTIONS = frozenset(
     adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices alpha_dropout batch_norm binary_cross_entropy
     binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy ctc_loss dropout dropout1d
     dropout2d dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
-    instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax max_pool1d_with_indices
-    max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss triplet_margin_loss
-    multi_margin_loss multilabel_margin_loss grid_sample linear_cross_entropy kl_div
+    instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax lp_pool1d lp_pool2d lp_pool3d
+    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss
+    triplet_margin_loss multi_margin_loss multilabel_margin_loss grid_sample linear_cross_entropy kl_div
     multi_head_attention_forward nll_loss normalize pad
     poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
     tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss

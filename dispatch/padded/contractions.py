@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, table
+from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.gathering import rows_dim
-from subtensors.dispatch.padded.padded_value import FINITE, Fill, Inexpressible, Padded, is_padded, result
-from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.padded_value import FINITE, Fill, Inexpressible, Padded, is_padded, result, static_dims
+from subtensors.dispatch.padded.pointwise import is_padded_alike, met
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
-from subtensors.dispatch.size_factors import Factors
+from subtensors.dispatch.size_factors import Factors, bucket_of
 
 aten = torch.ops.aten
 
@@ -71,6 +71,20 @@ def matmul(call: Call) -> Padded:
     return contract(call, ("self", "other"), (left, right), out, None)
 
 
+@table.register(aten.bilinear)
+def bilinear(call: Call) -> Padded:
+    """`x1 @ weight @ x2.T`, row by row."""
+    x1, x2 = call["input1"], call["input2"]
+    if any(t is not None and t.padded_dims for t in (call["weight"], call["bias"])) or any(
+        x.is_padded(x.dim() - 1) for x in (x1, x2)
+    ):
+        raise refuse(call, "its features are padded")
+    rows = [met([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
+    whole = [Padded(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
+    out = call.dense(dict(zip(("input1", "input2"), whole, strict=True)))
+    return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
+
+
 def contract(
     call: Call,
     names: tuple[str, str],
@@ -116,7 +130,9 @@ def _fill_after(operands: Sequence[Padded], added: Padded | None) -> Fill | None
 def _lacks(x: Padded, at: str, out: str, dims: dict[str, Factors]) -> bool:
     """Does the operand's gradient sum over, or take as real, a padded dim of the result?"""
     for letter in out:
-        if is_padded(dims[letter]) and (letter not in at or not is_padded(x.dims[at.index(letter)])):
+        if is_padded(dims[letter]) and (
+            letter not in at or not is_padded_alike(x.dims[at.index(letter)], dims[letter])
+        ):
             return True
     return False
 
@@ -124,7 +140,7 @@ def _lacks(x: Padded, at: str, out: str, dims: dict[str, Factors]) -> bool:
 def _filled(x: Padded, at: str, letters: set[str], dims: dict[str, Factors], sizes: TrueSizes | None) -> Tensor:
     """The operand's storage, zero in the padding of some of its dims, and where the other operand's padding is."""
     assumed = [
-        dims[letter] if letter in letters and x.shape[i] == _bucket(dims[letter]) else x.dims[i]
+        dims[letter] if letter in letters and x.shape[i] == bucket_of(dims[letter]) else x.dims[i]
         for i, letter in enumerate(at)
     ]
     wanted = [i for i, letter in enumerate(at) if letter in letters]
@@ -139,9 +155,3 @@ def _filled(x: Padded, at: str, letters: set[str], dims: dict[str, Factors], siz
     except Inexpressible:
         return x.filled(0, wanted)
     return widened.filled(0, wanted)
-
-
-def _bucket(factors: Factors) -> int:
-    from subtensors.dispatch.size_factors import bucket_of
-
-    return bucket_of(factors)

@@ -7,6 +7,7 @@ no gradient from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.gathering import rows_dim
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.reductions import accumulated, least
 from subtensors.dispatch.size_expressions import convolved, deconvolved
@@ -101,19 +103,23 @@ def _pooled(call: Call, x: Padded, out: Tensor, rank: int, ceil: bool) -> list[F
 
 def _true_positions(call: Call, x: Padded, positions: Tensor, rank: int) -> Tensor:
     """Positions in a flattened bucket image as those in the true one, whose rows may be shorter."""
-    over = range(x.dim() - rank, x.dim())
-    if not any(x.is_padded(d) for d in list(over)[1:]):
+    first = x.dim() - rank
+    if not any(x.is_padded(d) and math.prod(x.shape[first:d]) > 1 for d in range(first + 1, x.dim())):
         return positions
     moved = torch.zeros_like(positions)
     scale: Any = 1
-    for d in reversed(over):
+    for d in reversed(range(first, x.dim())):
         index, positions = positions % x.shape[d], positions // x.shape[d]
         moved = moved + index * scale
-        size = x.size(d)
-        if isinstance(size, Tensor) and size.dim():
-            raise refuse(call, "images of several sizes count their positions differently")
-        scale = scale * size
+        scale = scale * _of_each_image(x, x.size(d))
     return moved
+
+
+def _of_each_image(x: Padded, size: Tensor | int) -> Tensor | int:
+    """A true size, shaped to broadcast against the images of a ragged batch."""
+    if isinstance(size, int) or not size.dim():
+        return size
+    return size.view([-1 if d == rows_dim(x) else 1 for d in range(x.dim())])
 
 
 def _each(given: int | Sequence[int], rank: int) -> list[int]:

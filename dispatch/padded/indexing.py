@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.padded.bounds import check_bounds
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.gathering import gathered
 from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
+from subtensors.dispatch.padded.selection import by_mask, is_by_mask
 from subtensors.dispatch.size_factors import Factors, bucket_of
 
 aten = torch.ops.aten
@@ -36,6 +39,7 @@ def index_select(call: Call) -> Padded:
     if x.dim() == 0:
         raise refuse(call, "it selects from a single number")
     d = call["dim"] % x.dim()
+    check_bounds(x, d, index, _least_end(x, d))
     out = call.dense({"index": index.filled(0)})
     dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
     return result(out, dims, call.sizes()).gradient_masked()
@@ -50,6 +54,7 @@ def gather(call: Call) -> Padded:
     d = call["dim"] % x.dim()
     dims = _index_dims(call, x, index, d)
     index = Padded(index.dense, dims, call.sizes())
+    check_bounds(x, d, index)
     return result(call.dense({"index": index.filled(0)}), dims, call.sizes()).gradient_masked()
 
 
@@ -77,12 +82,18 @@ def take_along_dim(call: Call) -> Padded:
 
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: Call) -> Padded:
-    """Advanced indexing with integers."""
+    """Advanced indexing with integers, or with one bool mask."""
+    if is_by_mask(call):
+        return by_mask(call)
     x: Padded = call["self"]
+    given = {d: i for d, i in enumerate(call["indices"]) if i is not None}
+    if len(given) == 1:
+        ((d, positions),) = given.items()
+        if positions.dim() == 1 and _differs_by_row(x, d):
+            return _of_each_row(x, d, positions)
     indices, at = _integers(call, x)
     out = call.dense({"indices": indices})
-    named = [i for i in call["indices"] if i is not None]
-    picked, _ = broadcast([*named])
+    picked, _ = broadcast([*given.values()])
     rest = [x.dims[d] for d in range(x.dim()) if d not in at]
     adjacent = at == list(range(at[0], at[-1] + 1))
     before = at[0] if adjacent else 0
@@ -130,8 +141,9 @@ def scatter(call: Call) -> Padded:
     for e in range(len(dims)):
         if e != d and is_padded(x.dims[e]) and x.shape[e] == index.shape[e]:
             dims[e] = met([dims[e], x.dims[e]], sizes)
-    placed = Padded(index.dense, tuple(dims), sizes).filled(x.shape[d])
-    changed: dict[str, Any] = {"self": _with_slot(x, d), "index": placed}
+    placed = Padded(index.dense, tuple(dims), sizes)
+    check_bounds(x, d, placed)
+    changed: dict[str, Any] = {"self": _with_slot(x, d), "index": placed.filled(x.shape[d])}
     if isinstance(source, Padded):
         changed["src"] = source.filled(0)
     return _cut(call.dense(changed), x, d, call)
@@ -152,6 +164,7 @@ def index_write(call: Call) -> Padded:
             if e != d:
                 met([x.dims[e], source.dims[e]], call.sizes())
     placed = Padded(index.dense, (factors,) if index.dim() else (), call.sizes())
+    check_bounds(x, d, placed, _least_end(x, d))
     filled = placed.filled(x.shape[d])
     if not index.padded_dims and not placed.padded_dims:
         filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d)), filled) if _scalar(x, d) else filled
@@ -201,7 +214,9 @@ def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | 
             raise refuse(call, "how many positions a mask names depends on its values")
         dense = given.dense
         if x.is_padded(d) and not is_rows(x, d):
-            dense = torch.where(dense < 0, dense + _end(call, x, d), dense)
+            ends = _end(call, x, d)
+            check_bounds(x, d, given, ends)
+            dense = torch.where(dense < 0, dense + ends, dense)
         dense = Padded(dense, given.dims, given.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
@@ -219,6 +234,23 @@ def _end(call: Call, x: Padded, d: int) -> Tensor:
             if given is not None and is_rows(x, e):
                 return torch.as_tensor(x.size(d))[given.filled(0)]
     raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
+
+
+def _differs_by_row(x: Padded, d: int) -> bool:
+    return not _scalar(x, d) and not is_rows(x, d) and len(x.dims[d]) == 1
+
+
+def _of_each_row(x: Padded, d: int, given: Padded) -> Padded:
+    """The same positions of every row of a ragged batch: negative ones count from the row's own end."""
+    check_bounds(x, d, given, _least_end(x, d))
+    positions = given.filled(0)
+    ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
+    return gathered(x, d, torch.where(positions < 0, positions + ends, positions), given.dims[0])
+
+
+def _least_end(x: Padded, d: int) -> Tensor:
+    """The true size of a dim; of a ragged one that of its shortest row."""
+    return torch.as_tensor(x.size(d)).min()
 
 
 def _scalar(x: Padded, d: int) -> bool:

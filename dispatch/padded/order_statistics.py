@@ -16,6 +16,7 @@ from torch import Tensor
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
 from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
+from subtensors.dispatch.padded.selection import in_a_row
 from subtensors.dispatch.padded.sorting import in_order
 from subtensors.dispatch.torch_private import is_traced
 
@@ -85,7 +86,7 @@ def quantile(call: Call) -> Padded:
         return _wrapped(call.dense(), x, gone, call["keepdim"], q)
     count, nans = _counts(x, gone)
     if d is None:
-        values, count, nans = _flat(x).sort(stable=True).values, count.reshape(1), nans.reshape(1)
+        values, count, nans = in_a_row(x.cleaned(math.nan)).sort(stable=True).values, count.reshape(1), nans.reshape(1)
     else:
         values = in_order(call, x, d, descending=False)[0].dense.movedim(d, -1)
         count, nans = count.movedim(d, -1), nans.movedim(d, -1)
@@ -137,15 +138,6 @@ def _elements(call: Call, x: Padded, d: int, ranked: Sequence[Padded], rank: Ten
     found = [r.dense.gather(d, rank.expand(shape)) for r in ranked]
     keepdim = call["keepdim"]
     return wrap_reduced(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
-
-
-def _flat(x: Padded) -> Tensor:
-    """All elements, the real ones first and the rest NaN."""
-    flat, mask = x.filled(math.nan).reshape(-1), x.mask()
-    if mask is None:
-        return flat
-    order = mask.expand(x.shape).reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)
-    return flat.index_select(0, order)
 
 
 def _fractions(call: Call, x: Padded) -> Tensor:

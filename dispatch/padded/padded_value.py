@@ -20,7 +20,7 @@ from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
-from subtensors.dispatch.size_expressions import Size
+from subtensors.dispatch.size_expressions import Size, size_on_host
 from subtensors.dispatch.size_factors import Factor, Factors, size_of, static
 
 Number = int | float | bool
@@ -216,6 +216,19 @@ def prefix_size(value: Padded, dim: int) -> Size:
     if len(value.dims[dim]) != 1:
         raise Inexpressible(f"dim {dim} was flattened from several dims and its real positions lie scattered in it")
     return value.dims[dim][0].size
+
+
+def host_sizes(value: Padded, dim: int) -> list[int] | None:
+    """The true size of a dim as the host knows it, of each row where rows differ; None where it doesn't know.
+
+    Raises:
+        Inexpressible: the real positions lie scattered, as after a flatten.
+    """
+    size, sizes = prefix_size(value, dim), value.sizes
+    if sizes is None or not sizes.known_on_host:
+        return None
+    rows = range(sizes.rows or 1) if sizes.is_ragged(size) else [0]
+    return [size_on_host(size, sizes.assignment(row)) for row in rows]
 
 
 def _mask(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:

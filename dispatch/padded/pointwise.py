@@ -56,7 +56,8 @@ def copied(call: Call) -> Padded:
         raise refuse(call, "the source has more dims than the destination")
     shape = tuple(map(bucket_of, dims))
     source = gradient_safe(call["src"], dims, shape, sizes)
-    return result(call.dense({"src": source}), dims, sizes)
+    # Torch has no gradient of `copy` itself.
+    return result(source.expand(shape).to(call["self"].dense, copy=True), dims, sizes)
 
 
 def broadcast(operands: Sequence[Padded]) -> tuple[tuple[Factors, ...], TrueSizes | None]:
@@ -76,7 +77,12 @@ def broadcast(operands: Sequence[Padded]) -> tuple[tuple[Factors, ...], TrueSize
 
 
 def met(candidates: Sequence[Factors], sizes: TrueSizes | None) -> Factors:
-    """One dim of several operands: a padded one wins over a plain one of its bucket's size, and any over size 1."""
+    """One dim of several operands: a padded one wins over a plain one of its bucket's size, and any over bucket 1.
+
+    What a slice as `x[:, :1]` leaves of a padded dim is Min(1, size) long: where that is 0 there is no plain program.
+    """
+    wide = [factors for factors in candidates if bucket_of(factors) != 1]
+    candidates = wide or candidates
     padded = [factors for factors in candidates if is_padded(factors)]
     if not padded:
         return max(candidates, key=bucket_of) if all(map(bucket_of, candidates)) else (static(0),)
@@ -123,7 +129,7 @@ def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], size
     lacking = [
         d
         for d, factors in enumerate(dims)
-        if is_padded(factors) and ((back := len(dims) - d) > x.dim() or not is_padded(x.dims[-back]))
+        if is_padded(factors) and ((back := len(dims) - d) > x.dim() or not is_padded_alike(x.dims[-back], factors))
     ]
     if not lacking:
         return x.dense
@@ -137,6 +143,11 @@ def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], size
     for d in mask_dims:
         target[d] = shape[d]
     return masked_gradient(x.dense.expand(target), mask)
+
+
+def is_padded_alike(own: Factors, of_result: Factors) -> bool:
+    """Has an operand's dim the padding of the result's, rather than one position for all of it, or none?"""
+    return is_padded(own) and bucket_of(own) == bucket_of(of_result)
 
 
 def _fill_after(call: Call, operands: Sequence[Padded]) -> Fill | None:

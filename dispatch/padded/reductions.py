@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded import fused
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result, static_dims
 from subtensors.dispatch.size_factors import Factors, is_prefix
@@ -174,6 +174,12 @@ def aminmax(call: Call) -> Any:
     low = torch.amin(x.filled(greatest(dtype), gone), **named, keepdim=keepdim)
     high = torch.amax(x.filled(least(dtype), gone), **named, keepdim=keepdim)
     return wrap_reduced((low, high), x, gone, keepdim)
+
+
+@table.register(aten.trace)
+def trace(call: Call) -> Padded:
+    """The sum of the diagonal."""
+    return apply(aten.sum.default, apply(aten.diagonal.default, call["self"]))  # type: ignore[no-any-return]
 
 
 @table.register(OpClass.REDUCTION)

@@ -15,7 +15,8 @@ from torch import Tensor
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
-from subtensors.dispatch.padded.pointwise import gradient_safe, pointwise
+from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
+from subtensors.dispatch.padded.true_sizes import together
 from subtensors.dispatch.size_factors import bucket_of
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_chole
     linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd
     linalg_qr qr linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet
     linalg_slogdet slogdet logdet linalg_matrix_exp matrix_exp linalg_ldl_factor linalg_ldl_factor_ex
-    linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm trace cholesky_solve triangular_solve
+    linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm cholesky_solve triangular_solve
     linalg_solve_triangular pinverse geqrf"""
 IMAGE_OPS = {
     1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d
@@ -48,8 +49,6 @@ MIXED_OPS = {
     "ormqr": (2, 1, 2),
     "linalg_pinv": (2, 0, 0),
     "linalg_matrix_rank": (2, 0, 0),
-    "_cdist_forward": (2, 2),
-    "cdist": (2, 2),
     "_euclidean_dist": (2, 2),
 }
 
@@ -105,9 +104,6 @@ def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
 
 
 def _batch_dims(batches: Sequence[Padded]) -> Any:
-    from subtensors.dispatch.padded.pointwise import met
-    from subtensors.dispatch.padded.true_sizes import together
-
     sizes = together([x.sizes for x in batches if x.sizes is not None])
     rank = max(len(x.dims) for x in batches)
     return [met([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)], sizes
@@ -184,6 +180,17 @@ class ClampValue(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient as it is."""
         return gradients[0], None
+
+
+@table.register(aten.cdist, aten._cdist_forward)
+def distances(call: Call) -> Padded:
+    """The distance of each row of one matrix to each of another: zeros in padded features add nothing to it."""
+    a, b = call["x1"], call["x2"]
+    sizes = call.sizes()
+    features = met([a.dims[-1], b.dims[-1]], sizes)
+    dims, _ = _batch_dims([Padded(x.dense, x.dims[:-2], x.sizes) for x in (a, b)])
+    filled = {name: Padded(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", a), ("x2", b))}
+    return result(call.dense(filled), [*dims, a.dims[-2], b.dims[-2]], sizes).gradient_masked()
 
 
 @table.register(aten.glu)

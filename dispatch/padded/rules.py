@@ -14,8 +14,10 @@ from subtensors.dispatch.padded import (
     random,
     reductions,
     row_wise,
+    selection,
     softmax,
     sorting,
+    splitting,
     views,
 )
 from subtensors.dispatch.padded.engine import table
@@ -34,8 +36,10 @@ __all__ = [
     "random",
     "reductions",
     "row_wise",
+    "selection",
     "softmax",
     "sorting",
+    "splitting",
     "table",
     "views",
 ]

@@ -1,4 +1,4 @@
-"""Softmax and scans: along a padded dim a neutral fill, and a gradient that ends at the true size."""
+"""Softmax, scans and differences: along a padded dim a neutral fill, and a gradient that ends at the true size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded import fused
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.reductions import greatest, least
@@ -59,3 +59,16 @@ def scan(call: Call) -> Any:
         raise refuse(call, "a position in a flattened dim counts its padding")
     out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
     return mapped(Tensor, lambda t: x.like(t).gradient_masked(), out)
+
+
+@table.register(aten.diff)
+def difference(call: Call) -> Padded:
+    """Each position less the one before it, n times: of bools, whether they differ."""
+    x: Padded = call["self"]
+    d = call["dim"]
+    parts = [part for part in (call["prepend"], x, call["append"]) if part is not None]
+    x = apply(aten.cat.default, parts, d) if len(parts) > 1 else x
+    minus = aten.ne.Tensor if x.dense.dtype == torch.bool else aten.sub.Tensor
+    for _ in range(call["n"]):
+        x = apply(minus, apply(aten.slice.Tensor, x, d, 1, None), apply(aten.slice.Tensor, x, d, 0, -1))
+    return x

@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, plain, result, static_dims
 from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
 from subtensors.dispatch.size_factors import is_prefix
 
@@ -80,6 +80,22 @@ def unaware(call: Call) -> Any:
     return wrap_reduced(call.dense(), x, [d], call["keepdim"])
 
 
+@table.register(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
+def isin(call: Call) -> Padded:
+    """Is each element one of some real ones?"""
+    tests = call.get("test_elements")
+    if not isinstance(tests, Padded) or not tests.padded_dims:
+        elements = call["elements"]
+        return elements.like(call.dense())  # type: ignore[no-any-return]
+    mask = tests.mask()
+    given = call.get("elements", call.get("element"))
+    elements = given if isinstance(given, Padded) else plain(torch.as_tensor(given, device=tests.dense.device))
+    equal = elements.dense.unsqueeze(-1) == tests.dense.reshape(-1)
+    equal = equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)
+    found = equal.any(-1)
+    return elements.like(~found if call["invert"] else found)
+
+
 @table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def searchsorted(call: Call) -> Padded:
     """Where values belong in a sorted sequence, whose padding is above them all."""
@@ -101,11 +117,6 @@ def searchsorted(call: Call) -> Padded:
 
 
 def _require_enough(x: Padded, d: int, k: int) -> None:
-    if x.sizes is None or not x.sizes.known_on_host:
-        return
-    from subtensors.dispatch.size_expressions import size_on_host
-
-    for row in range(x.sizes.rows or 1):
-        size = size_on_host(x.dims[d][0].size, x.sizes.assignment(row))
+    for size in host_sizes(x, d) or ():
         if k > size:
             raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.gathering import taken
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import convolved, sliced
@@ -185,7 +185,7 @@ def select(call: Call) -> Padded:
         return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
     if size == ROWS:
-        return _row(x, d, index)
+        return row(x, d, index)
     _check_index(x, d, index)
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
@@ -227,46 +227,6 @@ def slice_(call: Call) -> Padded:
     return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
 
 
-@table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
-                aten.tensor_split.indices)  # fmt: skip
-def split_at(call: Call) -> list[Padded]:
-    """Parts of given sizes, which add up to the bucket's, or between positions: slices, cut at the true end."""
-    x: Padded = call["self"]
-    d = call["dim"] % x.dim()
-    given = call.get("split_sizes", call.get("split_size"))
-    if not x.is_padded(d):
-        return split(call)
-    if given is not None and sum(given) != x.shape[d]:
-        raise refuse(call, f"the sizes {list(given)} do not add up to the bucket's {x.shape[d]}")
-    ends = list(itertools.accumulate(given))[:-1] if given is not None else list(call["indices"])
-    bounds = [0, *ends, None]
-    return [apply(aten.slice.Tensor, x, d, start, end) for start, end in itertools.pairwise(bounds)]
-
-
-@table.register(aten.split, aten.split_copy, aten.unsafe_split, aten.chunk, aten.unsafe_chunk,
-                aten.tensor_split.sections)  # fmt: skip
-def split(call: Call) -> list[Padded]:
-    """Parts of a static dim; how many parts a padded one has depends on its size, so that one is refused."""
-    x: Padded = call["self"]
-    d = call["dim"] % x.dim()
-    if x.is_padded(d):
-        raise refuse(call, "the number of parts would depend on the true size")
-    return [result(part, _with(x.dims, d, static_dims([part.shape[d]])[0]), x.sizes, x.fill) for part in call.dense()]
-
-
-@table.register(aten.unbind, aten.unbind_copy)
-def unbind(call: Call) -> list[Padded]:
-    """Every index of a static dim."""
-    x: Padded = call["self"]
-    d = call["dim"] % x.dim()
-    if x.is_padded(d) and prefix_size(x, d) == ROWS:
-        return [_row(x, d, index) for index in range(x.shape[d])]
-    if x.is_padded(d):
-        raise refuse(call, "the number of parts would depend on the true size")
-    dims = [factors for i, factors in enumerate(x.dims) if i != d]
-    return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
-
-
 @table.register(aten.unfold, aten.unfold_copy)
 def unfold(call: Call) -> Padded:
     """Windows of a dim; they start a step apart, and the last one ends within the true size."""
@@ -284,17 +244,19 @@ def unfold(call: Call) -> Padded:
 
 @table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal)
 def diagonal(call: Call) -> Padded:
-    """The diagonal of two static dims."""
+    """The diagonal of two dims: it ends where the first of them does."""
     x: Padded = call["self" if "self" in call else "A"]
     a, b = call["dim1"] % x.dim(), call["dim2"] % x.dim()
-    if x.is_padded(a) or x.is_padded(b):
-        raise refuse(call, "the dims of the diagonal are padded")
     out = call.dense()
     dims = [factors for i, factors in enumerate(x.dims) if i not in (a, b)]
-    return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
+    if not x.is_padded(a) and not x.is_padded(b):
+        return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
+    down, along = max(-call["offset"], 0), max(call["offset"], 0)
+    length = sympy.Max(0, sympy.Min(prefix_size(x, a) - down, prefix_size(x, b) - along))
+    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill)
 
 
-def _row(x: Padded, d: int, index: int) -> Padded:
+def row(x: Padded, d: int, index: int) -> Padded:
     """One row of a ragged batch, of its own size."""
     assert x.sizes is not None
     rest = [factors for i, factors in enumerate(x.dims) if i != d]
@@ -302,14 +264,10 @@ def _row(x: Padded, d: int, index: int) -> Padded:
 
 
 def _check_index(x: Padded, d: int, index: int) -> None:
-    """Refuse an index beyond the true size, where the host knows it."""
-    if x.sizes is None or not x.sizes.known_on_host or any(x.sizes.is_ragged(f.size) for f in x.dims[d]):
-        return
-    from subtensors.dispatch.size_expressions import size_on_host
-
-    size = size_on_host(prefix_size(x, d), x.sizes.assignment(row=0))
-    if not -size <= index < size:
-        raise IndexError(f"index {index} is out of bounds for dim {d} of true size {size}")
+    """Refuse an index beyond the true size, where the host knows it and no row has another."""
+    sizes = host_sizes(x, d)
+    if sizes is not None and len(sizes) == 1 and not -sizes[0] <= index < sizes[0]:
+        raise IndexError(f"index {index} is out of bounds for dim {d} of true size {sizes[0]}")
 
 
 def _with(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:

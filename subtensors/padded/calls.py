@@ -9,6 +9,7 @@ autograd function whose backward unwraps.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -32,7 +33,7 @@ from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.padded.rules import table
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
-from subtensors.padded.size_arithmetic import is_watching, watched_shape
+from subtensors.padded.size_arithmetic import PaddedSize, is_watching, watched_shape
 
 # Questions about a tensor itself, which its wrapper answers, and what drives autograd.
 _OF_THE_WRAPPER = frozenset(
@@ -96,14 +97,22 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 # The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any.
                 warnings.simplefilter("ignore", UserWarning)
             out = func(*args, **kwargs)
-        if is_watching() and isinstance(args[0], PaddedTensor) and (name == "size" or isinstance(out, torch.Size)):
-            return _watched_size(args[0], args[1:], kwargs)
+        if is_watching() and isinstance(args[0], PaddedTensor):
+            if name in ("numel", "nelement") and value_of(args[0]).padded_dims:
+                return PaddedSize(out, "all dims")
+            if name == "size" or isinstance(out, torch.Size):
+                return _watched_size(args[0], args[1:], kwargs)
         return out
     if torch_private.in_function_transform():
         raise RuleError(f"{name} on a PaddedTensor has no rule inside a transform of torch.func: unpad before it")
     try:
         return _by_rules(func, args, kwargs)
     except RuleError as missing:
+        if name == "__setitem__" and isinstance(args[0], PaddedTensor):
+            from subtensors.padded.assignment import assign
+
+            with contextlib.suppress(Inexpressible):
+                return assign(*args)
         from subtensors.padded.fallback import on_logical_data
 
         return on_logical_data(func, args, kwargs, missing)

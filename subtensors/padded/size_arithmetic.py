@@ -1,7 +1,7 @@
 """A debug mode for the one leak that no type can see: Python arithmetic on a bucket's size.
 
 In the mode a PaddedTensor reports sizes that know they are padded. They warn, with the line, where one is divided by or
-multiplied, and where a factory makes a plain tensor of one.
+multiplied, and where a factory makes a plain tensor of one. A position beyond the true size is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from subtensors.dispatch.padded.bounds import watched_bounds
 
 _modes: list[TorchFunctionMode] = []
 
@@ -97,8 +99,11 @@ class _Watch(TorchFunctionMode):
 def watch_size_arithmetic() -> Iterator[None]:
     """Warn where Python computes with a padded size, with the line; views and slices may use it as before.
 
+    An index tensor that reads or writes beyond the true size is refused; to see it waits for the device.
+
     Raises:
         PaddedSizeWarning: as a warning.
+        IndexError: a position is beyond the true size.
 
     Example:
         >>> import subtensors as st
@@ -109,7 +114,7 @@ def watch_size_arithmetic() -> Iterator[None]:
         >>> print(caught[0].message)
         arithmetic with 4, the bucket of dim 0 (true size n), not its true size: use x.count(dim)
     """
-    with _Watch() as mode:
+    with _Watch() as mode, watched_bounds():
         _modes.append(mode)
         try:
             yield

@@ -1,0 +1,127 @@
+"""Parts of a dim: at given positions, of a given size, or so many of them.
+
+Parts of a padded dim are slices, whose sizes are expressions. Where their number follows from the true size the host
+has to know it, and in a ragged batch it has to be the same for every row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import sympy
+import torch
+
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.gathering import taken
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.views import row
+from subtensors.dispatch.size_expressions import Size
+from subtensors.dispatch.torch_private import is_traced
+
+aten = torch.ops.aten
+
+
+@table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
+                aten.split.default, aten.tensor_split.indices)  # fmt: skip
+def split_at(call: Call) -> list[Padded]:
+    """Parts of given sizes, which add up to the bucket's, or between positions: slices, cut at the true end."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    given = call.get("split_sizes", call.get("split_size"))
+    if not x.is_padded(d):
+        return _static_parts(call, x, d)
+    if given is not None and sum(given) != x.shape[d]:
+        raise refuse(call, f"the sizes {list(given)} do not add up to the bucket's {x.shape[d]}")
+    ends = list(itertools.accumulate(given))[:-1] if given is not None else list(call["indices"])
+    bounds = [0, *ends, None]
+    return [apply(aten.slice.Tensor, x, d, start, end) for start, end in itertools.pairwise(bounds)]
+
+
+@table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
+def split(call: Call) -> list[Padded]:
+    """Parts of one size, and what is left."""
+    x: Padded = call["self"]
+    d, size = call["dim"] % x.dim(), call["split_size"]
+    if not x.is_padded(d):
+        return _static_parts(call, x, d)
+    _refuse_rows(call, x, d)
+    count = _same_for_all(call, x, d, [max(-(-n // size), 1) if size else 1 for n in _known(call, x, d)])
+    return [apply(aten.slice.Tensor, x, d, i * size, (i + 1) * size) for i in range(count)]
+
+
+@table.register(aten.chunk, aten.unsafe_chunk)
+def chunk(call: Call) -> list[Padded]:
+    """So many parts of one size, the last one smaller, or fewer of them."""
+    x: Padded = call["self"]
+    d, chunks = call["dim"] % x.dim(), call["chunks"]
+    if not x.is_padded(d):
+        return _static_parts(call, x, d)
+    _refuse_rows(call, x, d)
+    lengths = [-(-n // chunks) for n in _known(call, x, d)]
+    counts = [-(-n // length) if n else chunks for n, length in zip(_known(call, x, d), lengths, strict=True)]
+    whole = prefix_size(x, d)
+    size = sympy.floor((whole + chunks - 1) / chunks)
+    parts = range(_same_for_all(call, x, d, counts))
+    return [_part(x, d, i * size, sympy.Min(size, sympy.Max(0, whole - i * size)), chunks) for i in parts]
+
+
+@table.register(aten.tensor_split.sections)
+def sections(call: Call) -> list[Padded]:
+    """So many parts, of which the first ones may be one longer."""
+    x: Padded = call["self"]
+    d, count = call["dim"] % x.dim(), call["sections"]
+    if not x.is_padded(d):
+        return _static_parts(call, x, d)
+    _refuse_rows(call, x, d)
+    whole = prefix_size(x, d)
+    least = sympy.floor(whole / count)
+    starts = [i * least + sympy.Min(i, whole - count * least) for i in range(count)]
+    return [_part(x, d, start, sympy.floor((whole + count - 1 - i) / count), count) for i, start in enumerate(starts)]
+
+
+@table.register(aten.unbind, aten.unbind_copy)
+def unbind(call: Call) -> list[Padded]:
+    """Every index of a dim."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    if not x.is_padded(d):
+        dims = [factors for i, factors in enumerate(x.dims) if i != d]
+        return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
+    if prefix_size(x, d) == ROWS:
+        return [row(x, d, index) for index in range(x.shape[d])]
+    return [apply(aten.select.int, x, d, i) for i in range(_same_for_all(call, x, d, _known(call, x, d)))]
+
+
+def _static_parts(call: Call, x: Padded, d: int) -> list[Padded]:
+    return [
+        result(part, [*x.dims[:d], *static_dims([part.shape[d]]), *x.dims[d + 1 :]], x.sizes, x.fill)
+        for part in call.dense()
+    ]
+
+
+def _part(x: Padded, d: int, start: Size, size: Size, parts: int) -> Padded:
+    """One of so many parts, from where its expression says on."""
+    assert x.sizes is not None
+    longest = -(-x.shape[d] // parts)
+    return taken(x, d, x.sizes.of(start), longest, padded_dim(longest, size))
+
+
+def _known(call: Call, x: Padded, d: int) -> list[int]:
+    """The true sizes of a dim, which the host knows."""
+    sizes = None if is_traced(x.dense) else host_sizes(x, d)
+    if sizes is None:
+        raise refuse(call, "the number of parts would depend on the true size")
+    return sizes
+
+
+def _same_for_all(call: Call, x: Padded, d: int, counts: Sequence[int]) -> int:
+    if len(set(counts)) > 1:
+        raise refuse(call, "the number of parts differs from row to row")
+    return counts[0]
+
+
+def _refuse_rows(call: Call, x: Padded, d: int) -> None:
+    if prefix_size(x, d).has(ROWS):
+        raise refuse(call, "it parts the rows of a ragged batch")
