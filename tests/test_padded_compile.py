@@ -66,6 +66,25 @@ def test_padded_tensors_come_out_and_gradients_go_back_in() -> None:
         torch.testing.assert_close(grad, torch.autograd.grad(expected.square().sum(), t)[0])
 
 
+@pytest.mark.parametrize(
+    "program", [lambda x, y: torch.cat([x, y], 1), lambda x, y: torch.stack([x, y * 2]).sum(0)], ids=["cat", "stack"]
+)
+def test_tensors_in_a_list_have_their_gradients(program: Any) -> None:
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    for i, n in enumerate((5, 9)):
+        t, u = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(*(st.pad(s, {1: SEQ}, value=float("nan")) for s in (t, u))).unpad()
+        expected = program(t, u)
+        torch.testing.assert_close(out, expected)
+        for a, e in zip(
+            torch.autograd.grad(out.square().sum(), [t, u]),
+            torch.autograd.grad(expected.square().sum(), [t, u]),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, e)
+
+
 def test_count_mask_and_dense_are_computed_in_the_graph() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def average(x: Any) -> Tensor:

@@ -28,9 +28,10 @@ def mapped(kind: type | tuple[type, ...], function: Callable[[Any], Any], nest: 
         if type(nest) is tuple:
             return tuple(values)
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
-    if type(nest) is list:
+    # Those of a compiler's graph are subclasses, which cannot be changed.
+    if isinstance(nest, list):
         return [mapped(kind, function, value) for value in nest]
-    if type(nest) is dict:
+    if isinstance(nest, dict):
         return {key: mapped(kind, function, value) for key, value in nest.items()}
     return nest
 
@@ -46,6 +47,6 @@ def found(kind: type | tuple[type, ...], nest: Any) -> list[Any]:
         return [nest]
     if isinstance(nest, tuple | list):
         return [value for part in nest for value in found(kind, part)]
-    if type(nest) is dict:
+    if isinstance(nest, dict):
         return [value for part in nest.values() for value in found(kind, part)]
     return []
