@@ -27,7 +27,7 @@ BY_VALUE: dict[str, Callable[[Any], Any]] = {
     "masked_select, broadcast": lambda x: torch.masked_select(x, (x > 0)[:, :1]),
     "a mask of all dims": lambda x: x[x > 0],
     "a mask of the first dims": lambda x: x[x.detach()[..., 0] > 0],
-    "masked_scatter": lambda x: x.masked_scatter(x > 0, torch.arange(60, dtype=x.dtype)),
+    "masked_scatter": lambda x: x.masked_scatter(x > 0, torch.arange(60, dtype=x.dtype, device=x.device)),
     "masked_scatter of a padded one": lambda x: x.masked_scatter(x > 0, x * 2),
     "unique": lambda x: x.detach().round().unique(),
     "unique, and where": lambda x: torch.unique(x.detach().round(), return_inverse=True, return_counts=True),
@@ -43,8 +43,10 @@ BY_VALUE: dict[str, Callable[[Any], Any]] = {
     ),
     "bincount": lambda x: torch.bincount(x.detach().abs().long().flatten()),
     "bincount with weights": lambda x: torch.bincount(x.detach().abs().long().flatten(), x.detach().flatten()),
-    "isin": lambda x: torch.isin(x.detach().round(), torch.tensor([0, 1], dtype=x.dtype)),
-    "isin a padded one": lambda x: torch.isin(torch.arange(-2.0, 3).double(), x.detach().round()),
+    "isin": lambda x: torch.isin(x.detach().round(), torch.tensor([0, 1], dtype=x.dtype, device=x.device)),
+    "isin a padded one": lambda x: torch.isin(
+        torch.arange(-2.0, 3, dtype=x.dtype, device=x.device), x.detach().round()
+    ),
     "isin, both padded": lambda x: torch.isin(x.detach().round(), x.detach().round()[0], invert=True),
 }
 
@@ -72,8 +74,8 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "diagonal below": lambda x: x.diagonal(-2, 1, 2),
     "trace": lambda x: x[0].trace(),
     "distances": lambda x: torch.cdist(x, x + 1),
-    "distances to plain points": lambda x: torch.cdist(x, torch.ones(4, 3, dtype=x.dtype), p=1),
-    "bilinear": lambda x: torch.nn.functional.bilinear(x, x * 2, torch.ones(2, 3, 3, dtype=x.dtype)),
+    "distances to plain points": lambda x: torch.cdist(x, torch.ones(4, 3, dtype=x.dtype, device=x.device), p=1),
+    "bilinear": lambda x: torch.nn.functional.bilinear(x, x * 2, torch.ones(2, 3, 3, dtype=x.dtype, device=x.device)),
     "positions of a max pool": lambda x: torch.nn.functional.max_pool2d(x[:, None], (2, 1), return_indices=True),
     "power mean pool": lambda x: torch.nn.functional.lp_pool1d(x.abs().mT, 2, 2),
     "less the first position": lambda x: x - x[:, :1],
@@ -89,9 +91,9 @@ def flat(outs: Any) -> list[Any]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_selected_is_what_the_logical_data_gives(name: str, plan: str) -> None:
+def test_what_is_selected_is_what_the_logical_data_gives(name: str, plan: str, device: str) -> None:
     for poison in (NAN, 1e30):
-        source = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+        source = torch.randn(2, 5, 3, dtype=torch.float64, device=device, requires_grad=True)
         expected = flat(PROGRAMS[name](source))
         padded_calls.fallbacks.clear()
         outs = flat(PROGRAMS[name](st.pad(source, PLANS[plan], value=poison)))

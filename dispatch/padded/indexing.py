@@ -83,6 +83,7 @@ def take_along_dim(call: Call) -> Padded:
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: Call) -> Padded:
     """Advanced indexing with integers, or with one bool mask."""
+    _move_indices(call)
     if is_by_mask(call):
         return by_mask(call)
     x: Padded = call["self"]
@@ -106,6 +107,7 @@ def index_put(call: Call) -> Padded:
     """Writes, or adds, at integer positions; under a bool mask, one value."""
     x: Padded = call["self"]
     values: Padded = call["values"]
+    _move_indices(call)
     only = [i for i in call["indices"] if i is not None]
     if len(only) == 1 and len(call["indices"]) == 1 and only[0].dense.dtype == torch.bool and values.dense.numel() == 1:
         if call["accumulate"]:
@@ -200,6 +202,12 @@ def _index_dims(call: Call, x: Padded, index: Padded, d: int) -> tuple[Factors, 
         same = e != d and index.shape[e] == x.shape[e]
         dims.append(met([index.dims[e], x.dims[e]], call.sizes()) if same else index.dims[e])
     return tuple(dims)
+
+
+def _move_indices(call: Call) -> None:
+    """Put indices on the device of what they index: torch takes those on a CPU, of which lists are made, too."""
+    device = call["self"].dense.device
+    call.named["indices"] = [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]]
 
 
 def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
