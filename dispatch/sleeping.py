@@ -74,13 +74,13 @@ def refuse_sleeper(op: str) -> NoReturn:
     raise error(f"{op} on a tensor of a released Arena: call restore() on the Arena first")
 
 
-def refuse_sleepers(lists: Iterable[Iterable[Tensor]]) -> None:
-    """AddressError where one of the tensors is asleep: for kernels that know where tensors are without asking them.
+def refuse_sleepers(lists: Iterable[Iterable[Tensor]], op: str = "a kernel") -> None:
+    """AddressError where one of the tensors is asleep: for an op that knows where tensors are without asking them.
 
     While nothing sleeps it looks at none of them.
     """
     if Sleep.count and any(isinstance(t, Asleep) for tensors in lists for t in tensors):
-        refuse_sleeper("a kernel")
+        refuse_sleeper(op)
 
 
 @cache

@@ -147,11 +147,11 @@ class AddressGuard:
             return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
         return bool(_are_at(tensors, self.addresses, self._all))
 
-    def match_at(self, tensors: Sequence[torch.Tensor], places: Sequence[int]) -> bool:
-        """As `matches`, for the tensors in these places."""
-        if _are_at is None:
-            return [tensors[i].data_ptr() for i in places] == [self.addresses[i] for i in places]
-        return bool(_are_at(tensors, self.addresses, places))
+    def first_elsewhere(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """The first of as many tensors that does not start where the one in its place did; None when all do."""
+        if self.matches(tensors):
+            return None
+        return next(i for i, (t, at) in enumerate(zip(tensors, self.addresses, strict=True)) if t.data_ptr() != at)
 
 
 _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)

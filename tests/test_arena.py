@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -208,6 +208,27 @@ def test_a_module_and_an_optimizer_are_refused_while_released(device: str) -> No
     arena.restore()
     layer(x).sum().backward()
     optimizer.step()
+
+
+def test_a_step_without_its_state_is_refused_before_it_writes_anything(device: str) -> None:
+    class WritesFirst(st.optim.Optimizer):
+        state: ClassVar = {"seen": torch.zeros_like}
+
+        def update(self, p: Tensor, g: Tensor, seen: Tensor) -> None:
+            p.sub_(g)
+            seen.add_(g)
+
+    w, arena = nn.Parameter(torch.zeros(3, device=device)), st.Arena(device)
+    opt = WritesFirst([w], {}, arena=arena)
+    w.grad = torch.ones_like(w)
+    opt.step()
+    arena.release()
+    with pytest.raises(st.AddressError, match="a step on a tensor of a released Arena"):
+        opt.step()
+    assert w.tolist() == [-1, -1, -1]
+    arena.restore()
+    opt.step()
+    assert opt.state[w]["seen"].tolist() == [2, 2, 2]
 
 
 def test_an_arena_is_released_while_another_one_sleeps(device: str) -> None:

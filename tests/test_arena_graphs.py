@@ -77,6 +77,8 @@ def losses_of_training(sleeps: bool) -> list[float]:
     return losses
 
 
+# Said where autograd's own thread still holds nodes of the last pass over, as it may on a slow machine.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_a_training_step_replays_bit_equal_after_release_and_restore() -> None:
     awake, slept = losses_of_training(sleeps=False), losses_of_training(sleeps=True)
     assert awake == slept

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import subtensors as st
 
 SIZES = hs.sampled_from([1, 3, 40, 700])
+WAYS = ["in place", "assigned", "exchanged", "moved"]
+"""How a gradient comes: into the memory of the last one, as another tensor, or as other memory of the same tensor."""
 
 
 class CapturedOptimizer(RuleBasedStateMachine):
@@ -32,6 +34,7 @@ class CapturedOptimizer(RuleBasedStateMachine):
             self.stack.enter_context(kernels_on_cpu())
         self.generator = torch.Generator().manual_seed(0)
         self.kept: list[Any] = []
+        self.held: list[Tensor] = []
 
     def teardown(self) -> None:
         if hasattr(self, "arena") and self.arena.released:
@@ -41,40 +44,66 @@ class CapturedOptimizer(RuleBasedStateMachine):
     def random(self, shape: Any) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
-    @initialize(sizes=hs.lists(SIZES, min_size=1, max_size=4), packed=hs.booleans(), amsgrad=hs.booleans())
-    def make(self, sizes: list[int], packed: bool, amsgrad: bool) -> None:
-        start = [self.random(n) for n in sizes]
+    @initialize(
+        sizes=hs.lists(SIZES, min_size=1, max_size=4),
+        count=hs.sampled_from([1, 2, 4, 18]),
+        packed=hs.sampled_from([True, True, False]),
+        check=hs.sampled_from([False, False, True]),
+        amsgrad=hs.booleans(),
+    )
+    def make(self, sizes: list[int], count: int, packed: bool, check: bool, amsgrad: bool) -> None:
+        start = [self.random(n) for n in (sizes * count)[:count]]
         self.params = [[nn.Parameter(t.clone()) for t in start] for _ in range(2)]
         self.arena = st.Arena(self.device, reserve="1GiB", chunk="2MiB")
-        self.packed = packed
+        self.packed, self.check = packed, check
         self.opts = [
             st.optim.AdamW(params, lr=0.1, amsgrad=amsgrad, **options)
             for params, options in zip(self.params, ({}, {"arena": self.arena}), strict=True)
         ]
-        self.opts[1].capture(packed=packed, check=True)
+        self.opts[1].capture(packed=packed, check=check)
         self.saved = [copy.deepcopy(opt.state_dict()) for opt in self.opts]
 
     def pairs(self) -> Any:
         return zip(*self.params, strict=True)
 
-    @rule(data=hs.data(), in_place=hs.booleans(), count=hs.integers(1, 4))
+    @rule(data=hs.data(), way=hs.sampled_from(WAYS), other=hs.sampled_from(WAYS), count=hs.integers(1, 4))
     @precondition(lambda self: not self.arena.released)
-    def step(self, data: hs.DataObject, in_place: bool, count: int) -> None:
-        without = data.draw(hs.sets(hs.integers(0, len(self.params[0]) - 1), max_size=1), label="without a gradient")
+    def step(self, data: hs.DataObject, way: str, other: str, count: int) -> None:
+        some = hs.sets(hs.integers(0, len(self.params[0]) - 1), max_size=1)
+        without, apart = data.draw(some, label="without a gradient"), data.draw(some, label="given it another way")
         for _ in range(count):
-            self.take_step(without, in_place)
+            self.take_step(without, way, apart, other)
 
-    def take_step(self, without: Collection[int] = (), in_place: bool = False) -> None:
-        """One step of both with new gradients, of which some are None; in the memory of the last ones, or elsewhere."""
+    @rule(data=hs.data(), other=hs.sampled_from(["exchanged", "moved"]))
+    @precondition(lambda self: not self.arena.released)
+    def one_gradient_goes_elsewhere_after_steps_in_place(self, data: hs.DataObject, other: str) -> None:
+        for _ in range(4):
+            self.take_step(way="in place")
+        self.take_step((), "in place", {data.draw(hs.integers(0, len(self.params[0]) - 1), label="which")}, other)
+
+    def take_step(
+        self, without: Collection[int] = (), way: str = "assigned", apart: Collection[int] = (), other: str = ""
+    ) -> None:
+        """One step of both with new gradients, of which some are None, in the memory of the last ones or elsewhere."""
         for i, (p, q) in enumerate(self.pairs()):
             grad = None if i in without else self.random(p.shape)
             for t in (p, q):
-                if grad is None or t.grad is None or not in_place:
-                    t.grad = None if grad is None else grad.clone()
-                else:
-                    t.grad.copy_(grad)
+                self.give(t, grad, other if i in apart else way)
         for opt in self.opts:
             opt.step()
+
+    def give(self, p: nn.Parameter, grad: Tensor | None, way: str) -> None:
+        """Give a parameter this gradient."""
+        if grad is None or p.grad is None or way == "assigned":
+            p.grad = None if grad is None else grad.clone()
+        elif way == "in place":
+            p.grad.copy_(grad)
+        else:
+            self.held.append(p.grad.data)  # so that as many tensors as before share its memory
+            if way == "exchanged":
+                p.grad = grad.clone()
+            else:
+                p.grad.data = grad.clone()
 
     @rule()
     @precondition(lambda self: self.arena.released)
@@ -106,7 +135,7 @@ class CapturedOptimizer(RuleBasedStateMachine):
             self.take_step()
 
     @rule(size=SIZES)
-    @precondition(lambda self: len(self.params[0]) < 6)
+    @precondition(lambda self: len(self.opts[0].param_groups) < 3)
     def add_group(self, size: int) -> None:
         new = self.random(size)
         for params, opt in zip(self.params, self.opts, strict=True):
@@ -120,7 +149,7 @@ class CapturedOptimizer(RuleBasedStateMachine):
         self.kept.append((p.data, p.detach().clone()))
         p.data = p.data.clone()
         if self.packed:  # what its error says to do
-            self.opts[1].capture(packed=True, check=True)
+            self.opts[1].capture(packed=True, check=self.check)
         if not self.arena.released:
             self.take_step()
 

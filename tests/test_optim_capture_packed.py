@@ -149,48 +149,126 @@ def test_a_gradient_that_is_assigned_is_read(device: str) -> None:
     training.assert_equal()
 
 
-@pytest.mark.parametrize("index", range(6))
-def test_of_few_parameters_a_gradient_swapped_while_its_memory_is_kept_is_read(device: str, index: int) -> None:
-    training = Training(device)
-    for _ in range(5):
-        training.step()
-    kept = training.params[index].grad
-    training.backward()
-    for model in training.models:
-        p = list(model.parameters())[index]
-        p.grad = torch.full_like(p, 0.25)
-    training.eager.step()
-    training.captured.step()
-    training.assert_equal()
-    assert kept is not None
+class Many:
+    """Equal parameters in any number, trained eagerly and captured over packed memory."""
 
+    def __init__(self, device: str, count: int) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.params = [[nn.Parameter(torch.ones(3, device=device)) for _ in range(count)] for _ in range(2)]
+        self.opts = [st.optim.AdamW(params, lr=1e-2) for params in self.params]
+        self.capture = self.opts[1].capture(packed=True)
+        for _ in range(5):
+            self.backward()
+            self.step()
 
-@pytest.mark.parametrize("index", [1, 20, 38])
-@pytest.mark.parametrize("swapped", ["gradient", "parameter", "state"])
-def test_of_many_parameters_what_is_swapped_while_its_memory_is_kept_is_an_error_before_all_were_seen(
-    device: str, swapped: str, index: int
-) -> None:
-    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(40)]
-    opt = st.optim.AdamW(params, lr=1e-2)
-    opt.capture(packed=True)
-    for _ in range(5):
-        opt.step()
-    p = params[index]
-    if swapped == "gradient":
-        kept = p.grad
-        p.grad = torch.ones_like(p)
-    else:
-        t = p if swapped == "parameter" else opt.state[p]["exp_avg"]
-        kept = t.data
-        t.data = t.data.clone()
+    def backward(self) -> None:
+        for opt in self.opts:
+            opt.zero_grad()
+        for p, q in zip(*self.params, strict=True):
+            factor = torch.randn(3, generator=self.generator).to(p.device)
+            for t in (p, q):
+                (t * factor).sum().backward()
 
-    def steps() -> None:
-        for _ in range(8):
+    def step(self) -> None:
+        for opt in self.opts:
             opt.step()
 
-    with pytest.raises(st.AddressError, match=r"gradient was replaced|not where it was packed|state tensor .* moved"):
-        steps()
-    assert kept is not None
+    def assert_equal(self) -> None:
+        for p, q in zip(*self.params, strict=True):
+            assert torch.equal(p, q)
+
+
+def _delete_and_assign(p: Any, g: torch.Tensor) -> None:
+    del p.grad
+    p.grad = g
+
+
+EXCHANGES: dict[str, Any] = {
+    "p.grad = g": lambda p, g: setattr(p, "grad", g),
+    "p._grad = g": lambda p, g: setattr(p, "_grad", g),
+    "del p.grad": _delete_and_assign,
+    "p.grad.data = g": lambda p, g: setattr(p.grad, "data", g),
+    "p.grad.set_(g)": lambda p, g: p.grad.set_(g),
+}
+
+
+@pytest.mark.parametrize(("count", "index"), [(3, 1), (20, 0), (20, 12)])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_gradient_that_is_exchanged_while_its_memory_is_kept_is_read_by_the_next_step(
+    device: str, exchange: str, count: int, index: int
+) -> None:
+    many = Many(device, count)
+    before = many.capture.replays
+    many.backward()
+    kept = [p.grad.data for p in many.params[1] if p.grad is not None]
+    for params in many.params:
+        EXCHANGES[exchange](params[index], torch.full_like(params[index], 0.25).detach())
+    many.step()
+    many.assert_equal()
+    assert len(kept) == count
+    many.backward()
+    many.step()
+    many.assert_equal()
+    assert many.capture.replays == before + 2
+
+
+def test_gradients_that_are_projected_while_all_old_ones_are_kept_are_read_in_each_step(device: str) -> None:
+    many = Many(device, 20)
+    for _ in range(6):
+        many.backward()
+        for params in many.params:
+            kept = [p.grad for p in params]
+            for p, g in zip(params, kept, strict=True):
+                p.grad = g * 0.5  # type: ignore[operator]
+        many.step()
+        many.assert_equal()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph:UserWarning")
+def test_gradients_that_torch_replaces_to_differentiate_them_are_read(device: str) -> None:
+    many = Many(device, 20)
+    for _ in range(3):
+        many.backward()
+        kept = [p.grad for params in many.params for p in params]
+        for params in many.params:
+            loss = torch.stack([(p * p).sum() for p in params]).sum()
+            loss.backward(create_graph=True)
+        many.step()
+        many.assert_equal()
+        for p, g in zip([p for params in many.params for p in params], kept, strict=True):
+            p.grad = g
+
+
+def _swap(p: torch.Tensor) -> None:
+    other = nn.Parameter(p.data.clone())
+    other.grad = p.grad
+    torch.utils.swap_tensors(p, other)
+
+
+PARAMETER_MOVES: dict[str, Any] = {
+    "p.data = t": lambda p: setattr(p, "data", p.data.clone()),
+    "p.set_(t)": lambda p: p.set_(p.data.clone()),
+    "swap_tensors": _swap,
+}
+
+
+@pytest.mark.parametrize(("count", "index"), [(3, 1), (20, 0), (20, 12)])
+@pytest.mark.parametrize("move", PARAMETER_MOVES)
+def test_a_packed_parameter_that_moves_while_its_memory_is_kept_is_an_error_in_the_next_step(
+    device: str, move: str, count: int, index: int
+) -> None:
+    many = Many(device, count)
+    kept = [p.data for p in many.params[1]]
+    with torch.no_grad():
+        PARAMETER_MOVES[move](many.params[1][index])
+    for _ in range(2):
+        with pytest.raises(st.AddressError, match=r"packed parameter \d+, of shape \(3,\), is not where it was packed"):
+            many.opts[1].step()
+    many.opts[1].capture(packed=True)
+    many.backward()
+    many.step()
+    many.assert_equal()
+    assert len(kept) == count
 
 
 @pytest.mark.parametrize("index", [0, 2, 5])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.dispatch import torch_private
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
 
 _DEPTH = 3
@@ -98,7 +99,7 @@ class State:
             kept: ids of parameters that get none.
         """
         without = {*kept, *map(id, self.loose)}
-        held = [p for m in self.modules for p in m._parameters.values() if type(p) is nn.Parameter]
+        held = [p for m in self.modules for p in m._parameters.values() if p is not None and _is_plain(p)]
         return {id(p): _alias(p) for p in held if p.requires_grad and not p.is_inference() and id(p) not in without}
 
     @contextmanager
@@ -143,6 +144,10 @@ def leaves_behind(roots: Iterable[Tensor]) -> set[int]:
         seen |= fresh
         todo.extend(fresh)
     return found
+
+
+def _is_plain(p: nn.Parameter) -> bool:
+    return type(p) in PLAIN_TYPES and issubclass(type(p), nn.Parameter)
 
 
 def _alias(p: nn.Parameter) -> nn.Parameter:

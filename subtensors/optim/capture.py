@@ -106,8 +106,7 @@ class Capture:
         """The last step, where packed memory shows that it is this one too; None where a full look is due."""
         if self.packed is None or not self._is_packed or self._looks < self.FIRST_LOOKS:
             return None
-        if not (self.packed.is_intact() and self.packed.next_are_intact()):
-            self._is_packed = False  # until a full look has seen why: the turn of these comes again much later
+        if not self.packed.is_intact():
             return None
         return None if self._steps[0].glance(optimizer) else self._steps[0]
 
@@ -115,7 +114,9 @@ class Capture:
         """The step, found or recorded after a look at every address."""
         if self.packed is None:
             return self._step(optimizer)
+        self._is_packed = False
         self.packed.check()
+        self.packed.unwatch_gradients()
         step = self._step(optimizer)
         # A parameter that has no gradient may be given one: no glance would show it.
         self._is_packed = not any(lists.missing for lists in step.lists) and (
@@ -124,12 +125,6 @@ class Capture:
         self._looks += 1
         if self._is_packed:
             self.packed.take_note()
-        elif self.packed.steps > 1 and self.packed.is_intact() and not self.packed.has_gradients():
-            raise AddressError(
-                "a gradient was replaced while its packed memory was kept by someone else, which packed steps see only "
-                f"within {self.packed.steps} steps: write into p.grad rather than assigning to it, or capture without "
-                "packed"
-            )
         return step
 
     def _step(self, optimizer: Optimizer) -> RecordedStep:

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import Elements, PerBlock
+from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized
 from subtensors.optim.shards import Sharding, shard, shard_like
+from subtensors.static_memory.static_tensor import StaticAddressTensor
 
 
 @dataclass
@@ -39,7 +41,10 @@ class Batch:
     def __post_init__(self) -> None:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a
         # tensor that stays (an offload through `.data`) moves all of the state, so the first of each column tells.
-        self._firsts = [column[0] for column in self.columns()]
+        # What is static refuses to be moved.
+        self._columns = self.columns()
+        movable = [[t for t in column if not isinstance(t, StaticAddressTensor)] for column in self._columns]
+        self._firsts = [column[0] for column in movable if column]
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self._last: tuple[list[Any], Call] | None = None
@@ -62,7 +67,8 @@ class Batch:
         return [part for column in kept for part in (column if isinstance(column, tuple) else (column,))]
 
     def has_moved(self) -> bool:
-        """Is the state's memory elsewhere?"""
+        """Is the state's memory elsewhere? AddressError where it is away."""
+        refuse_sleepers(self._columns, "a step")
         return [t.data_ptr() for t in self._firsts] != self._places
 
     @property
@@ -123,7 +129,7 @@ def is_immutable(option: Any) -> bool:
 
 def _has_plain_gradient(p: Tensor) -> bool:
     """Does torch see to it that the gradient has the parameter's dtype?"""
-    return type(p) in (Tensor, Parameter) and getattr(p, "grad_dtype", p.dtype) == p.dtype
+    return type(p) in PLAIN_TYPES and getattr(p, "grad_dtype", p.dtype) == p.dtype
 
 
 @dataclass

@@ -23,6 +23,7 @@ from subtensors.optim.single_tensor import SQUARES, is_narrow, single_tensor
 from subtensors.optim.stepping import Stepping
 from subtensors.optim.watched_state import States
 from subtensors.static_memory.arena import Arena
+from subtensors.static_memory.static_tensor import in_place
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -312,18 +313,21 @@ class Optimizer(Stepping):
                 if name == "step" and not is_new:
                     state[name].fill_(1)
             keep(state, name, form_of(name, p, group, self.low_bit))
-        if self._arena is not None:
-            for name, value in [*state.items()]:
-                if value not in self._arena:
-                    state[name] = self._placed(value, self._arena)
+        for name, value in [*state.items()]:
+            if (placed := self._placed(value)) is not value:
+                state[name] = placed
 
-    def _placed(self, entry: Tensor, arena: Arena) -> Tensor:
-        """A state entry in the arena."""
-        if entry.device != arena.device:
+    def _placed(self, entry: Tensor) -> Tensor:
+        """A state entry in the arena, or where steps are replayed a static one in its own memory; else as it is."""
+        if self._arena is None:
+            return entry if self._capture is None else in_place(entry)
+        if entry in self._arena:
+            return entry
+        if entry.device != self._arena.device:
             raise ValueError(
-                f"the arena is on {arena.device}, and the parameter whose state it is for on {entry.device}"
+                f"the arena is on {self._arena.device}, and the parameter whose state it is for on {entry.device}"
             )
-        return arena.static(entry)
+        return self._arena.static(entry)
 
     def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
         """What state entry `name` of this parameter is before its first step."""

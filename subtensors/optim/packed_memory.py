@@ -7,14 +7,13 @@ to. Asking a thousand tensors where they are takes longer than their update; a f
     as many tensors share the flat memory as did before: none has left it
 
 Who takes one tensor away in the middle and keeps it, so that as many share the memory as before, is not seen by that.
-So parameters and gradients are also looked at themselves: where they are few all of them in each glance, and else by
-turns.
+So a few parameters and gradients are each looked at in every glance, and of many each marks when it is given other
+memory, or another gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
 
@@ -26,7 +25,12 @@ from torch.nn import Parameter
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.lists.packing import pack
-from subtensors.optim.rounds import turns
+from subtensors.optim.watched_state import Changes
+from subtensors.optim.watched_tensors import unwatch, watch
+from subtensors.static_memory.static_tensor import in_place
+
+FEW = 16
+"""So many parameters and gradients are looked at in each glance."""
 
 
 class PackedMemory:
@@ -51,13 +55,15 @@ class PackedMemory:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
+        unwatch(self.params)
         places: Any = list(range(len(self.params)))
-        self._flats, self._layout = pack(self.params, optree.tree_structure(places))
+        flats, self._layout = pack(self.params, optree.tree_structure(places))
+        self._flats = list(map(in_place, flats))
         views = self._layout.view(self._flats)
         self.alone = [p for p, view in zip(self.params, views, strict=True) if not _join(p, view)]
         """Parameters whose versions autograd counts apart; those of the others are those of the flat tensors."""
         del views
-        self._gradient_flats = [torch.zeros_like(flat) for flat in self._flats]
+        self._gradient_flats = [in_place(torch.zeros_like(flat)) for flat in flats]
         self._ends = [
             self.params[member]
             for flat in range(len(self._flats))
@@ -68,8 +74,12 @@ class PackedMemory:
         self._gradient_sharers = torch_private.Sharers(self._gradient_flats)
         self.addresses = _addresses(self.params)
         self._places = _addresses(self._ends)
-        for t in (*self._flats, *self.params):
+        for t in self.params:
             torch._dynamo.mark_static_address(t, guard=False)
+        self._changes = Changes()
+        self._are_few = len(self.params) <= FEW
+        if not self._are_few:
+            watch(self.params, self._changes)
         self.attach()
         self.take_note()
 
@@ -77,14 +87,6 @@ class PackedMemory:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
         self._gradient_ends = list(map(_gradient, self._ends))
-        self._gradient_counts = self._gradient_sharers.counts()
-        parts = [
-            None if t is None else (self.params[t], self.addresses[t], self.gradient_addresses[t])
-            for t in turns(len(self.params))
-        ]
-        self.steps = len(parts)
-        """Within so many glances every parameter and gradient is looked at itself."""
-        self._rounds = cycle(parts)
 
     @torch.no_grad()
     def _attach(self) -> list[int]:
@@ -97,9 +99,17 @@ class PackedMemory:
         return [g.data_ptr() for g in places]
 
     def take_note(self) -> None:
-        """Take what shares the flat memory now for what should: after a full look."""
+        """Take what shares the flat memory now for what should: after a full look, which found all in its place."""
+        self.unwatch_gradients()
+        if not self._are_few:
+            watch(map(_gradient, self.params), self._changes)
+        self._mark = self._changes.mark
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()
+
+    def unwatch_gradients(self) -> None:
+        """Let gradients be plain tensors: those that replace some of them are, and a step tells types apart."""
+        unwatch(map(_gradient, self.params))
 
     def is_intact(self) -> bool:
         """Is everything where it was, at a glance?"""
@@ -107,26 +117,22 @@ class PackedMemory:
             self._sharers.counts() == self._counts
             and _addresses(self._ends) == self._places
             and self._has_gradients_at_a_glance()
+            and (not self._are_few or _addresses(self.params) == self.addresses)
         )
 
-    def next_are_intact(self) -> bool:
-        """Are the parameters and gradients whose turn it is where they were?"""
-        part = next(self._rounds)
-        if part is None:
-            return True
-        params, addresses, gradient_addresses = part
-        try:
-            return _addresses(params) == addresses and _addresses(map(_gradient, params)) == gradient_addresses
-        except TypeError:  # a gradient is None
-            return False
-
     def _has_gradients_at_a_glance(self) -> bool:
-        ends = map(_gradient, self._ends)
-        return self._gradient_sharers.counts() == self._gradient_counts and all(map(is_, ends, self._gradient_ends))
+        return (
+            self._changes.mark is self._mark
+            and self._gradient_sharers.counts() == self._gradient_counts
+            and all(map(is_, map(_gradient, self._ends), self._gradient_ends))
+            and (not self._are_few or self._has_each_gradient())
+        )
 
-    def has_gradients(self) -> bool:
-        """Is every gradient where it was packed?"""
-        return [None if p.grad is None else p.grad.data_ptr() for p in self.params] == self.gradient_addresses
+    def _has_each_gradient(self) -> bool:
+        try:
+            return _addresses(map(_gradient, self.params)) == self.gradient_addresses
+        except TypeError:  # one is None
+            return False
 
     def check(self) -> None:
         """Look at every parameter.
@@ -174,11 +180,12 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _join(p: Tensor, place: Tensor) -> bool:
-    """Give the parameter the memory and the version counter of this view; False where it can't be given them.
+    """Give the parameter the memory of this view, and its version counter; False where it can't be given the counter.
 
     A counter comes with a tensor, so the parameter's is swapped for one that was made of the view. What others hold of
     the parameter (DDP, compiled code, graphs of autograd) would not follow it.
     """
+    p.data = place
     is_observed = p._backward_hooks or p._post_accumulate_grad_hooks
     if type(p) is not Parameter or is_observed or torch_private.use_count(p) != 1:
         return False

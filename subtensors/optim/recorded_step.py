@@ -7,7 +7,6 @@ handed to the replay: live numbers, and where the gradients are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.group_lists import GroupLists, is_immutable, kept_form, missing
-from subtensors.optim.rounds import Rounds
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -64,11 +62,7 @@ class RecordedStep:
         self.params = [p for batch in batches for p in batch.params]
         self.param_places = torch_private.AddressGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
-        self.state_addresses = _addresses(self.state)
-        self.state_rounds = Rounds(self.state)
-        for t in [t for p in self.params for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]:
-            # It stays where it is: graphs of compiled code that reads it need no copy.
-            torch._dynamo.mark_static_address(t, guard=False)
+        self.state_places = torch_private.AddressGuard(self.state)
         own = _present(gradients)
         self.gradient_places = torch_private.AddressGuard(own)
         self.gradients_alike = torch_private.MetadataGuard(own)
@@ -147,10 +141,10 @@ class RecordedStep:
 
     def moved(self) -> str:
         """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
-        if not self.param_places.matches(self.params):
-            return f"parameter {_first_difference(_addresses(self.params), self.param_places.addresses)} of the step"
-        if _addresses(self.state) != self.state_addresses:
-            return f"state tensor {_first_difference(_addresses(self.state), self.state_addresses)} of the step"
+        if (index := self.param_places.first_elsewhere(self.params)) is not None:
+            return f"parameter {index} of the step"
+        if (index := self.state_places.first_elsewhere(self.state)) is not None:
+            return f"state tensor {index} of the step"
         return ""
 
     def difference(self, optimizer: Optimizer, gradients: Gradients) -> str:
@@ -180,10 +174,6 @@ class RecordedStep:
         for batch in self.batches:
             if batch.has_moved():
                 return "state moved"
-        if self.state_rounds.next_have_moved():
-            if self.state_rounds.steps == 1:
-                return "state moved"
-            self.check()
         if _modes() != self.modes:
             return "a mode of torch changed"
         if self.stream != _stream(self.device):
@@ -250,8 +240,8 @@ class RecordedStep:
         """
         if moved := self.moved():
             raise AddressError(
-                f"{moved} moved since it was recorded, which a step sees only at that tensor's turn to be looked at: "
-                "put new tensors into opt.state[p] rather than changing their .data, or call opt.capture() again"
+                f"{moved} moved since it was recorded, unseen by the step: put new tensors into opt.state[p] rather "
+                "than moving those that are there, or call opt.capture() again"
             )
 
 
@@ -267,16 +257,8 @@ def _stream(device: torch.device) -> int:
     return torch_private.current_stream(device) if device.type == "cuda" else 0
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
 def _present(gradients: Gradients) -> list[Tensor]:
     return [g for own in gradients for g in own if g is not None]
-
-
-def _first_difference(now: list[int], before: list[int]) -> int:
-    return next(i for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
 
 
 def _options(group: dict[str, Any]) -> list[Any]:

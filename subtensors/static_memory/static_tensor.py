@@ -180,7 +180,7 @@ def refuse_other(t: object) -> None:
         raise TypeError(f"st.static takes a tensor; got {type(t).__name__}")
     if isinstance(t, Asleep):
         refuse_sleeper("st.static")
-    if type(t) not in (Tensor, torch.nn.Parameter, StaticAddressTensor) or t.layout != torch.strided:
+    if type(t) not in PLAIN_TYPES or t.layout != torch.strided:
         raise TypeError(f"st.static takes a strided torch.Tensor; got a {t.layout} {type(t).__name__}")
     if t.device.type not in ("cpu", "cuda"):
         raise TypeError(f"st.static takes a tensor on a CPU or a CUDA device; got one on {t.device}")
@@ -225,6 +225,19 @@ def of_memory(t: Tensor) -> StaticAddressTensor:
         out = Tensor._make_subclass(StaticAddressTensor, t)
     torch._dynamo.mark_static_address(out)
     return out
+
+
+def in_place(t: Tensor) -> Tensor:
+    """The memory of a tensor as a static one, which holds it; the tensor itself where that can't be.
+
+    Args:
+        t: given back where it is of another type, static ones among them, has gaps, or is a CUDA graph's.
+    """
+    if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not torch_private.is_dense(t):
+        return t
+    if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return t
+    return of_memory(shaped(bytes_at(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
 
 
 def with_role(t: StaticAddressTensor, requires_grad: bool, is_parameter: bool) -> StaticAddressTensor:
@@ -309,9 +322,7 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
-        if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return t.detach()
-        return of_memory(shaped(bytes_at(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
+        return in_place(t.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]

@@ -1,0 +1,129 @@
+"""Parameters and gradients that tell when Python gives them other memory, or another gradient.
+
+`p.grad = g` and `p.data = t` leave no trace that is cheap to find among a thousand tensors, where someone keeps what
+was there before. So the tensors are given a class that does what theirs does, and marks the change. What is computed
+of them, copied or pickled is of their own class again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.optim.watched_state import Changes
+
+_CHANGES = "_changes"
+
+
+def _marking(attribute: Any) -> Any:
+    """The attribute of tensors, changes of which are marked."""
+
+    def change(t: Tensor, value: Any) -> None:
+        attribute.__set__(t, value)
+        _mark(t)
+
+    def delete(t: Tensor) -> None:
+        attribute.__delete__(t)
+        _mark(t)
+
+    return property(attribute.__get__, change, delete)
+
+
+def _marking_call(method: Callable[..., Any]) -> Any:
+    """The method of tensors, each call of which is marked."""
+
+    @wraps(method)
+    def call(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(t, *args, **kwargs)
+        _mark(t)
+        return result
+
+    return call
+
+
+def _mark(t: Tensor) -> None:
+    vars(t)[_CHANGES].mark = object()
+
+
+class WatchedTensor(Tensor):
+    """A tensor that marks when it is moved, or given another gradient."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    grad = _marking(Tensor.grad)
+    _grad = _marking(Tensor._grad)
+    data = _marking(Tensor.data)
+    set_ = _marking_call(Tensor.set_)
+    as_strided_ = _marking_call(Tensor.as_strided_)
+    _use_count = _marking_call(Tensor._use_count)  # type: ignore[attr-defined]  # torch.utils.swap_tensors asks it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(_unwatched_alias(self))
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _unwatched_alias(self).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(_unwatched_alias(self))
+
+
+class WatchedParameter(WatchedTensor, Parameter):
+    """A parameter that marks when it is moved, or given another gradient."""
+
+
+_WATCHED: dict[type[Tensor], type[Tensor]] = {Tensor: WatchedTensor, Parameter: WatchedParameter}
+_OWN = {watched: own for own, watched in _WATCHED.items()}
+
+
+def watch(tensors: Iterable[Tensor], changes: Changes) -> None:
+    """Mark what happens to these tensors from now on.
+
+    Args:
+        tensors: torch's own, or parameters.
+        changes: where it is marked.
+
+    Example:
+        >>> p, changes = Parameter(torch.ones(2)), Changes()
+        >>> watch([p], changes)
+        >>> before = changes.mark
+        >>> p.add(1).sum().backward()
+        >>> changes.mark is before
+        True
+        >>> p.grad = None
+        >>> changes.mark is before
+        False
+    """
+    for t in tensors:
+        vars(t)[_CHANGES] = changes
+        t.__class__ = _WATCHED[type(t)]
+
+
+def unwatch(tensors: Iterable[Tensor]) -> None:
+    """Let these tensors be what they were; those that are not watched, None too, stay as they are."""
+    for t in tensors:
+        if type(t) in _OWN:
+            t.__class__ = _OWN[type(t)]
+            del vars(t)[_CHANGES]
+
+
+def _unwatched_alias(t: Tensor) -> Tensor:
+    """The same memory, attributes and gradient as a tensor of its own class."""
+    alias = Tensor._make_subclass(_OWN[type(t)], t.data, t.requires_grad)
+    alias.grad = t.grad
+    vars(alias).update({name: value for name, value in vars(t).items() if name != _CHANGES})
+    return alias
+
+
+for _kind in _OWN:
+    PLAIN_TYPES.add(_kind)
+    torch_private.treat_as_plain(_kind)
