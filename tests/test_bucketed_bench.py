@@ -8,7 +8,9 @@ import pytest
 
 from subtensors.__main__ import main
 from subtensors.bench.bucketed import measure
+from subtensors.bench.bucketed_cases import CASES
 from subtensors.bench.bucketed_rows import load
+from subtensors.bench.bucketed_variants import VARIANTS
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -24,7 +26,14 @@ def test_a_tiny_run_leaves_rows_and_a_table(tmp_path: Path, capsys: pytest.Captu
     assert "Tiny sizes: the figures mean nothing." in capsys.readouterr().out
 
 
-def test_ours_answers_as_the_model_does() -> None:
-    row = measure("bert-1", "bucketed", tiny=True, device="cpu")
+@pytest.mark.parametrize("case", CASES)
+def test_ours_answers_as_the_model_does(case: str) -> None:
+    row = measure(case, "bucketed", tiny=True, device="cpu")
     assert row.error <= 1.5
     assert row.recompiles == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_has_peers(case: str) -> None:
+    answering = [name for name, variant in VARIANTS.items() if variant.answers(CASES[case])]
+    assert {"eager", "bucketed", "bucketed-compiled"} < set(answering)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,30 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subtensors.bench.bucketed_cases import CASES, Case
 from subtensors.bench.bucketed_rows import VaryingRow, from_json, load, save, table, to_json
-from subtensors.bench.bucketed_variants import BUCKET, VARIANTS, Answer, Way
+from subtensors.bench.bucketed_variants import VARIANTS, Answer, Way
 from subtensors.bench.processes import MeasurementFailed, run_cold
 from subtensors.bench.rows import Setting
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import synchronize
 
-CASES = {"bert-1": 1, "bert-8": 8}
-"""BERT-base in float16 with random weights, by the rows of a request."""
-
-LENGTHS = (16, 512)
 OF_A_RUNNER = ("graphs", "recompiles", "capture_ms", "runner_ms", "pool_mb", "largest_mb")
-REQUESTS = 150
-
-
-def bert(tiny: bool, device: str) -> nn.Module:
-    """A BERT encoder with random weights, in float16 on a GPU."""
-    transformers: Any = importlib.import_module("transformers")
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = transformers.BertConfig(**small if tiny else {}, attn_implementation="sdpa")
-    torch.manual_seed(0)
-    model: nn.Module = transformers.BertModel(config, add_pooling_layer=False).to(device).eval()
-    return model.half() if device == "cuda" else model
 
 
 @torch.no_grad()
@@ -52,26 +37,25 @@ def measure(case: str, variant: str, tiny: bool, device: str) -> VaryingRow:
     Returns:
         what was measured.
     """
-    model = bert(tiny, device)
-    source = random.Random(0)
-    lengths = [source.randint(*LENGTHS) for _ in range(10 if tiny else REQUESTS)]
-    requests = [torch.randint(1, 1000, (CASES[case], n), device=device) for n in lengths]
-    way = VARIANTS[variant].make(model)
+    asked = CASES[case]
+    model = asked.prepared(tiny, device)
+    requests = asked.requested(tiny, device)
     started = time.perf_counter()
+    way = VARIANTS[variant].make(model, asked)
     _pass(way.answer, requests, device)
     first_pass_s = time.perf_counter() - started
     _pass(way.answer, requests, device)
     walls, hosts = _pass(way.answer, requests, device)
     reserved = torch.cuda.memory_reserved() / 2**20 if device == "cuda" else None
-    ours = _of_runner(way, model, variant, requests, device) if way.runner is not None else {}
+    ours = _of_runner(way, model, variant, asked, requests, device) if way.runner is not None else {}
     return VaryingRow(
-        case, variant, len(lengths), len(set(lengths)), first_pass_s,
+        case, variant, len(requests), len({r.shape[asked.dim] for r in requests}), first_pass_s,
         p50_ms=median(walls),
         p99_ms=sorted(walls)[int(len(walls) * 0.99)],
         host_ms=median(hosts),
         **{name: ours.get(name) for name in OF_A_RUNNER},
         reserved_mb=reserved,
-        error=_error(way.answer, model, requests[:3]),
+        error=_error(way.first or way.answer, VARIANTS["eager"].make, model, asked, requests[:3]),
         setting=Setting.now(device, tiny),
     )  # fmt: skip
 
@@ -89,39 +73,46 @@ def _pass(answer: Answer, requests: list[Tensor], device: str) -> tuple[list[flo
     return walls, hosts
 
 
-def _of_runner(way: Way, model: nn.Module, variant: str, requests: list[Tensor], device: str) -> dict[str, Any]:
+def _of_runner(
+    way: Way, model: nn.Module, variant: str, case: Case, requests: list[Tensor], device: str
+) -> dict[str, Any]:
     """What a runner knows of itself, and what a call costs above its graph's replay."""
-    stats = way.runner.stats()
+    stats = [part.stats() for part in (list(way.runner.programs.values()) or [way.runner])]
     found: dict[str, Any] = {
-        "graphs": stats.captures,
-        "recompiles": stats.recompiles,
-        "capture_ms": median(b.capture_ms for b in stats.buckets),
-        "pool_mb": stats.pool_bytes / 2**20,
+        "graphs": sum(s.captures for s in stats),
+        "recompiles": sum(s.recompiles for s in stats),
+        "capture_ms": median(b.capture_ms for s in stats for b in s.buckets),
+        "pool_mb": sum(s.pool_bytes for s in stats) / 2**20,
     }
-    if device == "cpu":
+    if device == "cpu" or case.new_tokens:
         return found
     request = requests[0]
-    size = -(-request.shape[1] // BUCKET) * BUCKET
-    bucket = next(b for b in way.runner.recorded() if b.statistics.sizes["seq"] == size)
+    size = -(-request.shape[case.dim] // case.step) * case.step
+    bucket = next(b for b in way.runner.recorded() if size in b.statistics.sizes.values())
     calls, replays = [], []
     for _ in range(100):
         calls += _pass(way.answer, [request], device)[0]
         replays += _pass(lambda _: bucket.graph.replay(), [request], device)[0]
     found["runner_ms"] = median(calls) - median(replays)
-    largest = VARIANTS[variant].make(model)
+    largest = VARIANTS[variant].make(model, case)
     largest.answer(max(requests, key=Tensor.numel))
     found["largest_mb"] = largest.runner.stats().pool_bytes / 2**20
     return found
 
 
-def _error(answer: Answer, model: nn.Module, requests: list[Tensor]) -> float:
-    """The largest error against float64, over the plain model's."""
-    answers = [answer(request).double() for request in requests]
-    plain = [model(input_ids=request).last_hidden_state.double() for request in requests]
-    exact = model.double()
-    truth = [exact(input_ids=request).last_hidden_state for request in requests]
-    own = max(float((a - t).abs().max()) for a, t in zip(answers, truth, strict=True))
-    return own / max(float((p - t).abs().max()) for p, t in zip(plain, truth, strict=True))
+def _error(
+    answer: Answer, plainly: Callable[[nn.Module, Case], Way], model: nn.Module, case: Case, requests: list[Tensor]
+) -> float:
+    """The largest error against float64, over the plain model's; of tokens that of the first one's scores."""
+    eager = plainly(model, case)
+    plain = eager.first or eager.answer
+    answers, own = ([way(request).double() for request in requests] for way in (answer, plain))
+    exact = plainly(model.double(), case)
+    wide = [request.double() if request.is_floating_point() else request for request in requests]
+    truth = [(exact.first or exact.answer)(request).double() for request in wide]
+    errors = (max(float((a - t).abs().max()) for a, t in zip(found, truth, strict=True)) for found in (answers, own))
+    ours, plains = errors
+    return ours / plains if plains else float(ours > 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that a row may take (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
     parser.add_argument("--row", nargs=2, metavar=("CASE", "VARIANT"), help="measure one row here and print its JSON")
     parser.set_defaults(run=run)
@@ -146,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
         (case, variant)
         for case in names(options.cases, list(CASES), "case")
         for variant in names(options.variants, list(VARIANTS), "variant")
-        if options.device == "cuda" or not VARIANTS[variant].needs_gpu
+        if (options.device == "cuda" or not VARIANTS[variant].needs_gpu) and VARIANTS[variant].answers(CASES[case])
     ]
     console = wide_console()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -157,14 +149,14 @@ def run(options: argparse.Namespace) -> int:
         arguments = ["bucketed", "--row", case, variant, "--device", options.device]
         with console.status(f"{case}  {variant}"):
             try:
-                row = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))
+                row = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny, options.limit))
             except MeasurementFailed as error:
                 console.print(f"{case} {variant}: not measured\n{error}", markup=False)
                 failures += 1
                 continue
         rows.append(row)
         save(rows, data)  # after each row: a long run that is cut short still leaves what it measured
-        console.print(f"{case:8} {variant:18} p50 {row.p50_ms:.4g} ms, first pass {row.first_pass_s:.3g} s")
+        console.print(f"{case:14} {variant:18} p50 {row.p50_ms:.4g} ms, first pass {row.first_pass_s:.3g} s")
     if rows:
         rows.sort(key=lambda row: (list(CASES).index(row.case), list(VARIANTS).index(row.variant)))
         save(rows, data)
