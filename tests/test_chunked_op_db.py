@@ -74,8 +74,7 @@ def outcome(call: Callable[..., Any], sample: SampleInput, dim: int | None, ever
 def compare(actual: Any, expected: Any) -> None:
     for a, e in zip(actual[0], expected[0], strict=True):
         if isinstance(e, Tensor):
-            tolerance = 1e-7 if e.dtype.itemsize > 1 else 0
-            torch.testing.assert_close(a, e, equal_nan=True, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(a, e, equal_nan=True)
         else:
             assert type(a) is type(e)
     for a, e in zip(actual[1], expected[1], strict=True):
@@ -83,7 +82,7 @@ def compare(actual: Any, expected: Any) -> None:
             assert a is None or not a.any()
             assert e is None or not e.any()
         else:
-            torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(a, e, equal_nan=True)
 
 
 @pytest.fixture(autouse=True)

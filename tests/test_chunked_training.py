@@ -33,7 +33,8 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.layer(self.embedding(tokens))
         logits = self.head(st.chunk(hidden, rows=2) if self.chunked else hidden)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).to(wide), tokens[:, 1:].flatten())
 
 
 def batches() -> list[Tensor]:
@@ -61,6 +62,17 @@ def trained(model: nn.Module, scaler: Any = None, dtype: torch.dtype | None = No
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 
+def assert_as_near_the_truth(mine: list[Tensor], plain: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:
+    """All parameters err by 1.5 times as much as plain torch's, and one rounding of what a step adds up."""
+    mine, plain, truth = (torch.cat([p.double().flatten() for p in run]) for run in (mine, plain, truth))
+    rounding = torch.finfo(dtype).eps * truth.norm()
+    assert (mine - truth).norm() <= 1.5 * (plain - truth).norm() + rounding
+
+
+def in_float64(model: nn.Module, scaler: Any = None) -> list[Tensor]:
+    return trained(model.double(), scaler)
+
+
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """A group of this process alone."""
@@ -71,20 +83,20 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_of_a_model_with_a_chunked_loss_are_those_of_the_model(tied: bool) -> None:
-    for a, e in zip(trained(LanguageModel(tied)), trained(LanguageModel(tied, chunked=False)), strict=True):
-        torch.testing.assert_close(a, e)
+    plain, truth = trained(LanguageModel(tied, chunked=False)), in_float64(LanguageModel(tied, chunked=False))
+    assert_as_near_the_truth(trained(LanguageModel(tied)), plain, truth, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_scaled_gradients_are_unscaled_clipped_and_stepped_with(dtype: torch.dtype | None) -> None:
-    runs = [trained(LanguageModel(chunked=c), torch.amp.GradScaler("cpu", 1024.0), dtype) for c in (True, False)]
-    for a, e in zip(*runs, strict=True):
-        torch.testing.assert_close(a, e, **({} if dtype is None else {"rtol": 2**-6, "atol": 2**-7}))
+    mine, plain = (trained(LanguageModel(chunked=c), torch.amp.GradScaler("cpu", 1024.0), dtype) for c in (True, False))
+    truth = in_float64(LanguageModel(chunked=False), torch.amp.GradScaler("cpu", 1024.0))
+    assert_as_near_the_truth(mine, plain, truth, torch.float32)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_ddp_reduces_each_gradient_once_a_step(tied: bool, process_group: None) -> None:
-    expected = trained(LanguageModel(tied, chunked=False))
+    plain, truth = trained(LanguageModel(tied, chunked=False)), in_float64(LanguageModel(tied, chunked=False))
     model = DistributedDataParallel(LanguageModel(tied))
     seen: list[int] = []
 
@@ -97,8 +109,7 @@ def test_ddp_reduces_each_gradient_once_a_step(tied: bool, process_group: None) 
     # Torch reads the annotations themselves.
     count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     model.register_comm_hook(None, count)
-    for a, e in zip(trained(model), expected, strict=True):
-        torch.testing.assert_close(a, e)
+    assert_as_near_the_truth(trained(model), plain, truth, torch.float32)
     assert sorted(seen) == sorted(3 * [p.numel() for p in model.parameters()])
 
 
