@@ -309,11 +309,6 @@ def run_by_the_compiler(function: F) -> F:
     return torch._dynamo.allow_in_graph(function)  # type: ignore[no-any-return]
 
 
-def in_function_transform() -> bool:
-    """Is a transform of torch.func, such as vmap, under way? Checked on 2.13."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 def is_transforming() -> bool:
     """Is a transform of torch.func, or forward-mode differentiation, under way? Checked on 2.11, 2.13."""
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0

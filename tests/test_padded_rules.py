@@ -97,6 +97,23 @@ def test_parts_of_a_padded_dim_end_where_the_data_does(
             assert gradient.sum() == actual.numel()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("keywords", [{}, {"label_smoothing": 0.2}, {"weight": torch.tensor([0.2, 1.0, 0.5]).double()}])
+def test_a_cross_entropy_with_probabilities_is_that_of_the_real_positions(
+    reduction: str, keywords: dict[str, Any]
+) -> None:
+    rows, targets = ([torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 9, 2)] for _ in range(2))
+    x, t = (st.pad(values, {0: SEQ}, value=NAN) for values in (rows, targets))
+    padded_calls.fallbacks.clear()
+    actual = F.cross_entropy(x.mT, t.softmax(-1).mT, reduction=reduction, **keywords)
+    assert not padded_calls.fallbacks
+    actual = torch.cat(actual.unpad()) if isinstance(actual, st.PaddedTensor) else actual
+    expected = F.cross_entropy(torch.cat(rows), torch.cat(targets).softmax(-1), reduction=reduction, **keywords)
+    torch.testing.assert_close(actual, expected)
+    given, wanted = (torch.autograd.grad(out.sum(), [*rows, *targets]) for out in (actual, expected))
+    torch.testing.assert_close(given, wanted)
+
+
 def test_values_that_occur_are_those_of_real_elements() -> None:
     source = torch.tensor([[3, 1, 3], [1, 1, 2]])
     x = st.pad(source, {1: SEQ}, value=10**6)

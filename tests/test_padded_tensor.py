@@ -71,6 +71,28 @@ def test_sizes_that_do_not_agree_are_refused_by_name() -> None:
 def test_a_hint_that_does_not_fit_pads_nothing() -> None:
     hint = st.Dim("hint", max=4, buckets=4, strict=False)
     assert type(st.pad(torch.ones(9), {0: hint})) is Tensor
+    rows = [torch.arange(3.0), torch.arange(9.0)]
+    batch = st.pad(rows, {0: hint}, value=NAN)
+    assert batch.shape == (2, 9)
+    assert [row.tolist() for row in batch.unpad()] == [row.tolist() for row in rows]
+
+
+def test_rows_of_a_batch_have_one_dtype() -> None:
+    with pytest.raises(ValueError, match=r"row 1 is of torch.int64 on cpu and row 0 of torch.float32"):
+        st.pad([torch.ones(3), torch.ones(3, dtype=torch.int64)], {0: SEQ})
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_steps_a_padded_parameter(foreach: bool) -> None:
+    source = torch.randn(5, dtype=torch.float64)
+    leaves = [st.pad(source, {0: SEQ}, value=NAN).requires_grad_(), source.clone().requires_grad_()]
+    for leaf in leaves:
+        optimizer = torch.optim.Adam([leaf], lr=0.1, foreach=foreach)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (leaf * leaf).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(leaves[0].unpad(), leaves[1])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -237,6 +259,26 @@ def test_autocast_casts_as_it_does_without_padding() -> None:
 def test_transforms_of_torch_func_are_refused_clearly(transformed: Callable[[Any], Any]) -> None:
     with pytest.raises(st.RuleError, match="unpad before"):
         transformed(st.pad(torch.randn(2, 5), {1: SEQ}))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda t: torch.func.vmap(lambda row: st.pad(row, {0: SEQ}).sum())(t),
+        lambda t: torch.func.grad(lambda t: st.pad(t, {1: SEQ}).sum())(t),
+        lambda t: torch.func.jvp(lambda t: st.pad(t, {1: SEQ}).sum(), (t,), (t,)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_padding_within_a_transform_is_refused_clearly(transformed: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(st.RuleError, match="pad before"):
+        transformed(torch.randn(2, 5))
+
+
+def test_forward_mode_differentiation_is_refused() -> None:
+    x = st.pad(torch.randn(2, 5), {1: SEQ})
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(st.RuleError, match="forward-mode"):
+        torch.exp(x)
 
 
 def test_gradients_of_one_tensor_used_twice_add_up() -> None:

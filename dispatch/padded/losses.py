@@ -36,11 +36,11 @@ def classes(call: Call) -> Any:
     """The log-probability of a class: a padded target is one to ignore, which takes it out of every mean."""
     x: Padded = call["self"]
     target: Padded = call["target"]
-    if target.dense.is_floating_point():
-        raise refuse(call, "targets that are probabilities are summed by a formula that counts positions")
     at = 0 if x.dim() == 1 else 1
     if x.is_padded(at):
         raise refuse(call, "the classes themselves are padded")
+    if target.dense.is_floating_point():
+        return _by_probabilities(call, x, target, at)
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
     sizes = call.sizes()
     dims = [met([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
@@ -52,6 +52,21 @@ def classes(call: Call) -> Any:
     reduced = call["reduction"] != _NONE
     wrapped = [plain(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
     return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+
+
+def _by_probabilities(call: Call, x: Padded, target: Padded, at: int) -> Any:
+    """-sum(weight * target * log_softmax(x)) over the classes; its mean is over positions, whatever they weigh."""
+    smoothing, weight = call["label_smoothing"], call["weight"]
+    if smoothing:
+        target = apply(aten.add.Tensor, apply(aten.mul.Tensor, target, 1 - smoothing), smoothing / x.shape[at])
+    each = apply(aten.mul.Tensor, apply(aten.log_softmax.int, x, at), target)
+    if weight is not None:
+        shape = [-1 if d == at else 1 for d in range(x.dim())]
+        each = apply(aten.mul.Tensor, each, plain(weight.dense.view(shape)))
+    each = apply(aten.neg.default, apply(aten.sum.dim_IntList, each, [at]))
+    if call["reduction"] == _NONE:
+        return each
+    return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
 
 
 @table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)

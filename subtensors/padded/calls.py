@@ -103,8 +103,11 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if name == "size" or isinstance(out, torch.Size):
                 return _watched_size(args[0], args[1:], kwargs)
         return out
-    if torch_private.in_function_transform():
-        raise RuleError(f"{name} on a PaddedTensor has no rule inside a transform of torch.func: unpad before it")
+    if torch_private.is_transforming():
+        raise RuleError(
+            f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
+            f"unpad before it"
+        )
     try:
         return _by_rules(func, args, kwargs)
     except RuleError as missing:
@@ -201,7 +204,8 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = mapped(Tensor, _inner, (args, kwargs))
-    composites.check_overload(op, table)
+    if any(x.padded_dims for x in found(Padded, (inner_args, inner_kwargs))):
+        composites.check_overload(op, table)
     out = engine.run(op, inner_args, inner_kwargs)
     return mapped(Padded, wrap, out)
 
@@ -247,6 +251,8 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         target._dims, target._sizes, target._fill = value.dims, value.sizes, None
         if id(target) in running.outer:
             running.written[id(target)] = target
+    if not op._schema.returns:
+        return None
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 

@@ -46,6 +46,10 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     """
     from subtensors.padded.calls import wrapped
 
+    if torch_private.is_transforming():
+        raise RuleError(
+            "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
+        )
     if isinstance(t, PaddedTensor):
         return _repad(t, dims)
     if isinstance(t, Tensor):
@@ -134,8 +138,17 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
                 f"row {i} has shape {tuple(row.shape)} and row 0 {tuple(first.shape)}; "
                 f"they may differ in the padded dims {sorted(dims)} only"
             )
+        if (row.dtype, row.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"row {i} is of {row.dtype} on {row.device} and row 0 of {first.dtype} on {first.device}; "
+                f"a batch has one dtype and device"
+            )
     for d, dim in dims.items():
-        agreed.bind(dim, tuple(row.shape[d] for row in rows), f"dim {d}")
+        lengths = tuple(row.shape[d] for row in rows)
+        if not agreed.bind(dim, lengths, f"dim {d}"):
+            # What a hint doesn't fit has a bucket of its own.
+            dims = {**dims, d: Dim(f"{dim.name}_of_{max(lengths)}", max=max(*lengths, 1), buckets=[max(*lengths, 1)])}
+            agreed.bind(dims[d], lengths, f"dim {d}")
     distinct = list(dict.fromkeys(dims.values()))
     host = tuple(agreed.sizes[dim] for dim in distinct)
     buckets = tuple(dim.bucket(max(lengths)) for dim, lengths in zip(distinct, host, strict=True))  # type: ignore[arg-type]
