@@ -16,10 +16,13 @@ the logits is read by the kernels alone. The options mean what they mean in `tor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from subtensors.kernels.hard_rows import HardRows, assert_classes, hard_rows
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -110,6 +113,18 @@ class Statistics:
         top, *zeros = torch.zeros(4, count, dtype=dtype, device=device).unbind()
         return Statistics(top.fill_(-torch.inf), *zeros)
 
+    @staticmethod
+    def unwritten(count: int, dtype: torch.dtype, device: torch.device) -> Statistics:
+        """Memory for those of rows that will be written at once."""
+        return Statistics(*torch.empty(4, count, dtype=dtype, device=device).unbind())
+
+    def forget(self) -> Statistics:
+        """Itself, as of rows of which no column was seen."""
+        self.top.fill_(-torch.inf)
+        for zeros in (self.total, self.picked, self.summed):
+            zeros.zero_()
+        return self
+
     def rows(self, begin: int, end: int) -> Statistics:
         """Views of those of rows [begin, end)."""
         return Statistics(*(t[begin:end] for t in (self.top, self.total, self.picked, self.summed)))
@@ -141,13 +156,16 @@ class RowTerms:
         target: (N,) int64 class indices, or (N, V) floating point distributions.
         classes: V.
         dtype: of the computation, float32 or float64.
+        kernels: whether what rows count for is found by a Triton kernel.
 
     Raises:
         ValueError: shapes that do not fit together, or soft targets with an index to ignore.
         IndexError: a hard target that is no class and not ignored, as in torch; on a GPU torch's device assertion.
     """
 
-    def __init__(self, options: CrossEntropy, target: Tensor, classes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, options: CrossEntropy, target: Tensor, classes: int, dtype: torch.dtype, kernels: bool = False
+    ) -> None:
         self.options, self.dtype = options, dtype
         weight = options.class_weight
         if weight is not None and weight.shape != (classes,):
@@ -155,15 +173,16 @@ class RowTerms:
         weight = None if weight is None else weight.detach().to(dtype).contiguous()
         self.weight_sum = float(classes) if weight is None else weight.sum()
         smoothing, count = options.label_smoothing, target.shape[0]
-        self.valid: Tensor | None = None
-        """Which rows are not ignored, (N,); None: all."""
         self.mass: Tensor | float = 1.0
+        self._hard: HardRows | None = None
+        self._unasserted: tuple[Any, ...] | None = None
         if target.dim() == 1:
-            self.valid = target != options.ignore_index
-            self.targets = Targets(torch.where(self.valid, target, -1).long(), None, weight)
-            self.on_target = _row_weights(target, self.valid, weight, classes, options.ignore_index, dtype)
-            weighed = self.on_target.sum()
-            self.denominators = weighed, weighed if weight is None else self.valid.sum().to(dtype)
+            mean = options.reduction == "mean"
+            hard = hard_rows(target, weight, classes, options.ignore_index, mean, dtype, kernels)
+            self._hard, self.targets = hard, Targets(hard.target, None, weight)
+            self.on_target, self.denominators = hard.weight, (hard.total, hard.counted)
+            if kernels and target.is_cuda:
+                self._unasserted = target, weight, classes, options.ignore_index, dtype
         else:
             if target.shape[1:] != (classes,) or not target.is_floating_point():
                 raise ValueError(
@@ -192,12 +211,20 @@ class RowTerms:
         """Is there a penalty on the log-sum-exp?"""
         return self.options.z_loss != 0
 
+    @cached_property
+    def valid(self) -> Tensor | None:
+        """Which rows are not ignored, (N,); None: all."""
+        return None if self._hard is None else self._hard.target >= 0
+
     def _of_valid(self, rows: Tensor) -> Tensor:
         """Zero for ignored rows: zero times what is infinite would be no zero."""
         return rows if self.valid is None else torch.where(self.valid, rows, 0.0)
 
     def loss(self, statistics: Statistics) -> Tensor:
         """The loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
+        if self._unasserted is not None:  # a kernel left out what is no class
+            target, *others = self._unasserted
+            assert_classes(target, target != self.options.ignore_index, *others)
         log_total, picked = statistics.total.log(), statistics.picked
         # The largest logit goes first: of a row that is sure of its target little is left.
         if self.targets.soft is None:
@@ -221,6 +248,8 @@ class RowTerms:
 
         Where the options make no use of a factor, something else stands in its place.
         """
+        if self._hard is not None and upstream is None and not self.is_smoothed and not self.is_penalised:
+            return GradientFactors(*[self._hard.share] * 4)
         count = 2 if self.is_penalised else 1
         mean = self.options.reduction == "mean"
         scales = [1 / d if mean else torch.ones_like(d) for d in self.denominators[:count]]
@@ -238,18 +267,6 @@ class RowTerms:
         if self.is_penalised:
             on_square = 2 * self.options.z_loss * self._of_valid(scales[1].expand_as(self.on_target))
         return GradientFactors(on_softmax, on_square, on_target, on_all)
-
-
-def _row_weights(
-    target: Tensor, valid: Tensor, weight: Tensor | None, classes: int, ignored: int, dtype: torch.dtype
-) -> Tensor:
-    """The class weight of each hard target, 0 for an ignored one; a target that is no class is torch's own error."""
-    # On a GPU nll_loss would make its stand-in for the logits contiguous; gather has the same assertion.
-    if target.is_cuda:
-        table = torch.ones(1, dtype=dtype, device=target.device).expand(classes) if weight is None else weight
-        return torch.where(valid, table.gather(0, torch.where(valid, target, 0).long()), 0.0)
-    minus_one = torch.full((1, 1), -1.0, dtype=dtype, device=target.device).expand(target.shape[0], classes)
-    return F.nll_loss(minus_one, target, weight, reduction="none", ignore_index=ignored)
 
 
 def _weighed_sum(soft: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:

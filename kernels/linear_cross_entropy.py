@@ -146,7 +146,8 @@ class _Task:
     @cached_property
     def terms(self) -> RowTerms:
         """The loss as a function of the statistics of rows."""
-        return RowTerms(self.options, self.target, self.weight.shape[0], self.compute)
+        kernels = uses_kernels(self.hidden, self.kernels)
+        return RowTerms(self.options, self.target, self.weight.shape[0], self.compute, kernels)
 
     @cached_property
     def statistics(self) -> Statistics:
@@ -204,6 +205,8 @@ def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
     buffer, block = task.hidden.new_empty(min(rows, count) * classes), None
     hidden_grad = task.hidden.new_empty(count, width) if task.needs.hidden else None
     bias_grad = task.bias_grad()
+    if any(task.needs):
+        task.statistics = Statistics.unwritten(count, task.compute, task.hidden.device)
     weight_sum = _weight_sum(task, rows, exact, len(chunks)) if task.needs.weight else None
     for begin, end in chunks:
         block = task.logits(buffer, (begin, end), (0, classes))

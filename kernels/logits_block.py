@@ -54,7 +54,7 @@ class BlockOps(Protocol):
         """
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
-        """Both, for a block with every column of its rows."""
+        """Both, for a block with every column of its rows, whatever their statistics hold."""
 
 
 class ReferenceOps:
@@ -118,6 +118,7 @@ class ReferenceOps:
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
+        statistics.rows(*block.rows).forget()
         self.fold(block, statistics)
         self.write_gradient(block, statistics, factors, block.logits)
 

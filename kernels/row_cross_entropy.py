@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
-from subtensors.kernels.logits_block import Block, block_ops
+from subtensors.kernels.logits_block import Block, block_ops, uses_kernels
 
 
 class _RowCrossEntropy(torch.autograd.Function):
@@ -21,7 +21,7 @@ class _RowCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        terms = RowTerms(options, target, logits.shape[1], compute)
+        terms = RowTerms(options, target, logits.shape[1], compute, uses_kernels(logits))
         statistics = Statistics.none(logits.shape[0], compute, logits.device)
         if logits.numel():
             block_ops(terms, logits).fold(Block(logits), statistics)
