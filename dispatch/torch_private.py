@@ -281,9 +281,21 @@ def dispatch_keys() -> tuple[Any, Any]:
 def restored_dispatch_keys(keys: tuple[Any, Any]) -> Any:
     """A context in which the dispatcher includes and excludes these keys, and autocast not at all. Checked on 2.13."""
     included, excluded = keys
-    for name in ("AutocastCPU", "AutocastCUDA"):
-        excluded = excluded | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    for key in _AUTOCAST:
+        excluded = excluded | torch._C.DispatchKeySet(key)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def restored_autocast(keys: tuple[Any, Any]) -> Any:
+    """A context in which the dispatcher casts where it did under these keys. Checked on 2.13."""
+    included, excluded = dispatch_keys()
+    for key in _AUTOCAST:
+        if not keys[1].has(key):
+            excluded = excluded - torch._C.DispatchKeySet(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+_AUTOCAST = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
 
 
 def below_autograd() -> Any:

@@ -247,6 +247,33 @@ def test_autocast_casts_as_it_does_without_padding() -> None:
     assert gradient.isfinite().all()
 
 
+CAST: dict[str, Callable[[Any], Any]] = {
+    "einsum": lambda x: torch.einsum("bnf,bmf->bnm", x, x),
+    "inner": lambda x: torch.inner(x, torch.ones(3)),
+    "tensordot": lambda x: torch.tensordot(x, torch.ones(3, 2), dims=([2], [0])),
+    "matmul": lambda x: x @ x.mT,
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x),
+    "convolution": lambda x: torch.nn.functional.conv1d(x.mT, torch.ones(2, 3, 1)),
+    "layer norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    "loss": lambda x: torch.nn.functional.mse_loss(x, x * 2),
+    "softmax": lambda x: x.softmax(1),
+    "sum": lambda x: x.sum(1),
+    "norm": lambda x: x.norm(dim=1),
+    "cosine": lambda x: torch.nn.functional.cosine_similarity(x, x * 2 + 1, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_autocast_casts_each_op_as_it_does_without_padding(name: str) -> None:
+    t = torch.randn(2, 5, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = CAST[name](t)
+        actual = CAST[name](st.pad(t, {1: SEQ}, value=NAN))
+    actual = actual.unpad() if isinstance(actual, st.PaddedTensor) else actual
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize(
     "transformed",
     [

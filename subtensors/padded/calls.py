@@ -199,7 +199,9 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pass
     finally:
         _state.calls.append(running)
-    return composites.decompose(op, args, kwargs)
+    # Its parts are cast by autocast as they would be without padding.
+    with torch_private.restored_autocast(running.keys):
+        return composites.decompose(op, args, kwargs)
 
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
