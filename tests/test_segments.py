@@ -81,21 +81,25 @@ def assert_segments_agree(trace: Trace, tensors: list[Tensor], numbers: list[flo
         torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@given(
-    data=some.data(),
-    dtypes=some.lists(some.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=1, max_size=4),
-    scalars=some.integers(0, 7),
-)
-@settings(max_examples=400)
-def test_segments_do_what_the_program_does(data: some.DataObject, dtypes: list[torch.dtype], scalars: int) -> None:
+@some.composite
+def traced_programs(draw: some.DrawFn) -> tuple[Trace, list[Tensor], list[float]]:
+    """A program over tensors of several dtypes, some of them 0-d, those tensors, and its live numbers."""
+    dtypes = draw(some.lists(some.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=1, max_size=4))
+    scalars = draw(some.integers(0, 7))
     names = {f"x{i}": d for i, d in enumerate([torch.float32, *dtypes])}
     numbers = {n for i, n in enumerate(names) if i and scalars >> (i - 1) & 1}
-    written = data.draw(programs(names, numbers, with_extremes=True))
+    written = draw(programs(names, numbers, with_extremes=True))
     tensors = [torch.arange(1.0, 7) if n not in numbers else torch.tensor(2.0) for n in names]
     tensors = [t.to(d) for t, d in zip(tensors, names.values(), strict=True)]
     trace = traced(written.function(), *(Elements([t.clone()]) for t in tensors), f0=0.5, f1=0.9, n0=3)
-    assert_segments_agree(trace, tensors, [0.5, 0.9, 3])
+    return trace, tensors, [0.5, 0.9, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@given(drawn=traced_programs())
+@settings(max_examples=400)
+def test_segments_do_what_the_program_does(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
+    assert_segments_agree(*drawn)
 
 
 def lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, lr: float) -> None:

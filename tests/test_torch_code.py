@@ -8,13 +8,10 @@ import pytest
 import test_segments as segments
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as some
-from test_fused_programs import programs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.trace import trace
+from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.program import Extent, Parameter, Program, interpret
 from subtensors.kernels.torch_code import operands, write_torch
 
@@ -102,20 +99,11 @@ def test_a_live_number_promotes_as_a_python_number_does(dtype: torch.dtype) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@given(
-    data=some.data(),
-    dtypes=some.lists(some.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=1, max_size=4),
-    scalars=some.integers(0, 7),
-)
+@given(drawn=segments.traced_programs())
 @settings(max_examples=300)
-def test_code_does_what_interpreting_does(data: some.DataObject, dtypes: list[torch.dtype], scalars: int) -> None:
-    names = {f"x{i}": d for i, d in enumerate([torch.float32, *dtypes])}
-    numbers = {n for i, n in enumerate(names) if i and scalars >> (i - 1) & 1}
-    written = data.draw(programs(names, numbers, with_extremes=True))
-    tensors = [torch.arange(1.0, 7) if n not in numbers else torch.tensor(2.0) for n in names]
-    tensors = [t.to(d) for t, d in zip(tensors, names.values(), strict=True)]
-    trace = segments.traced(written.function(), *(Elements([t.clone()]) for t in tensors), f0=0.5, f1=0.9, n0=3)
-    live = [evaluate([0.5, 0.9, 3]) for evaluate in trace.scalars]
+def test_code_does_what_interpreting_does(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
+    trace, tensors, numbers = drawn
+    live = [evaluate(numbers) for evaluate in trace.scalars]
     for a, b in zip(*both(trace.program, tensors, live), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

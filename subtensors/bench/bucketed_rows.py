@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from subtensors.bench.rows import Setting
-from subtensors.bench.table import figure
+from subtensors.bench.table import figure, in_sections
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,4 @@ COLUMNS: dict[str, Callable[[VaryingRow], str]] = {
 
 def table(rows: Sequence[VaryingRow], title: str) -> Table:
     """One line a row, cases apart from each other."""
-    result = Table(title=title)
-    for name in COLUMNS:
-        result.add_column(name, justify="left" if name in ("case", "variant") else "right")
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        is_last = following is None or following.case != row.case
-        result.add_row(*(cell(row) for cell in COLUMNS.values()), end_section=is_last)
-    return result
+    return in_sections(rows, COLUMNS, title)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from subtensors.bench.rows import Setting
-from subtensors.bench.table import figure
+from subtensors.bench.table import figure, in_sections
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,7 @@ COLUMNS: dict[str, Callable[[LossRow], str]] = {
 
 def table(rows: Sequence[LossRow], title: str) -> Table:
     """One line a row, shapes apart from each other."""
-    result = Table(title=title)
-    for name in COLUMNS:
-        result.add_column(name, justify="left" if name in ("shape", "variant") else "right")
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        is_last = following is None or following.shape != row.shape
-        result.add_row(*(cell(row) for cell in COLUMNS.values()), end_section=is_last)
-    return result
+    return in_sections(rows, COLUMNS, title)
 
 
 def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:

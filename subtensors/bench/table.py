@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from rich.table import Table
 
 from subtensors.bench.rows import Measured, Row
+
+R = TypeVar("R")
 
 
 def describe(rows: Sequence[Measured]) -> str:
@@ -59,9 +62,22 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 def table(rows: Sequence[Row]) -> Table:
     """One line a row, sets apart from each other."""
-    result = Table(title=describe(rows))
-    for name in COLUMNS:
-        result.add_column(name, justify="left" if name in ("set", "variant") else "right")
+    return in_sections(rows, COLUMNS, describe(rows))
+
+
+def in_sections(rows: Sequence[R], columns: Mapping[str, Callable[[R], str]], title: str) -> Table:
+    """One line a row; the first two columns hold names, and rows that differ in the first stand apart.
+
+    Args:
+        rows: in the order they are shown in.
+        columns: what each column says of a row.
+        title: above them.
+    """
+    result = Table(title=title)
+    section = next(iter(columns.values()))
+    for number, name in enumerate(columns):
+        result.add_column(name, justify="left" if number < 2 else "right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        result.add_row(*(cell(row) for cell in COLUMNS.values()), end_section=not following or following.set != row.set)
+        is_last = following is None or section(following) != section(row)
+        result.add_row(*(cell(row) for cell in columns.values()), end_section=is_last)
     return result
