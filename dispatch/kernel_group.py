@@ -285,9 +285,8 @@ class KernelGroup(Group):
 
     def describe(self) -> str:
         """The kernels, a line each."""
-        lines = [
-            f"{self.grid.count} tensors, {self.grid.sizes.sum()} elements, {self.grid.total} tiles on {self.device}"
-        ]
+        elements, tiles = self.grid.sizes.sum(), self.grid.tiles.total
+        lines = [f"{self.grid.count} tensors, {elements} elements, {tiles} tiles on {self.device}"]
         for kernel in self.kernels.kernels:
             what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
             lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")

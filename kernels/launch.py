@@ -19,6 +19,13 @@ from subtensors.kernels.segments import plan_segments, slot_count
 LANES = 128
 """Tensors a program of a tensor segment."""
 
+ROUNDS = 8
+"""Tiles that a program takes, one after another, where it adds up what it reads: the programs of a tensor wait for each
+other's arrival, so there had better be few of them."""
+
+PROGRAMS = 16
+"""With fewer programs a multiprocessor than this, each of them takes one tile instead."""
+
 ALIGNMENT = 16
 """Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
 
@@ -70,6 +77,37 @@ def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Tensors in parts of so many elements, a part a program."""
+
+    entries: Tensor
+    """(total,) int64: tensor << 32 | part of the tensor."""
+    address: int
+    first: np.ndarray[Any, Any]
+    """The number of each tensor's first part."""
+    total: int
+
+    @staticmethod
+    def of(sizes: np.ndarray[Any, Any], part: int, least: int, device: torch.device) -> Cut:
+        """Cut up tensors.
+
+        Args:
+            sizes: elements of each.
+            part: elements a part.
+            least: parts of a tensor without elements.
+            device: where the entries are to be.
+        """
+        parts = np.maximum(-(-sizes // part), least)
+        first = np.cumsum(parts) - parts
+        total = int(parts.sum())
+        tensor = np.repeat(np.arange(len(sizes), dtype=np.int64), parts)
+        within = np.arange(total, dtype=np.int64) - np.repeat(first, parts)
+        # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
+        entries = to_device((tensor << 32 | within) if total else np.zeros(1, np.int64), device)
+        return Cut(entries, entries.data_ptr(), first, total)
+
+
 class Grid:
     """The tiles of a list of tensor sizes, on the device. Depends on no address.
 
@@ -94,15 +132,13 @@ class Grid:
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
-        # An empty tensor still gets a tile where its reductions must come out as the identity.
-        tiles = np.maximum(-(-self.sizes // block), 1 if kernels.reductions else 0)
-        self.first = np.cumsum(tiles) - tiles
-        self.total = int(tiles.sum())
-        tensor = np.repeat(np.arange(self.count, dtype=np.int64), tiles)
-        within = np.arange(self.total, dtype=np.int64) - np.repeat(self.first, tiles)
-        # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
-        self.tiles = to_device((tensor << 32 | within) if self.total else np.zeros(1, np.int64), device)
-        self._tiles_address = self.tiles.data_ptr()
+        self.tiles = Cut.of(self.sizes, block, 0, device)
+        self.rounds, self.chunks = 1, self.tiles
+        if kernels.reductions:
+            is_large = self.tiles.total >= ROUNDS * PROGRAMS * _multiprocessors(device)
+            self.rounds = ROUNDS if is_large else 1
+            # Where there are no elements, reductions must come out as the identity.
+            self.chunks = Cut.of(self.sizes, block * self.rounds, 1, device)
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
@@ -116,15 +152,15 @@ class Grid:
         return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
 
     def workspace(self, key: int) -> list[int]:
-        """Addresses of slots, of partial results of tiles, and of the arrival counters, which launches leave at zero.
+        """Addresses of slots, of partial results of chunks, and of the arrival counters, which launches leave at zero.
 
         Launches on one stream follow each other and share them; those on several streams do not.
         """
         known = self._workspaces.get(key)
         if known is not None:
             return known[0]
-        slots = torch.empty(max(self.kernels.slots * self.count, 1), dtype=torch.int64, device=self.device)
-        partials = torch.empty(max(self.kernels.reductions * self.total, 1), dtype=torch.int64, device=self.device)
+        needed = self.kernels.slots * self.count, self.kernels.reductions * self.chunks.total
+        slots, partials = (torch.empty(max(n, 1), dtype=torch.int64, device=self.device) for n in needed)
         counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
         buffers = [slots, partials, counters]
         self._workspaces[key] = addresses, _ = [b.data_ptr() for b in buffers], buffers
@@ -153,7 +189,7 @@ class Grid:
         aligned = self.is_aligned(addresses)
         matrices = np.asarray(self._matrices, dtype=np.int64).reshape(-1, self.count)
         return np.concatenate(
-            [self.sizes[None], aligned[None], self.first[None], self.offsets[None], addresses, matrices]
+            [self.sizes[None], aligned[None], self.chunks.first[None], self.offsets[None], addresses, matrices]
         )
 
     def is_aligned(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -184,37 +220,45 @@ class Grid:
             workspace: which workspace to use; launches that may run at the same time want different ones.
             prelude: a launch to make before.
         """
-        arguments = (table, self._tiles_address, scalars, *self.workspace(workspace), seed, self.count, self.total)
+        rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
         for number, kernel in enumerate(self.kernels.kernels):
+            cut = self.chunks if kernel.segment.reductions else self.tiles
             arenas = [outputs[k] for k in kernel.segment.outputs]
             if prelude is not None:
                 is_followed = kernel.lanes is not None and not arenas
                 if is_followed:
-                    prelude.followed_by(kernel, table, scalars, arguments[3], seed, self.count)
+                    prelude.followed_by(kernel, table, scalars, rest[1], seed, self.count)
                 else:
                     prelude.alone()
                 prelude = None
                 if is_followed:
                     continue
+            constants = (self.rounds, kernel.block) if kernel.segment.reductions else (kernel.block,)
+            arguments = (table, cut.address, *rest, *arenas, *constants)
             launcher = self._launchers.get(number)
             if launcher is not None:
-                launcher(*arguments, *arenas, kernel.block, stream=stream)
+                launcher(*arguments, stream=stream)
             else:
-                self._first_launch(number, kernel, (*arguments, *arenas))
+                programs = cut.total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
+                self._first_launch(number, kernel, programs, arguments)
 
-    def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+    def _first_launch(self, number: int, kernel: Kernel, programs: int, arguments: tuple[Any, ...]) -> None:
         """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
-        programs = self.total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
         if not programs:
             return
         options = _PRECISE if self.device.type == "cuda" else {}
-        compiled = kernel.run[(programs,)](*arguments, kernel.block, num_warps=self.kernels.tiling.warps, **options)
+        compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **options)
         if compiled is not None:
             self._launchers[number] = compiled[(programs, 1, 1)]
 
 
 # Torch's kernels keep denormal numbers; libdevice as Triton links it by default takes them for zero.
 _PRECISE = {"enable_reflect_ftz": False}
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """None on a CPU, where the interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:

@@ -4,15 +4,16 @@ The table has one column a tensor and these rows, all int64::
 
     0 SIZE        elements of the tensor
     1 ALIGNED     1 when every pointer below is a multiple of 16 bytes
-    2 FIRST_TILE  number of its first tile
+    2 FIRST_CHUNK number of its first chunk
     3 OUTPUT      where its part of an output arena starts, in elements
     4 ...         the address of each parameter, in order
 
 and, where a parameter is expanded, two more: the columns of each tensor's matrices, and the elements of one.
 
-An element segment runs one tile a program: `tiles[program] = tensor << 32 | tile of the tensor`. A full,
-aligned tile reads and writes 16 bytes a thread without masks; any other one is masked. A tensor segment
-runs one lane a tensor. Numbers per tensor travel between segments in slots, as int64 bits.
+An element segment runs one tile a program: `tiles[program] = tensor << 32 | tile of the tensor`. With reductions it
+runs one chunk a program, ROUNDS tiles one after another, and `tiles` holds the chunks. A full, aligned tile reads and
+writes 16 bytes a thread without masks; any other one is masked. A tensor segment runs one lane a tensor. Numbers per
+tensor travel between segments in slots, as int64 bits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from subtensors.kernels.program import Extent, Instruction, Parameter, Program, 
 from subtensors.kernels.segments import Segment
 from subtensors.kernels.source_text import arithmetic, cast, constant, wrapped
 
-SIZE, ALIGNED, FIRST_TILE, OUTPUT, POINTERS = range(5)
+SIZE, ALIGNED, FIRST_CHUNK, OUTPUT, POINTERS = range(5)
 
 ARGUMENTS = "table, tiles, scalars, slots, partials, counters, seed_pointer, N, T"
 """What every kernel takes, before the output arenas: addresses, as integers that are cheap to pass, and two counts."""

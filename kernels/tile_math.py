@@ -179,38 +179,44 @@ def to_bits(x):
 
 
 @triton.jit
-def arrive(counters, tensor, tiles):
-    """Count a tile of this tensor as done; is it the last one? Then its counter is zero again.
+def fold(a, b, KIND: tl.constexpr):
+    """What two lanes come by together; a NaN is the extreme of any numbers, as in torch."""
+    if KIND == "sum":
+        return a + b
+    elif KIND == "prod":
+        return a * b
+    elif KIND == "amax":
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
-    Release and acquire: what every other tile stored before arriving is visible to the last one.
+
+@triton.jit
+def arrive(counters, tensor, chunks):
+    """Count a chunk of this tensor as done; is it the last one? Then its counter is zero again.
+
+    Release and acquire: what every other program stored before arriving is visible to the last one.
     """
     done = tl.atomic_add(counters + tensor, 1, sem="acq_rel")
-    if done == tiles - 1:
+    if done == chunks - 1:
         tl.store(counters + tensor, 0)
-    return done == tiles - 1
+    return done == chunks - 1
 
 
 @triton.jit
 def combine(
-    partials, tiles, slots, IDENTITY: tl.constexpr, KIND: tl.constexpr, FLOAT: tl.constexpr, BLOCK: tl.constexpr
+    partials, chunks, slots, IDENTITY: tl.constexpr, KIND: tl.constexpr, FLOAT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Combine the partial results of a tensor's tiles, always in the same order, into one slot."""
+    """Combine the partial results of a tensor's chunks, always in the same order, into one slot."""
     lane = tl.arange(0, BLOCK)
     kind: tl.constexpr = tl.float64 if FLOAT else tl.int64
     total = tl.full([BLOCK], IDENTITY, kind)
-    for first in range(0, tiles, BLOCK):
-        inside = first + lane < tiles
+    for first in range(0, chunks, BLOCK):
+        inside = first + lane < chunks
         # .cg: the partials were written by other multiprocessors, so the L1 cache must not answer.
         bits = tl.load(partials + first + lane, mask=inside, other=0, cache_modifier=".cg")
         part = tl.where(inside, bits.to(kind, bitcast=True) if FLOAT else bits, IDENTITY)
-        if KIND == "sum":
-            total += part
-        elif KIND == "prod":
-            total *= part
-        elif KIND == "amax":
-            total = tl.maximum(total, part, propagate_nan=tl.PropagateNan.ALL)
-        else:
-            total = tl.minimum(total, part, propagate_nan=tl.PropagateNan.ALL)
+        total = fold(total, part, KIND)
     if KIND == "sum":
         result = tile_sum(total)
     elif KIND == "prod":

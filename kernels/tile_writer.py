@@ -1,4 +1,8 @@
-"""The source of an element segment: one tile of one tensor a program."""
+"""The source of an element segment: a tile of a tensor a program, or a few of them where it ends in reductions.
+
+What a lane comes by is folded in registers from tile to tile. A program reduces that once, and leaves one partial
+result a reduction; the last program of a tensor to arrive combines them, always in the same order.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from subtensors.kernels import blockwise
-from subtensors.kernels.lowering import FLOATS, identity, template
+from subtensors.kernels.lowering import FLOATS, TRITON_TYPES, identity, template
 from subtensors.kernels.program import Extent, Instruction
 from subtensors.kernels.segment_writer import (
     ALIGNED,
     ARGUMENTS,
-    FIRST_TILE,
+    FIRST_CHUNK,
     OUTPUT,
     POINTERS,
     SegmentWriter,
@@ -21,7 +25,7 @@ from subtensors.kernels.segment_writer import (
 
 
 class TileWriter(SegmentWriter):
-    """An element segment: one tile of one tensor a program."""
+    """An element segment."""
 
     def load(self, index: int, parameter: int) -> str:
         """The expression that reads a value from the memory of a parameter."""
@@ -73,32 +77,87 @@ class TileWriter(SegmentWriter):
             text = self.in_memory(value, self.value(value).dtype)
             start = self.aligned(f"out{number} + offset", self.value(value).dtype)
             body.append(f"store_tile({start}, lane, inside, {text}, WHOLE)")
-        partials = []
         for slot, value in self.segment.reductions.items():
-            step = self.value(value)
-            assert isinstance(step, Instruction)
-            text = self.reduced(step)
-            body.append(f"r{slot} = to_bits({text})")
-            partials.append(f"r{slot}")
-        body.append(f"return {', '.join(partials) or 'tile'}")
-        results = ", ".join(partials) or "done"
-        call = f"{self.name}_tile({arguments}, {{}}, BLOCK)"
-        kernel = [
-            "entry = tl.load(tiles + tl.program_id(0))",
-            "tensor = (entry >> 32).to(tl.int32)",
-            "tile = (entry & 0xFFFFFFFF).to(tl.int32)",
-            "start = tile.to(tl.int64) * BLOCK",
-            "size = tl.load(table + tensor)",
-            "left = size - start",
-            f"if (left >= BLOCK) & (tl.load(table + {ALIGNED} * N + tensor) != 0):",
-            f"    {results} = {call.format('True')}",
-            "else:",
-            f"    {results} = {call.format('False')}",
-            *self.finish(),
-        ]
+            body.append(f"r{slot} = {self.contribution(value)}")
+        body.append(f"return {self.names('r') or 'tile'}")
+        kernel = [*(self.sweep() if self.segment.reductions else self.tile())]
+        more = ", ROUNDS: tl.constexpr" if self.segment.reductions else ""
         return function_source(f"{self.name}_tile", f"{arguments}, WHOLE: tl.constexpr", body) + function_source(
-            self.name, f"{ARGUMENTS}{self.outputs}", kernel, kernel=True
+            self.name, f"{ARGUMENTS}{self.outputs}{more}", kernel, kernel=True
         )
+
+    def names(self, prefix: str) -> str:
+        """A variable for each reduction."""
+        return ", ".join(f"{prefix}{slot}" for slot in self.segment.reductions)
+
+    def one_tile(self, target: str) -> list[str]:
+        """One tile, in the way that suits it."""
+        arguments = "table, scalars, slots, seed_pointer, N, tensor, tile, start, left, size" + self.outputs
+        call = f"{target} = {self.name}_tile({arguments}, {{}}, BLOCK)"
+        return [
+            "start = tile.to(tl.int64) * BLOCK",
+            "left = size - start",
+            "if (left >= BLOCK) & aligned:",
+            f"    {call.format('True')}",
+            "else:",
+            f"    {call.format('False')}",
+        ]
+
+    def tile(self) -> Iterator[str]:
+        """The kernel where nothing is reduced."""
+        yield from self.entry("tile")
+        yield from self.one_tile("done")
+
+    def entry(self, part: str) -> Iterator[str]:
+        """What a program is to do."""
+        yield "entry = tl.load(tiles + tl.program_id(0))"
+        yield "tensor = (entry >> 32).to(tl.int32)"
+        yield f"{part} = (entry & 0xFFFFFFFF).to(tl.int32)"
+        yield "size = tl.load(table + tensor)"
+        yield f"aligned = tl.load(table + {ALIGNED} * N + tensor) != 0"
+
+    def sweep(self) -> Iterator[str]:
+        """The kernel where the tiles of a chunk are folded, and the last chunk of a tensor combines what all left."""
+        yield from self.entry("chunk")
+        for slot, value in self.segment.reductions.items():
+            step = self.reduction(value)
+            kind = self.compute_register(step)
+            yield f"r{slot} = tl.full([BLOCK], {identity(step.name, kind)}, {TRITON_TYPES[kind]})"
+        yield "tiles_left = tl.cdiv(size, BLOCK) - chunk * ROUNDS"
+        yield "for number in range(tl.minimum(tiles_left, ROUNDS).to(tl.int32)):"
+        yield "    tile = chunk * ROUNDS + number"
+        yield from (f"    {line}" for line in self.one_tile(self.names("more")))
+        for slot, value in self.segment.reductions.items():
+            yield f"    r{slot} = fold(r{slot}, more{slot}, {self.reduction(value).name!r})"
+        yield f"first = tl.load(table + {FIRST_CHUNK} * N + tensor)"
+        yield "count = tl.maximum(tl.cdiv(size, ROUNDS * BLOCK), 1)"
+        for order, (slot, value) in enumerate(self.segment.reductions.items()):
+            step = self.reduction(value)
+            rule = template(step.name, step.compute)
+            assert rule is not None
+            yield f"tl.store(partials + {order} * T + first + chunk, to_bits({rule(f'r{slot}')}))"
+        yield "if arrive(counters, tensor, count):"
+        for order, (slot, value) in enumerate(self.segment.reductions.items()):
+            step = self.reduction(value)
+            is_float = self.compute_register(step) in FLOATS
+            neutral = identity(step.name, torch.float64 if is_float else torch.int64)
+            yield (
+                f"    combine(partials + {order} * T + first, count, slots + {slot} * N + tensor, "
+                f"{neutral}, {step.name!r}, {is_float}, BLOCK)"
+            )
+
+    def reduction(self, value: int) -> Instruction:
+        """The instruction that a reduction is finished for."""
+        step = self.value(value)
+        assert isinstance(step, Instruction)
+        return step
+
+    def contribution(self, value: int) -> str:
+        """What each lane of a tile contributes to a reduction."""
+        step = self.reduction(value)
+        kind = self.compute_register(step)
+        operand = self.operand(step, 0, step.args[0], kind)
+        return f"({operand} if WHOLE else tl.where(inside, {operand}, {identity(step.name, kind)}))"
 
     def aligned(self, pointer: str, dtype: torch.dtype) -> str:
         """The start of a tile, with what a whole one promises: as many elements of each tensor fill 16 bytes or less.
@@ -117,31 +176,3 @@ class TileWriter(SegmentWriter):
         return any(
             isinstance(s := self.value(i), Instruction) and s.name == "stochastic_round" for i in self.segment.steps
         )
-
-    def reduced(self, step: Instruction) -> str:
-        """What a tile contributes to a reduction."""
-        kind = self.compute_register(step)
-        operand = self.operand(step, 0, step.args[0], kind)
-        padded = f"({operand} if WHOLE else tl.where(inside, {operand}, {identity(step.name, kind)}))"
-        rule = template(step.name, step.compute)
-        assert rule is not None
-        return rule(padded)
-
-    def finish(self) -> Iterator[str]:
-        """The last tile of a tensor to arrive combines what all of them left."""
-        if not self.segment.reductions:
-            return
-        yield f"first = tl.load(table + {FIRST_TILE} * N + tensor)"
-        yield "count = tl.maximum(tl.cdiv(size, BLOCK), 1)"
-        for order, slot in enumerate(self.segment.reductions):
-            yield f"tl.store(partials + {order} * T + first + tile, r{slot})"
-        yield "if arrive(counters, tensor, count):"
-        for order, (slot, value) in enumerate(self.segment.reductions.items()):
-            step = self.value(value)
-            assert isinstance(step, Instruction)
-            is_float = self.compute_register(step) in FLOATS
-            neutral = identity(step.name, torch.float64 if is_float else torch.int64)
-            yield (
-                f"    combine(partials + {order} * T + first, count, slots + {slot} * N + tensor, "
-                f"{neutral}, {step.name!r}, {is_float}, BLOCK)"
-            )

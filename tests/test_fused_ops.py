@@ -12,7 +12,7 @@ from torch import Tensor
 
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
-from subtensors.kernels import blockwise
+from subtensors.kernels import blockwise, launch
 from subtensors.kernels import lowering as table
 from subtensors.kernels.launch import Tiling
 
@@ -307,6 +307,30 @@ def test_reductions_give_what_torch_gives(lowering: Lowering, names: list[str], 
         ]
     assert check(lowering, maths, Elements(tensors)) is not None
     assert check(lowering, lambda x: [x * r for r in maths(x).values()], Elements([values, values[:65]])) is not None
+
+
+FEW_LANES = Tiling(block=16, warps=1)
+"""So that a chunk is 128 elements."""
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+@each_kernel_lowering
+def test_reductions_of_many_chunks_give_what_torch_gives(
+    dtype: torch.dtype, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "PROGRAMS", 0)  # chunks of several tiles, however few there are
+    maths = together(REDUCTIONS, [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes])
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(1000, generator=generator, dtype=torch.float64).add(0.5)
+    values = values.to(dtype) if dtype.is_floating_point else (values * 3).to(dtype)
+    tensors = [values[:n] for n in (1, 17, 128, 129, 300)]
+    if dtype.is_floating_point:
+        # A NaN in a later tile of the first chunk, and in the second.
+        tensors += [values[:200].index_fill(0, torch.tensor([at]), NAN) for at in (40, 128)]
+    assert check(lowering, maths, Elements(tensors), tiling=FEW_LANES) is not None
+    # Unaligned tensors, whose every tile is masked.
+    assert check(lowering, maths, Elements([values[1:n] for n in (2, 259)]), tiling=FEW_LANES) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
