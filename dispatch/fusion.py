@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
 from subtensors.dispatch.kernel_group import KernelGroup
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.trace import Trace, trace
-from subtensors.kernels.launch import Kernels, Prelude, Tiling
+from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
 from subtensors.kernels.lowering import DTYPES
 from subtensors.kernels.program import Extent, Parameter, Scalar
 from subtensors.kernels.tuning import default_tiling, tune, tuned_tiling
@@ -85,6 +85,9 @@ class Fusion:
 
     Args:
         function: straight-line maths on tensors and numbers.
+        tiling: how to cut up sweeps; None for what was measured, or the default.
+        exchange: where tensors are parts of some that are spread over processes, what brings the reductions of all of
+            them together. Such maths runs as kernels, or not at all.
 
     Example:
         >>> import torch
@@ -98,10 +101,12 @@ class Fusion:
     # Lists of other shapes than these have to be planned again.
     PLANS = 32
 
-    def __init__(self, function: Callable[..., Any], tiling: Tiling | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], tiling: Tiling | None = None, exchange: Exchange | None = None
+    ) -> None:
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
-        self.tiling = tiling
+        self.tiling, self.exchange = tiling, exchange
         self.traces = 0
         """How often the function was traced."""
         self._traces: dict[Any, Trace] = {}
@@ -225,6 +230,14 @@ class Fusion:
         """Does a value of the maths depend on all elements of a tensor?"""
         return any(step.is_reduction for step in self._first_trace(Call(args, kwargs)).program.instructions)
 
+    def takes_parts(self, *args: Any, **kwargs: Any) -> bool:
+        """Can the maths be done to parts of tensors by kernels, where an exchange brings their reductions together?
+
+        How many elements a tensor has is then not known.
+        """
+        traced = self._first_trace(Call(args, kwargs))
+        return not traced.unlowered and all(step.name != "numel" for step in traced.program.instructions)
+
     def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
         """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""
         program = self._first_trace(Call(args, kwargs)).program
@@ -256,6 +269,7 @@ class Fusion:
 
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
         routes: dict[_Route, list[int]] = {}
+        copies = False
         reason = ""
         if torch_private.is_transforming():
             reason = "a transform of torch.func or forward-mode differentiation is under way"
@@ -263,12 +277,15 @@ class Fusion:
             reason = "autograd records it"
         for index, row in enumerate(zip(*columns, strict=True)):
             route = _Route(reason) if reason else _route(row, columns)
+            if self.exchange is not None:
+                # Processes exchange group by group, and strides, which differ between them, must not make groups.
+                copies, route = copies or route.copies, replace(route, copies=False)
             routes.setdefault(route, []).append(index)
         count = len(columns[0])
         groups: list[tuple[list[int], Group]] = []
         for route, indices in routes.items():
             part = columns if len(indices) == count else _part(columns, indices)
-            groups.append((indices, self._make_group(call, route, part)))
+            groups.append((indices, self._make_group(call, replace(route, copies=copies or route.copies), part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
         mapped = MappedGroup(self._apply_to(call), "groups of elements overlap in memory")
@@ -276,6 +293,8 @@ class Fusion:
 
     def _make_group(self, call: Call, route: _Route, columns: Columns) -> Group:
         mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")
+        if self.exchange is not None and (route.reason or not route.triton):
+            raise RuleError(f"{self.name} of parts of tensors: {route.reason or f'no kernels on {route.device}'}")
         if route.reason:
             return mapped
         traced = self._trace(call, route)
@@ -296,7 +315,7 @@ class Fusion:
             kernels = self._kernels[key] = Kernels(
                 traced.program, self.tiling or tuned_tiling(traced.program, torch.device(route.device))
             )
-        return KernelGroup(traced, kernels, columns, mapped, route.copies)
+        return KernelGroup(traced, kernels, columns, mapped, route.copies, self.exchange)
 
     def _trace(self, call: Call, route: _Route) -> Trace:
         key = (call.key, route.parameters, route.device)
@@ -313,6 +332,8 @@ class Fusion:
         call = call.without_values()
 
         def apply(tensors: list[Any], numbers: Sequence[float]) -> Any:
+            if self.exchange is not None:
+                raise RuleError(f"{self.name} of parts of tensors, and what it writes overlaps others in memory")
             args, kwargs = call.place(tensors, numbers)
             return self.function(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
 from subtensors.kernels import graph_lifetime
-from subtensors.kernels.launch import ALIGNMENT, Grid, Kernels, Prelude, bits, to_device
+from subtensors.kernels.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits, to_device
 from subtensors.kernels.program import Extent, Parameter
 
 logger = logging.getLogger("subtensors.fused")
@@ -57,12 +57,21 @@ class KernelGroup(Group):
         columns: the tensors of the first call; later calls have the same shapes, dtypes and strides.
         mapped: what to run instead when the tensors overlap in memory.
         copies: do some elements have strides of their own? Then those are copied in and out.
+        exchange: what brings reductions together, where other processes have other parts of the tensors.
     """
 
     # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
     BINDINGS = 8
 
-    def __init__(self, trace: Trace, kernels: Kernels, columns: Columns, mapped: MappedGroup, copies: bool) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        kernels: Kernels,
+        columns: Columns,
+        mapped: MappedGroup,
+        copies: bool,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
         self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
         self.parameters = trace.program.parameters
@@ -71,7 +80,7 @@ class KernelGroup(Group):
         self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
         self.is_cuda = self.device.type == "cuda"
         matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
-        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices)
+        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices, exchange)
         self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern]
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
         self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
@@ -93,8 +102,8 @@ class KernelGroup(Group):
         self._refuse_empty_extremes()
 
     def _refuse_empty_extremes(self) -> None:
-        if (self.grid.sizes > 0).all():
-            return
+        if (self.grid.sizes > 0).all() or self.grid.exchange is not None:
+            return  # of a part without elements, another process has the rest
         for step in self.trace.program.instructions:
             if step.name in ("amax", "amin"):
                 raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")

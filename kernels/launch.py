@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from subtensors.kernels import blockwise, graph_lifetime
 from subtensors.kernels.codegen import Kernel, write_kernel
-from subtensors.kernels.program import Extent, Program
+from subtensors.kernels.lowering import FLOATS, register
+from subtensors.kernels.program import Extent, Instruction, Program
 from subtensors.kernels.segments import plan_segments, slot_count
 
 LANES = 128
@@ -28,6 +29,11 @@ PROGRAMS = 16
 
 ALIGNMENT = 16
 """Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
+
+
+Exchange = Callable[[Tensor, str], None]
+"""Makes one result out of what several processes have for each tensor: float64 or int64 to be written in place, and how
+they go together: "sum", "prod", "amax" or "amin"."""
 
 
 class Prelude(Protocol):
@@ -116,6 +122,7 @@ class Grid:
         sizes: elements of each tensor.
         device: where they are.
         matrices: the last two dimensions of each, for programs with expanded parameters; a row each by default.
+        exchange: where other processes have other parts of the tensors, what brings reductions together.
     """
 
     def __init__(
@@ -124,8 +131,9 @@ class Grid:
         sizes: Sequence[int],
         device: torch.device,
         matrices: Sequence[tuple[int, int]] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.kernels, self.device = kernels, device
+        self.kernels, self.device, self.exchange = kernels, device, exchange
         self._matrices = self._matrix_rows(sizes, matrices)
         self._launchers: dict[int, Any] = {}
         self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
@@ -241,6 +249,18 @@ class Grid:
             else:
                 programs = cut.total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
                 self._first_launch(number, kernel, programs, arguments)
+            if self.exchange is not None:
+                self._exchange(self.exchange, kernel, workspace)
+
+    def _exchange(self, exchange: Exchange, kernel: Kernel, workspace: int) -> None:
+        """Bring together what this sweep and those of other processes have reduced to."""
+        slots = self._workspaces[workspace][1][0]
+        for slot, value in kernel.segment.reductions.items():
+            step = self.kernels.program.value(value)
+            assert isinstance(step, Instruction)
+            results = slots[slot * self.count : (slot + 1) * self.count]
+            is_float = register(step.compute, Extent.ELEMENT) in FLOATS
+            exchange(results.view(torch.float64) if is_float else results, step.name)
 
     def _first_launch(self, number: int, kernel: Kernel, programs: int, arguments: tuple[Any, ...]) -> None:
         """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +14,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import subtensors as st
+from tests.kernels_on_cpu import kernels_on_cpu
 from tests.own_optimizer import own_optimizer
 from tests.process_end import end_of_process
 
@@ -92,13 +94,36 @@ def a_class_of_ones_own_needs_nothing_more() -> None:
         torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
 
 
-def what_needs_whole_tensors_gets_them() -> None:
-    net, plain = sharded(), model()
-    optimizer = st.optim.LAMB(net.parameters(), lr=0.05)
-    go_on(net, optimizer, range(STEPS))
-    go_on(plain, st.optim.LAMB(plain.parameters(), lr=0.05), range(STEPS))
-    torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
-    assert not optimizer._lists[0].batches[0].sees_shards
+class Extreme(st.optim.Optimizer):
+    """Steps by the least and the largest number of a tensor, and of how many are positive."""
+
+    def update(self, p: Any, g: Any, *, lr: Any) -> None:
+        """The maths."""
+        p.sub_(lr * g * (g.amax() - g.amin()) * (1 + (p > 0).sum()))
+
+
+def sums_over_a_tensor_are_those_of_all_its_shards() -> None:
+    # Rows for one process alone, for each, and more for one than for the other.
+    shapes = [(1, 5), (7, 3), (4,), (33, 20)]
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    values = [torch.randn(s, generator=torch.Generator().manual_seed(i)).to(device) for i, s in enumerate(shapes)]
+    plainly, by_kernels = nullcontext, kernels_on_cpu
+    for make, ways in (
+        (lambda p: st.optim.LAMB(p, lr=0.05), (plainly, by_kernels)),
+        (lambda p: st.optim.LAMB(p, lr=0.05, max_norm=0.5, ema=0.5), (plainly, by_kernels)),
+        (lambda p: Extreme(p, {"lr": 0.01}), (by_kernels,)),  # DTensors know no extreme of a shard without elements
+    ):
+        for way in ways:
+            ours = [torch.nn.Parameter(distribute_tensor(v.clone(), mesh, [Shard(0)])) for v in values]
+            theirs = [torch.nn.Parameter(v.clone()) for v in values]
+            optimizer, other = make(ours), make(theirs)
+            with way():
+                stepped(ours, optimizer, range(STEPS))
+                stepped(theirs, other, range(STEPS))
+            torch.testing.assert_close(whole(ours), whole(theirs))
+            # Without kernels DTensors take the step, op by op.
+            (batch,) = optimizer._lists[0].batches
+            assert batch.sees_shards == batch.adds_up == (way is by_kernels or device.type == "cuda")
 
 
 def masters_and_averages_are_sharded_too() -> None:
@@ -246,7 +271,7 @@ def matrices_are_gathered_for_a_step_and_only_for_it() -> None:
 
 
 class Shortened(st.optim.Optimizer):
-    """Steps of length `lr`: each adds up a whole tensor of the state, which may be kept in few bits."""
+    """Steps of one size: each needs the mean of a whole tensor of the state, which may be kept in few bits."""
 
     low_bit: ClassVar[Mapping[str, bool]] = {"total": True}
     state: ClassVar[Any] = {"total": torch.zeros_like}
@@ -254,7 +279,7 @@ class Shortened(st.optim.Optimizer):
     def update(self, p: Any, g: Any, total: Any, *, lr: Any) -> None:
         """The maths."""
         total.add_(g)
-        p.sub_(lr * total / total.norm())
+        p.sub_(lr * total / total.square().mean().sqrt())
 
 
 def what_cannot_be_done_to_shards_is_refused() -> None:
@@ -275,7 +300,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     a_sharded_model_trains_as_the_whole_one()
     a_class_of_ones_own_needs_nothing_more()
-    what_needs_whole_tensors_gets_them()
+    sums_over_a_tensor_are_those_of_all_its_shards()
     masters_and_averages_are_sharded_too()
     a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
     state_in_few_bits_is_that_of_each_shard(f"{folder}/few-bits")

@@ -94,7 +94,7 @@ class GradientNorm:
         else:
             total.copy_(reference(tensors))
         if sharding is not None:
-            sharding.add_up(total)
+            sharding.bring_together(total)
         return None
 
 

@@ -36,7 +36,9 @@ class Batch:
     sharding: Sharding | None = None
     """How the parameters are spread over processes."""
     sees_shards: bool = False
-    """Is the step that of each shard alone? Otherwise it sees DTensors."""
+    """Is the step that of the shards that are here? Otherwise it sees DTensors."""
+    adds_up: bool = False
+    """Does the step of a shard depend on sums over the whole tensor?"""
 
     def __post_init__(self) -> None:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels.launch import Prelude
@@ -18,7 +19,7 @@ from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form
 from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, form_of, keep
 from subtensors.optim.options import IN_STEP, Options, check_options, recorded
 from subtensors.optim.saved_state import AVERAGE, MASTER
-from subtensors.optim.shards import sharding_of
+from subtensors.optim.shards import Sharding, sharding_of
 from subtensors.optim.single_tensor import SQUARES, is_narrow, single_tensor
 from subtensors.optim.stepping import Stepping
 from subtensors.optim.watched_state import States
@@ -94,6 +95,8 @@ class Optimizer(Stepping):
     _hyperparameters: ClassVar[tuple[str, ...]]
     _required: ClassVar[frozenset[str]]
     _fusion: ClassVar[Any]
+    _shard_fusions: ClassVar[dict[Sharding, Fusion]]
+    """For steps of shards that depend on each other, by how their tensors are spread."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,7 +119,7 @@ class Optimizer(Stepping):
                 f"{cls.__name__}.update takes the state entries {sorted(cls._entries)} (its arguments between g and "
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(cls._declaration)}"
             )
-        cls._fusion = cls._step_function()
+        cls._fusion, cls._shard_fusions = cls._step_function(), {}
 
     @classmethod
     def _step_function(cls) -> Callable[..., Any]:
@@ -206,7 +209,7 @@ class Optimizer(Stepping):
             self._values(group, batch.device),
         )
         try:
-            self._fusion.run(call, prelude)
+            self._fusion_of(batch).run(call, prelude)
         except RuntimeError:
             self._refuse_sparse(grads)
             raise
@@ -259,8 +262,9 @@ class Optimizer(Stepping):
             kinds.setdefault((p.device, p.is_complex(), sharding_of(p), kept, forms), []).append(i)
         batches = []
         for (device, is_complex, sharding, kept, forms), indices in self._cut(kinds, params):
-            sees_shards = sharding is not None and self._sees_shards(group)
+            sees_shards = adds_up = False
             if sharding is not None:
+                sees_shards, adds_up = self._views(group, device)
                 check_sharded_forms(forms, sees_shards, sharding.is_repeated)
             own = [params[i] for i in indices]
             # Only where there are entries: asking for the state would make an empty one.
@@ -276,6 +280,7 @@ class Optimizer(Stepping):
                     tuple([columns.get(entry) for entry in (*self._entries, AVERAGE)]),
                     sharding,
                     sees_shards,
+                    adds_up,
                 )
             )
         self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
@@ -339,17 +344,32 @@ class Optimizer(Stepping):
             return p.float() if is_narrow(p.dtype) else p.clone()
         return p if name == MASTER else self.start(name, p, group)
 
-    def _sees_shards(self, group: dict[str, Any]) -> bool:
-        """Is a step with these options element by element, so that it can be done to each shard alone?"""
+    def _views(self, group: dict[str, Any], device: torch.device) -> tuple[bool, bool]:
+        """Of sharded parameters: can a step be done to the shards that are here, and do they depend on each other?"""
         if not self._is_fused:
-            return False
+            return False, False
         p = torch.ones(2)
         kept = self._kept(group)
         entries = [
             Elements([self._start(p, e, False, group)]) if e in kept else None for e in (*self._entries, AVERAGE)
         ]
         column, values = Elements([p]), self._values(group, p.device)
-        return not self._fusion.reduces(column, column, None, tuple(entries), None, None, False, values)
+        call = (column, column, None, tuple(entries), None, None, False, values)
+        if not self._fusion.reduces(*call):
+            return True, False
+        has_kernels = device.type == "cuda" or interprets_kernels()
+        return (has_kernels and self._fusion.takes_parts(*call),) * 2
+
+    def _fusion_of(self, batch: Batch) -> Any:
+        """What a step calls for a batch."""
+        if not batch.adds_up:
+            return self._fusion
+        assert batch.sharding is not None
+        if batch.sharding not in self._shard_fusions:
+            self._shard_fusions[batch.sharding] = Fusion(
+                single_tensor(type(self)), exchange=batch.sharding.bring_together
+            )
+        return self._shard_fusions[batch.sharding]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.

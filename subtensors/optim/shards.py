@@ -23,15 +23,21 @@ class Sharding(NamedTuple):
         """Do several processes have the same shard?"""
         return any(self.mesh.size(i) > 1 for i in range(self.mesh.ndim) if i not in self.dims)
 
-    def add_up(self, total: Tensor) -> Tensor:
-        """The sum of what each shard has here, on every process.
+    def bring_together(self, results: Tensor, kind: str = "sum") -> None:
+        """Make what every process has of its shards into what the whole tensors have, on each of them.
 
         Args:
-            total: of the shard of this process; written in place.
+            results: of the shards of this process; written in place.
+            kind: "sum", "prod", "amax" or "amin".
         """
         for dim in self.dims:
-            torch.distributed.all_reduce(total, group=self.mesh.get_group(dim))
-        return total
+            torch.distributed.all_reduce(results, op=_TOGETHER[kind], group=self.mesh.get_group(dim))
+
+
+_TOGETHER: dict[str, Any] = {}
+if torch.distributed.is_available():
+    ops = torch.distributed.ReduceOp
+    _TOGETHER |= {"sum": ops.SUM, "prod": ops.PRODUCT, "amax": ops.MAX, "amin": ops.MIN}
 
 
 def is_sharded(t: Tensor) -> bool:
