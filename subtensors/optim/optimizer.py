@@ -19,7 +19,7 @@ from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form
 from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, form_of, keep
 from subtensors.optim.options import IN_STEP, Options, check_options, recorded
 from subtensors.optim.saved_state import AVERAGE, MASTER
-from subtensors.optim.shards import Sharding, sharding_of
+from subtensors.optim.shards import sharding_of
 from subtensors.optim.single_tensor import SQUARES, is_narrow, single_tensor
 from subtensors.optim.stepping import Stepping
 from subtensors.optim.watched_state import States
@@ -95,8 +95,6 @@ class Optimizer(Stepping):
     _hyperparameters: ClassVar[tuple[str, ...]]
     _required: ClassVar[frozenset[str]]
     _fusion: ClassVar[Any]
-    _shard_fusions: ClassVar[dict[Sharding, Fusion]]
-    """For steps of shards that depend on each other, by how their tensors are spread."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -119,7 +117,7 @@ class Optimizer(Stepping):
                 f"{cls.__name__}.update takes the state entries {sorted(cls._entries)} (its arguments between g and "
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(cls._declaration)}"
             )
-        cls._fusion, cls._shard_fusions = cls._step_function(), {}
+        cls._fusion = cls._step_function()
 
     @classmethod
     def _step_function(cls) -> Callable[..., Any]:
@@ -129,7 +127,7 @@ class Optimizer(Stepping):
     def __init__(self, params: Params, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
-        self._lists = {}
+        self._lists, self._shard_fusions = {}, {}
         self._mark = None
         self._norm = GradientNorm()
         self._arena = options.get("arena")

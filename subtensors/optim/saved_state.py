@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.fusion import Fusion
 from subtensors.optim.capture import Capture
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import GroupLists
 from subtensors.optim.low_bit_state import form_of, keep, restored
+from subtensors.optim.shards import Sharding
 from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
 
@@ -32,6 +34,8 @@ class SavedState(torch.optim.Optimizer):
 
     _entries: ClassVar[tuple[str, ...]]
     _lists: dict[int, GroupLists]
+    _shard_fusions: dict[Sharding, Fusion]
+    """For steps of shards that depend on each other, by how their tensors are spread."""
     _mark: object
     _norm: GradientNorm
     _capture: Capture | None = None
@@ -91,7 +95,7 @@ class SavedState(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lists = {}
+        self._lists, self._shard_fusions = {}, {}
         self._mark = None
         self._norm = GradientNorm()
         self.state = States(dict, self.state)
