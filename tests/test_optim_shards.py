@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import subtensors as st
 from tests.kernels_on_cpu import kernels_on_cpu
@@ -106,7 +106,8 @@ def sums_over_a_tensor_are_those_of_all_its_shards() -> None:
     # Rows for one process alone, for each, and more for one than for the other.
     shapes = [(1, 5), (7, 3), (4,), (33, 20)]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    values = [torch.randn(s, generator=torch.Generator().manual_seed(i)).to(device) for i, s in enumerate(shapes)]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     plainly, by_kernels = nullcontext, kernels_on_cpu
     for make, ways in (
         (lambda p: st.optim.LAMB(p, lr=0.05), (plainly, by_kernels)),
@@ -124,6 +125,22 @@ def sums_over_a_tensor_are_those_of_all_its_shards() -> None:
             # Without kernels DTensors take the step, op by op.
             (batch,) = optimizer._lists[0].batches
             assert batch.sees_shards == batch.adds_up == (way is by_kernels or device.type == "cuda")
+
+
+def a_norm_is_that_of_shards_and_of_what_every_process_has() -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    values = [
+        torch.randn(s, generator=torch.Generator().manual_seed(i)).to(device) for i, s in enumerate([(7, 3), (5,)])
+    ]
+    for places in (Shard(0), Replicate()):
+        ours = [
+            torch.nn.Parameter(distribute_tensor(values[0].clone(), mesh, [places])),
+            torch.nn.Parameter(values[1].clone()),
+        ]
+        theirs = [torch.nn.Parameter(v.clone()) for v in values]
+        for params in (ours, theirs):
+            stepped(params, st.optim.AdamW(params, lr=0.05, max_norm=0.1), range(STEPS))
+        torch.testing.assert_close(whole(ours), whole(theirs))
 
 
 def masters_and_averages_are_sharded_too() -> None:
@@ -301,6 +318,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     a_sharded_model_trains_as_the_whole_one()
     a_class_of_ones_own_needs_nothing_more()
     sums_over_a_tensor_are_those_of_all_its_shards()
+    a_norm_is_that_of_shards_and_of_what_every_process_has()
     masters_and_averages_are_sharded_too()
     a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
     state_in_few_bits_is_that_of_each_shard(f"{folder}/few-bits")
