@@ -65,6 +65,7 @@ def op_class(op: OpOverload) -> OpClass:
     return _declared_class(op)
 
 
+@functools.cache
 def is_in_place(op: OpOverload) -> bool:
     """Whether an op writes to a tensor it is given (other than an `out=` argument).
 

@@ -63,7 +63,7 @@ def _mask(
 ) -> Tensor:
     """The caller's mask, or a causal one, in one with that of the real keys, where these are to be told apart."""
     if sizes is None or not sizes.serves_one_capture or (given is not None and given.dense.is_inference()):
-        return _joined(q, scores, sizes, given, causal, hides_keys)
+        return _for_each_query(_joined(q, scores, sizes, given, causal, hides_keys), scores)
     # Layers share a mask: it is made once a graph, as what kernels add to the scores, and not by torch in every call.
     which = None if given is None else (id(given.dense), given.dense._version)
     key = q.dense.dtype, scores, causal, which
@@ -76,7 +76,12 @@ def _mask(
             made.pop(next(iter(made)))
         # While the caller's is held, no other tensor gets its id.
         made[key] = mask, given.dense if given is not None else None
-    return made[key][0]
+    return _for_each_query(made[key][0], scores)
+
+
+def _for_each_query(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
+    """A mask that may be one for all queries, in the shape that kernels take."""
+    return mask.expand(*mask.shape[:-2], bucket_of(scores[-2]), mask.shape[-1])
 
 
 def _joined(
@@ -93,11 +98,11 @@ def _joined(
         return _clean(given)
     keys = Padded(q.dense, scores, sizes).mask([len(scores) - 1])
     assert keys is not None
-    shape = bucket_of(scores[-2]), bucket_of(scores[-1])
     if causal:
+        shape = bucket_of(scores[-2]), bucket_of(scores[-1])
         return keys & torch.ones(shape, dtype=torch.bool, device=q.dense.device).tril()
     if given is None:
-        return keys.expand(*keys.shape[:-2], *shape)
+        return keys
     if given.dense.dtype == torch.bool:
         return keys & _clean(given)
     return torch.where(keys, _clean(given), float("-inf"))

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+_SINGLE = frozenset([type(None), bool, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format])
+"""Types of arguments that are neither nests nor looked for."""
+
 
 def mapped(kind: type | tuple[type, ...], function: Callable[[Any], Any], nest: Any) -> Any:
     """The nest with each value of a kind replaced.
 
     Args:
-        kind: which values.
+        kind: which values; no number but ints, no text, no None.
         function: what takes their place.
         nest: tuples, named ones among them, lists and dicts; anything else is a value.
 
@@ -24,13 +29,13 @@ def mapped(kind: type | tuple[type, ...], function: Callable[[Any], Any], nest: 
     if isinstance(nest, kind):
         return function(nest)
     if isinstance(nest, tuple):
-        values = [mapped(kind, function, value) for value in nest]
+        values = [value if type(value) in _SINGLE else mapped(kind, function, value) for value in nest]
         if type(nest) is tuple:
             return tuple(values)
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     # Those of a compiler's graph are subclasses, which cannot be changed.
     if isinstance(nest, list):
-        return [mapped(kind, function, value) for value in nest]
+        return [value if type(value) in _SINGLE else mapped(kind, function, value) for value in nest]
     if isinstance(nest, dict):
         return {key: mapped(kind, function, value) for key, value in nest.items()}
     return nest

@@ -92,11 +92,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if name == "__get__" and _attribute(func) == "layout":
             # Two frames up, past `__torch_function__`, is who asks.
             composites.check_caller(sys._getframe(2), lambda mask: _is_padded_as(args[0], mask))
-        with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
-            if torch_private.is_tracing():
-                # The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any.
-                warnings.simplefilter("ignore", UserWarning)
-            out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = _quietly(func, args, kwargs) if torch_private.is_tracing() else func(*args, **kwargs)
         if is_watching() and isinstance(args[0], PaddedTensor):
             if name in ("numel", "nelement") and value_of(args[0]).padded_dims:
                 return PaddedSize(out, "all dims")
@@ -119,6 +116,13 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         from subtensors.padded.fallback import on_logical_data
 
         return on_logical_data(func, args, kwargs, missing)
+
+
+def _quietly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return func(*args, **kwargs)
 
 
 def _watched_size(x: PaddedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
