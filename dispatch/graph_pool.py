@@ -67,24 +67,30 @@ class GraphPool:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with captures.undisturbed(), torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
-                out = program()
-            except BaseException:  # raised again, once the capture is closed
-                try:
-                    graph.capture_end()
-                    graph.reset()
-                except RuntimeError:
-                    torch_capture.forget_capture(self.device, self._handle)
+                graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            except RuntimeError:
+                torch_capture.settle_generators(self.device)
                 raise
             try:
+                out = program()
                 graph.capture_end()
-            except RuntimeError:
-                torch_capture.forget_capture(self.device, self._handle)
+            except BaseException:  # raised again, once the capture is closed
+                self._close(graph)
                 raise
         current.wait_stream(self.stream)
         self.graphs.append(graph)
         return graph, out
+
+    def _close(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed; a pool that has no graph left is not to be captured into again."""
+        try:
+            graph.capture_end()
+            graph.reset()
+        except RuntimeError:
+            torch_capture.forget_capture(self.device, self._handle)
+        if not self.graphs:
+            self._handle = None
 
     def order(self) -> None:
         """Have the current stream wait for the replays on another one, if the last was there."""

@@ -12,14 +12,18 @@ import torch.fx
 def forget_capture(device: torch.device, pool: tuple[int, int]) -> None:
     """Clean up after a CUDA graph capture that CUDA invalidated, which torch leaves half open. Checked on 2.11.
 
-    The allocator stops serving the capture, the pool loses the reference it had taken, and the random generators, which
-    believe that they are being captured, are told otherwise by a capture of nothing.
+    The allocator stops serving the capture, and the pool loses the reference it had taken.
     """
     for close in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # type: ignore[attr-defined]
         try:
             close(device.index, pool)
         except RuntimeError:
             continue
+    settle_generators(device)
+
+
+def settle_generators(device: torch.device) -> None:
+    """Tell random generators that believe to be captured otherwise, by a capture of nothing. Checked on 2.11."""
     empty = torch.cuda.CUDAGraph()
     empty.capture_begin(capture_error_mode="thread_local")
     torch.empty(1, device=device).zero_()

@@ -326,3 +326,30 @@ def test_a_sleeping_parameter_is_refused(device: str) -> None:
         run(x)
     arena.restore()
     torch.testing.assert_close(run(x), x * weight)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    def asks(x: Tensor, place: str) -> Tensor:
+        # CUDA refuses the copy, which invalidates the capture, or the program refuses it by itself.
+        if place == "program" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("not here")
+        return x + (x.sum().item() if place == "device" else 1)
+
+    for place in ("device", "program"):
+        run = st.bucketed(asks, {"x": {1: SEQ}})
+        for n in (5, 6, 12):
+            x = data(n, "cuda")
+            torch.testing.assert_close(run(x, place), asks(x, place))
+        stats = run.stats()
+        assert (stats.hits, stats.captures) == (0, 0)
+        assert sum(stats.fallbacks.values()) == 1, stats
+        # Random numbers go on, and what is captured afterwards in the same pool or in another is right.
+        assert torch.randn(3, device="cuda").isfinite().all()
+        again = st.bucketed(lambda x: x.cumsum(1) + torch.rand((), device="cuda") * 0, {"x": {1: SEQ}})
+        for n in (5, 6, 12):
+            x = data(n, "cuda")
+            torch.testing.assert_close(again(x), x.cumsum(1))
+            torch.testing.assert_close(run(x, "nowhere"), x + 1)
+        assert again.stats().hits == 1
+        assert run.stats().hits == 1
