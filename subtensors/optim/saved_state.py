@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fusion import Fusion
 from subtensors.optim.capture import Capture
+from subtensors.optim.declared_state import AVERAGE, MASTER, DeclaredState
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import GroupLists
 from subtensors.optim.low_bit_state import form_of, keep, restored
@@ -19,30 +20,18 @@ from subtensors.optim.shards import Sharding
 from subtensors.optim.single_tensor import is_narrow
 from subtensors.optim.watched_state import Entry, States
 
-MASTER = "master_param"
-AVERAGE = "ema"
 
-
-class SavedState(torch.optim.Optimizer):
+class SavedState(DeclaredState):
     """The part of an optimizer that saves and loads its state."""
 
     host_entries: ClassVar[Collection[str]] = ("step",)
     """State of 0 dimensions that `state_dict` puts on the CPU, as torch.optim keeps it there."""
 
-    low_bit: ClassVar[Mapping[str, bool]] = {}
-    """The state entries that may be kept in fewer bits, and whether their numbers are signed."""
-
-    _entries: ClassVar[tuple[str, ...]]
     _lists: dict[int, GroupLists]
     _shard_fusions: dict[Sharding, Fusion]
     """For steps of shards that depend on each other, by how their tensors are spread."""
     _mark: object
     _norm: GradientNorm
-    _capture: Capture | None = None
-
-    @abstractmethod
-    def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
-        """What state entry `name` of this parameter is before its first step."""
 
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:

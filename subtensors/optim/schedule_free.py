@@ -10,9 +10,9 @@ from torch import Tensor
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.optim.arguments import check_fractions, check_not_negative
+from subtensors.optim.declared_state import MASTER
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
-from subtensors.optim.saved_state import MASTER
 
 
 class AdamWScheduleFree(Optimizer):

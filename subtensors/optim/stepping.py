@@ -16,9 +16,10 @@ from subtensors.dispatch.graph_capture import recording_now
 from subtensors.kernels.launch import Prelude
 from subtensors.optim.averaged_weights import in_place_of
 from subtensors.optim.capture import Capture
+from subtensors.optim.declared_state import AVERAGE
 from subtensors.optim.group_lists import Batch
 from subtensors.optim.packed_memory import PackedMemory
-from subtensors.optim.saved_state import AVERAGE, SavedState
+from subtensors.optim.saved_state import SavedState
 from subtensors.optim.shards import is_sharded
 from subtensors.optim.step_hooks import with_hooks
 from subtensors.optim.watched_state import States
