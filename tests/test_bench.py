@@ -271,3 +271,16 @@ def test_peers_that_are_not_installed_are_left_out() -> None:
         is_there = installed(OTHERS[name].package or "") is not None
         (set_name,) = OTHERS[name].sets or ()
         assert is_measured(set_name, name, slow=False, device="cuda") == is_there
+
+
+def test_every_figure_is_drawn_from_the_rows_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rows_of in (Path(__file__).parents[1] / "docs" / "benchmarks").glob("*.json"):
+        (tmp_path / rows_of.name).write_bytes(rows_of.read_bytes())
+    assert main(["bench", "figures", "--out", str(tmp_path)]) == 0
+    drawn = [f"{name}.png" for name in ("optim", "chunked", "padded_ops", "static")]
+    assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in drawn]
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in drawn)
+
+
+def test_a_folder_without_rows_has_no_figures(tmp_path: Path) -> None:
+    assert main(["bench", "figures", "--out", str(tmp_path)]) == 1

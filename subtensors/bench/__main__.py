@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from subtensors.bench import bucketed, chunked, fit_plan, gpt2_step, lend, optim, padded_ops, pointwise, static
+from subtensors.bench import bucketed, chunked, figures, fit_plan, gpt2_step, lend, optim, padded_ops, pointwise, static
 
 # Each benchmark declares its options, and with them the function that runs it.
 BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
     "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
     "padded-ops": ("ops over what is real in a padded tensor, beside masked torch", padded_ops.add_arguments),
+    "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
 }
 
 

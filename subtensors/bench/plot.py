@@ -14,7 +14,7 @@ from subtensors.bench.table import describe, figure
 from subtensors.bench.variants import VARIANTS
 
 
-def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None:
+def bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None:
     """Groups of bars, a group a set and a colour a variant, each with its number, on a logarithmic scale."""
     sets = list(dict.fromkeys(row.set for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
@@ -22,8 +22,8 @@ def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> Non
     for index, variant in enumerate(variants):
         mine = [row for row in rows if row.variant == variant]
         places = [sets.index(row.set) + (index - (len(variants) - 1) / 2) * width for row in mine]
-        bars = axes.bar(places, [value(row) for row in mine], width, label=variant)
-        axes.bar_label(bars, [figure(value(row), 3) for row in mine], fontsize=7, rotation=90, padding=2)
+        drawn = axes.bar(places, [value(row) for row in mine], width, label=variant)
+        axes.bar_label(drawn, [figure(value(row), 3) for row in mine], fontsize=7, rotation=90, padding=2)
     axes.set_xticks(range(len(sets)), sets)
     axes.set_yscale("log")
     axes.margins(y=0.15)
@@ -36,8 +36,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     drawing = Figure(figsize=(15, 5), layout="constrained")
     drawing.suptitle(describe(rows), fontsize=9)
     steps, first, scaling = drawing.subplots(1, 3, width_ratios=[3, 3, 1.5])
-    _bars(steps, main, lambda row: row.wall_ms)
-    _bars(first, main, lambda row: row.first_s)
+    bars(steps, main, lambda row: row.wall_ms)
+    bars(first, main, lambda row: row.first_s)
     steps.set(title="one Adam step", ylabel="wall time, ms")
     first.set(title="the first step, cold caches", ylabel="s")
     scaling.plot([tensors for tensors, _ in growth], [seconds for _, seconds in growth], "o-")
