@@ -33,6 +33,9 @@ _KEEPS_ZERO = frozenset(
 
 _KEEPS_VALUES = frozenset("clone alias detach contiguous".split())
 
+# A CPU refuses a zero among the whole numbers that these divide by, and padding is often zero.
+_DIVIDES = frozenset("floor_divide remainder fmod div".split())
+
 aten = torch.ops.aten
 
 
@@ -43,6 +46,9 @@ def pointwise(call: Call) -> Any:
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
     named = mapped(Padded, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
+    divisor = call.named.get("other")
+    if isinstance(divisor, Padded) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
+        named["other"] = divisor.filled(1)
     out = call.dense(named)
     fill = _fill_after(call, operands)
     return mapped(Tensor, lambda t: result(t, dims, sizes, fill), out)
@@ -152,11 +158,14 @@ def is_padded_alike(own: Factors, of_result: Factors) -> bool:
 
 def _fill_after(call: Call, operands: Sequence[Padded]) -> Fill | None:
     """What is known of the result's padding: a zero is kept where the op maps it to zero."""
-    name = call.op._schema.name.split("::")[1]
     if len(operands) != 1:
         return None
-    fill = operands[0].fill
+    name, fill = _name(call), operands[0].fill
     return fill if (fill == 0 and name in _KEEPS_ZERO) or name in _KEEPS_VALUES else None
+
+
+def _name(call: Call) -> str:
+    return call.op._schema.name.split("::")[1]
 
 
 def _sizes(factors: Factors) -> str:
