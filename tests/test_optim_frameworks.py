@@ -38,7 +38,9 @@ def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", [*CLASSES, "Adafactor", "AdEMAMix", "AdamWScheduleFree", "LAMB", "Lion", "SignSGD", "Shampoo", "SOAP"]
+)
 def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(name: str, tmp_path: Path) -> None:
     net, optimizer = trained(st.optim, name, 3)
     saved, saved_state = get_state_dict(net, optimizer)
