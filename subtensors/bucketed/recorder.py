@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.compiled import Compiled
 from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.state import State
+from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import ReplayClock, TrainedBucket
 from subtensors.byte_sizes import in_units
 from subtensors.dispatch.graph_pool import GraphPool
@@ -198,6 +201,26 @@ class Recorder:
         """The device memory of pools and static inputs."""
         pools = sum(pool.bytes() for pool in self.pools.values())
         return pools + sum(bucket.statistics.input_bytes for bucket in self.recorded())
+
+    def statistics(self, fallbacks: Mapping[str, int], sizes: dict[str, Counter[int]]) -> Statistics:
+        """What was done so far.
+
+        Args:
+            fallbacks: how many calls ran at their true sizes, by reason.
+            sizes: how often each true size was seen, by Dim.
+        """
+        every = [b.statistics for b in self.buckets.values() if b.statistics.calls or b.outputs]
+        return Statistics(
+            "graphs" if self.pools else "eager",
+            sorted(every, key=lambda b: -math.prod(b.sizes.values())),
+            sum(pool.bytes() for pool in self.pools.values()),
+            sum(b.captures for b in every),
+            sum(max(b.captures - 1, 0) for b in every),
+            self.evictions,
+            self.recompiles,
+            dict(fallbacks),
+            sizes,
+        )
 
     def restart(self, moved: str) -> None:
         """Forget every graph, since what they read is no longer there."""

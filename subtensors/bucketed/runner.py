@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import re
 import threading
 from collections import Counter, OrderedDict
@@ -114,7 +113,8 @@ class Bucketed:
         self._example = self._example or (args, kwargs)
         visit = self._reading(key[:4], leaves, args, kwargs)
         if len(self._visits) >= READINGS:
-            self._count_sizes(self._visits.popitem(last=False)[1])
+            # What a forgotten key says of sizes is kept.
+            _add_sizes(self._visits.popitem(last=False)[1], self._sizes)
         if visit.reading is not None or visit.error is not None:
             # Others may be of objects that it must not keep alive.
             self._visits[key] = visit
@@ -331,9 +331,9 @@ class Bucketed:
 
     def _likewise(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> Bucketed:
         """Another program bucketed with the options of this one."""
-        recorder = self.recorder
-        budget = recorder.max_graphs, recorder.memory_limit
-        return Bucketed(program, dims, *budget, self.on_miss, self.max_waste, recorder.compile_options)
+        r = self.recorder
+        options = r.max_graphs, r.memory_limit, self.on_miss, self.max_waste, r.compile_options
+        return Bucketed(program, dims, *options)
 
     @property
     def programs(self) -> dict[str, Bucketed]:
@@ -353,29 +353,10 @@ class Bucketed:
               n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
         """
         with self._lock:
-            every = [
-                bucket.statistics
-                for bucket in self.recorder.buckets.values()
-                if bucket.statistics.calls or bucket.outputs
-            ]
             sizes = {name: Counter(counted) for name, counted in self._sizes.items()}
             for visit in self._visits.values():
                 _add_sizes(visit, sizes)
-            return Statistics(
-                "graphs" if self.recorder.pools else "eager",
-                sorted(every, key=lambda b: -math.prod(b.sizes.values())),
-                sum(pool.bytes() for pool in self.recorder.pools.values()),
-                sum(b.captures for b in every),
-                sum(max(b.captures - 1, 0) for b in every),
-                self.recorder.evictions,
-                self.recorder.recompiles,
-                dict(self._fallbacks),
-                sizes,
-            )
-
-    def _count_sizes(self, visit: _Visit) -> None:
-        """Keep what a forgotten key says of sizes."""
-        _add_sizes(visit, self._sizes)
+            return self.recorder.statistics(self._fallbacks, sizes)
 
     def recorded(self) -> list[Bucket]:
         """The buckets with a graph, the least recently called one first."""
