@@ -62,9 +62,9 @@ def _mask(
     hides_keys: bool,
 ) -> Tensor:
     """The caller's mask, or a causal one, in one with that of the real keys, where these are to be told apart."""
-    if sizes is None or not sizes.serves_one_capture or (given is not None and given.dense.is_inference()):
+    if sizes is None or not sizes.serves_one_run or (given is not None and given.dense.is_inference()):
         return _for_each_query(_joined(q, scores, sizes, given, causal, hides_keys), scores)
-    # Layers share a mask: it is made once a graph, as what kernels add to the scores, and not by torch in every call.
+    # Layers share a mask: it is made once a run, as what kernels add to the scores, and not by torch in every call.
     which = None if given is None else (id(given.dense), given.dense._version)
     key = q.dense.dtype, scores, causal, which
     made = sizes.attention_masks

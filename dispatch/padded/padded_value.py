@@ -94,7 +94,7 @@ class Padded:
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
         if not wanted or self.sizes is None:
             return None
-        if self.sizes.is_captured and not self.sizes.serves_one_capture:
+        if self.sizes.is_captured and not self.sizes.serves_one_run:
             return _mask(self.dims, wanted, self.sizes)
         key = (self.dims, wanted)
         found = self.sizes.masks.get(key)

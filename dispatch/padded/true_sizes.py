@@ -41,8 +41,8 @@ class TrueSizes:
         """Masks that were computed from these sizes, by the dimensions they are of."""
         self.attention_masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
         """The last few masks that were made for attention of these and a caller's mask, which is kept beside each."""
-        self.serves_one_capture = False
-        """Was this made within a capture, for it alone? Then so are its masks, and each is computed once a replay."""
+        self.serves_one_run = False
+        """Was this made for one run of a program, which may be captured? Then so are its masks, each computed once."""
         self._found: dict[Size, Tensor] = {}
 
     @property
@@ -82,7 +82,7 @@ class TrueSizes:
 
     def of(self, size: Size) -> Tensor:
         """The value of an expression on the device: () or (rows,) int64."""
-        if not self.serves_one_capture:
+        if not self.serves_one_run:
             return self._of(size)
         if size not in self._found:
             self._found[size] = self._of(size)
@@ -97,8 +97,8 @@ class TrueSizes:
         return size_on_device(size, symbols, values)
 
     def fill(self, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """A number to put into padding: in a capture as a tensor that is made once, and not by every op."""
-        if not self.serves_one_capture:
+        """A number to put into padding: in one run as a tensor that is made once, and not by every op."""
+        if not self.serves_one_run:
             return value
         key = ("fill", repr(value), dtype)
         if key not in self.masks:

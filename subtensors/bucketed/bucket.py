@@ -216,7 +216,7 @@ def _true_sizes(
     symbols: tuple[Any, ...], buckets: tuple[int, ...], values: Tensor, host: dict[Any, HostSize] | None
 ) -> TrueSizes:
     sizes = TrueSizes(symbols, buckets, values, None if host is None else tuple(host[s] for s in symbols))
-    sizes.serves_one_capture = host is None
+    sizes.serves_one_run = True
     return sizes
 
 
