@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.PHONY: help demo test lint bench docs
+.PHONY: help demo test lint bench docs memcheck
 
 help:
 	@echo "make demo    train a small GPT with plain PyTorch and with subtensors, side by side"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   the optimizers beside their peers (needs a CUDA device)"
 	@echo "make docs    docs/ as HTML, in out/docs"
+	@echo "make memcheck    the tests of lent memory and replays under compute-sanitizer (needs a CUDA device)"
 
 # torch goes in first and pinned; the package then builds with torch's own setuptools, so a later run needs no network.
 .venv/.ready: pyproject.toml constraints.txt
@@ -38,3 +39,10 @@ bench: $(READY)
 
 docs: $(READY)
 	$(PYTHON) docs/build.py out/docs
+
+# Some of these tests run out of memory on purpose, which the API then reports: what counts is memory that is misused.
+memcheck: $(READY)
+	compute-sanitizer --tool memcheck --target-processes application-only --report-api-errors no --error-exitcode 9 \
+	  $(PYTHON) -m pytest -q -n 0 -m "not slow" -k "not cpu and not thousand" \
+	  tests/test_arena.py tests/test_arena_graphs.py tests/test_arena_machine.py tests/test_static_tensor.py \
+	  tests/test_optim_arena.py tests/test_optim_capture_packed.py tests/test_optim_recorded_again.py

@@ -7,6 +7,7 @@ import threading
 import weakref
 
 import pytest
+import test_docs
 import torch
 from torch import Tensor, nn
 
@@ -83,6 +84,10 @@ def test_a_training_step_replays_bit_equal_after_release_and_restore() -> None:
     awake, slept = losses_of_training(sleeps=False), losses_of_training(sleeps=True)
     assert awake == slept
     assert awake[-1] < awake[0]
+
+
+def test_the_examples_of_the_page_run_on_a_gpu_the_sleeping_job_among_them() -> None:
+    test_docs.test_the_examples_of_a_page_run(test_docs.ROOT / "docs" / "static.md")
 
 
 def test_a_guarded_replay_is_refused_while_released() -> None:

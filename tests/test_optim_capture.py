@@ -158,11 +158,13 @@ def test_a_graph_of_compiled_code_copies_nothing_of_packed_parameters_and_their_
 # --- live numbers ---------------------------------------------------------------------------------------------------
 
 
-def test_learning_rate_and_betas_stay_live_under_a_schedule(device: str) -> None:
+def test_learning_rate_betas_and_weight_decay_stay_live_under_a_schedule(device: str) -> None:
     pair = Pair(device)
     schedules = [torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=12) for opt in pair.both]
     seen = set()
-    for _ in range(10):
+    for step in range(10):
+        for opt in pair.both:
+            opt.param_groups[0]["weight_decay"] = 0.01 * (1 + step)
         pair.step()
         seen.add(pair.captured.param_groups[0]["betas"])
         for schedule in schedules:
