@@ -37,18 +37,17 @@ class Capture:
     # So many recordings that served one step each are enough to see that the next would serve one too.
     FUTILE = 3
 
-    # Packed memory is looked at in full in the first steps, where a program shows what it does.
-    FIRST_LOOKS = 3
-
     def __init__(self, check: bool, packed: PackedMemory | None = None) -> None:
         self.check, self.packed = check, packed
-        self._looks = self._futile = 0
+        self._futile = 0
         self._is_fresh = False
         """Was the last step recorded for itself alone, so far?"""
         self._last: RecordedStep | None = None
         self._is_packed = False
         """Did the last full look find the last step's tensors where they are packed?"""
         self.replays = self.recordings = self.eager_steps = 0
+        self.looks = 0
+        """Steps that looked at every address, where a glance at packed memory was not enough."""
         self.reasons: Counter[str] = Counter()
         """Why steps were recorded again, each with how often."""
         self.obstacles: Counter[str] = Counter()
@@ -66,7 +65,7 @@ class Capture:
         """
         obstacle = _obstacle()
         if not obstacle:
-            step = self._at_a_glance(optimizer) or self._look(optimizer)
+            step = (None if self.check else self._at_a_glance(optimizer)) or self._look(optimizer)
             obstacle = step.obstacle
         if obstacle:
             if obstacle not in self.obstacles:
@@ -104,9 +103,7 @@ class Capture:
 
     def _at_a_glance(self, optimizer: Optimizer) -> RecordedStep | None:
         """The last step, where packed memory shows that it is this one too; None where a full look is due."""
-        if self.packed is None or not self._is_packed or self._looks < self.FIRST_LOOKS:
-            return None
-        if not self.packed.is_intact():
+        if self.packed is None or not self._is_packed or not self.packed.is_intact():
             return None
         return None if self._steps[0].glance(optimizer) else self._steps[0]
 
@@ -122,7 +119,7 @@ class Capture:
         self._is_packed = not any(lists.missing for lists in step.lists) and (
             step.gradient_places.addresses == self.packed.gradient_addresses
         )
-        self._looks += 1
+        self.looks += 1
         if self._is_packed:
             self.packed.take_note()
         return step
@@ -165,7 +162,7 @@ class Capture:
             launches = len(recording.launches)
             lines.append(f"  a step replays {launches} launches over {len(self._steps[0].params)} tensors")
         if self.packed is not None:
-            lines.append(f"  {self.packed.describe()}")
+            lines.append(f"  {self.packed.describe()}; {self.looks} steps looked at each of them")
         lines += [f"  recorded again: {reason} ({count})" for reason, count in self.reasons.items()]
         lines += [f"  ran eagerly: {obstacle} ({count})" for obstacle, count in self.obstacles.items()]
         return "\n".join(lines)
