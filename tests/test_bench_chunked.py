@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from subtensors.__main__ import main
 from subtensors.bench.chunked import inputs, measure, relative_error, truth
-from subtensors.bench.chunked_rows import from_json
+from subtensors.bench.chunked_rows import LossRow, from_json, is_ours, unmatched
 from subtensors.bench.chunked_variants import PEERS, SHAPES, TINY
 
 COMPILES = ("compile", "auto_chunker")
+MEASURED = Path(__file__).parents[1] / "docs" / "benchmarks" / "chunked.json"
 HERE = [name for name, peer in PEERS.items() if peer.is_here]
 
 
@@ -79,3 +80,23 @@ def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: p
     options = ["--tiny", "--device", "cpu", "--shapes", "gpt2", "--out", str(tmp_path)]
     assert main(["bench", "chunked", *options, "--variants", "core,liger"]) == 0
     assert not (tmp_path / "chunked.json").exists()
+
+
+def test_a_peer_is_matched_by_what_is_as_fast_in_no_more_memory_and_left_out_where_it_errs_more() -> None:
+    eager = replace(from_json(MEASURED.read_text())[0], variant="eager", step_ms=10.0, peak_mb=100.0)
+    good, wrong = replace(eager, variant="good", peak_mb=50.0), replace(eager, variant="wrong", hidden_error=1.0)
+    small, fast = replace(eager, variant="exact/1", peak_mb=40.0, step_ms=11.0), replace(good, variant="fast/9")
+    assert unmatched([eager, good, wrong, small]) == [eager, good]
+    assert unmatched([eager, good, wrong, small, fast]) == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in from_json(MEASURED.read_text()) if is_ours(row)],
+    ids=lambda row: f"{row.shape}-{row.variant}",
+)
+def test_measured_exact_gradients_err_no_more_than_eager_ones(row: LossRow) -> None:
+    (eager,) = (r for r in from_json(MEASURED.read_text()) if (r.shape, r.variant) == (row.shape, "eager"))
+    if "fast" not in row.variant:
+        assert row.hidden_error <= 1.2 * eager.hidden_error
+        assert row.weight_error <= 1.2 * eager.weight_error

@@ -86,6 +86,34 @@ def table(rows: Sequence[LossRow], title: str) -> Table:
     return in_sections(rows, COLUMNS, title)
 
 
+def is_ours(row: LossRow) -> bool:
+    """Is it one of our settings, and no peer?"""
+    return "/" in row.variant
+
+
+def unmatched(rows: Sequence[LossRow], as_right: float = 2.0) -> list[LossRow]:
+    """The peers that none of our settings is at least as fast as in no more memory.
+
+    Args:
+        rows: of any shapes, each with eager torch's.
+        as_right: a peer whose gradients err by more than so many times eager's is left out.
+    """
+    found = []
+    for row in rows:
+        same = [other for other in rows if other.shape == row.shape]
+        eager = next((other for other in same if other.variant == "eager"), None)
+        if is_ours(row) or eager is None:
+            continue
+        errors = max(row.hidden_error / eager.hidden_error, row.weight_error / eager.weight_error)
+        if errors <= as_right and not any(_matches(mine, row) for mine in same if is_ours(mine)):
+            found.append(row)
+    return found
+
+
+def _matches(mine: LossRow, peer: LossRow) -> bool:
+    return mine.step_ms <= peer.step_ms and (mine.peak_mb or 0) <= (peer.peak_mb or 0)
+
+
 def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:
     """Write time against memory to a PNG: a panel a shape, a point a peer, a line through each of our orders' sizes."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
