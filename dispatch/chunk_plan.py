@@ -165,7 +165,9 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     products = 1 + computed_again + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
     scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
-    memory = shape.weight_grad_bytes + hidden_sum + max(scratch, shape.hidden_grad_bytes)
+    # Where a block takes less than dX does, dX is rounded into the memory of its own sum.
+    at_the_end = 0 if columns < shape.width and shape.itemsize == 2 else shape.hidden_grad_bytes
+    memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
     moved = (3 + computed_again) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
     return ChunkPlan(Schedule(columns=columns, kept=kept), memory + shape.rows * ROW_BYTES, seconds, products)

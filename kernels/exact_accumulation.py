@@ -135,7 +135,7 @@ class ProductSum:
 
 
 class WideSum:
-    """A sum of matrix products a^T b in float32, rounded once into memory that is taken at the end.
+    """A sum of matrix products a^T b in float32 (float64 of such), rounded once into memory that is taken at the end.
 
     A product goes into one matrix, which is faster than into two halves. While it is rounded there is the result beside
     it: for those who by then have let go of as much.
@@ -147,7 +147,8 @@ class WideSum:
 
     def __init__(self, rows: int, columns: int, like: Tensor) -> None:
         self._dtype = like.dtype
-        self._sum = torch.empty(rows, columns, dtype=torch.float32, device=like.device)
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self._sum = torch.empty(rows, columns, dtype=wide, device=like.device)
         self._is_empty = True
 
     def add(self, a: Tensor, b: Tensor) -> None:

@@ -237,7 +237,7 @@ def _weight_sum(task: _Task, rows: int, exact: bool, chunks: int) -> ProductSum 
 
 
 def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
-    count, width = task.hidden.shape
+    count = task.hidden.shape[0]
     blocks = _parts(task.weight.shape[0], columns)
     scratch = task.hidden.new_empty(count * columns)
     if not any(task.needs):
@@ -251,9 +251,7 @@ def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
     for number, part in enumerate(blocks):
         block = task.logits(places.get(number, scratch), whole, part)
         task.ops.fold(block, task.statistics)
-    hidden_sum = None
-    if task.needs.hidden:
-        hidden_sum = torch.empty(count, width, dtype=task.compute, device=task.hidden.device)
+    hidden_sum = _hidden_sum(task, columns, len(blocks)) if task.needs.hidden else None
     # The block that was computed last may still be in the scratch memory; then those that were kept, from the front of
     # the memory that they are kept in, because the gradient of the weight is written behind whoever reads there.
     last = len(blocks) - 1
@@ -268,13 +266,21 @@ def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
         gradient = task.block(scratch, whole, part).logits
         task.ops.write_gradient(block, task.statistics, task.factors, gradient)
         if hidden_sum is not None:
-            product_into(hidden_sum, gradient, task.weight[begin:end], accumulate=number != last)
+            hidden_sum.add(gradient.t(), task.weight[begin:end])
         if weight_grad is not None:
             product_into(weight_grad[begin:end], gradient.t(), task.hidden, accumulate=False)
         if bias_grad is not None:
             torch.sum(gradient, 0, dtype=task.compute, out=bias_grad[begin:end])
     del scratch, places, place, block, gradient  # the dX of the result takes their place
-    return task.result(hidden_sum, weight_grad, bias_grad)
+    return task.result(None if hidden_sum is None else hidden_sum.take(), weight_grad, bias_grad)
+
+
+def _hidden_sum(task: _Task, columns: int, blocks: int) -> ProductSum | WideSum:
+    """Where the gradient of the hidden states adds up over blocks of so many columns."""
+    count, width = task.hidden.shape
+    if columns >= width or task.hidden.itemsize != 2:  # a block takes as much as the result, or needs no rounding
+        return WideSum(count, width, task.hidden)
+    return ProductSum(task.hidden.new_empty(count, width), task.hidden.dtype, True, blocks, kernels=False)
 
 
 def _places(task: _Task, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,3 +121,28 @@ def test_a_count_that_is_no_number_is_refused_also_after_an_equal_one() -> None:
     st.chunk(torch.ones(3), rows=1)
     with pytest.raises(TypeError, match="rows is a whole number, got True"):
         st.chunk(torch.ones(3), rows=True)
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda x: x.float(), lambda x: x.to(torch.float32), lambda x: x.to(dtype=torch.float32)]
+)
+def test_a_cast_of_a_linear_layer_is_recorded_no_sooner_than_the_layer_and_shares_its_product(cast: Any) -> None:
+    hidden = torch.randn(6, 5).bfloat16().requires_grad_()
+    weight, target = torch.randn(30, 5).bfloat16(), torch.randint(0, 30, (6,))
+    narrow = F.linear(st.chunk(hidden, rows=2), weight)
+    wide = cast(narrow)
+    assert (wide.dtype, wide.shape, wide.requires_grad) == (torch.float32, (6, 30), True)
+    loss = F.cross_entropy(wide, target)
+    assert loss.dtype == torch.float32
+    assert not wide._cell.is_recorded
+    assert not narrow._cell.is_recorded  # type: ignore[attr-defined]
+    assert wide.sum().dtype == torch.float32
+    assert wide._cell.value.node.args[0] is narrow._cell.value  # type: ignore[attr-defined]
+    assert narrow.to(torch.float32, copy=True).dtype == narrow.float(memory_format=torch.preserve_format).dtype
+    with torch.no_grad():
+        assert not cast(F.linear(st.chunk(hidden, rows=2), weight)).requires_grad
+    written = F.linear(st.chunk(hidden, rows=2), weight)
+    before = cast(written)
+    written.mul_(0)
+    torch.testing.assert_close(before.realize(), F.linear(hidden, weight).float())
+    torch.testing.assert_close(loss, F.cross_entropy(F.linear(hidden, weight).float(), target), rtol=1e-2, atol=1e-2)

@@ -100,13 +100,29 @@ class LinearCell(Cell):
         weight: (V, H), a constant of the same dtype and device.
         bias: (V,), such a constant, or None.
         grad: whether it is differentiable.
+        narrow: the layer of which this is a cast; None for the layer itself.
+        dtype: that it is cast to.
     """
 
-    __slots__ = ("bias", "grad", "rows", "weight")
+    __slots__ = ("_product", "bias", "dtype", "grad", "narrow", "rows", "weight")
 
-    def __init__(self, rows: Value, weight: Value, bias: Value | None, grad: bool) -> None:
+    def __init__(
+        self,
+        rows: Value,
+        weight: Value,
+        bias: Value | None,
+        grad: bool,
+        narrow: LinearCell | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(rows)
         self.rows, self.weight, self.bias, self.grad = rows, weight, bias, grad
+        self.narrow, self.dtype = narrow, rows.dtype if dtype is None else dtype
+        self._product: Value | None = None
+
+    def to(self, dtype: torch.dtype, grad: bool) -> LinearCell:
+        """A cast of it."""
+        return LinearCell(self.rows, self.weight, self.bias, self.grad and grad, self, dtype)
 
     @property
     def is_recorded(self) -> bool:
@@ -117,8 +133,19 @@ class LinearCell(Cell):
     def value(self) -> Value:
         """What it holds now."""
         if not self.is_recorded:
-            self._value = linear_layer(self.rows, self.weight, self.bias, self.grad)
+            self._value = self.product
         return self._value
+
+    @property
+    def product(self) -> Value:
+        """The layer or its cast, recorded: what it holds unless it was written over."""
+        if self._product is None:
+            if self.narrow is None:
+                self._product = linear_layer(self.rows, self.weight, self.bias, self.grad)
+            else:
+                with recording(self.grad):
+                    self._product = record(aten._to_copy.default, self.narrow.product, dtype=self.dtype)
+        return self._product
 
     @property
     def needs_grad(self) -> bool:
@@ -133,7 +160,7 @@ class LinearCell(Cell):
         if self.is_recorded:
             return super().geometry()
         rows, classes = self.rows.shape[0], self.weight.shape[0]
-        return (rows, classes), (classes, 1), self.rows.dtype, self.rows.device
+        return (rows, classes), (classes, 1), self.dtype, self.rows.device
 
 
 def _outputs(results: Any) -> list[Value]:

@@ -156,7 +156,9 @@ def cross_entropy_of_layer(
     assert hidden is not None
     assert weight is not None
     options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
-    dtype = loss_dtype(rows.dtype, rows.device.type)
+    if layer.dtype == torch.float64 != rows.dtype:
+        return None  # more was asked for than the kernels compute in
+    dtype = loss_dtype(layer.dtype, rows.device.type)
     flows = torch.is_grad_enabled() and layer.needs_grad
     return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
 

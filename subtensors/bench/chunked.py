@@ -74,7 +74,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def _through_chunk(hidden: Tensor, weight: Tensor, target: Tensor, rows: int, accumulate: Accumulate) -> Tensor:
     """The plain program, its hidden states chunked."""
-    return F.cross_entropy(F.linear(chunk(hidden, rows=rows, accumulate=accumulate), weight), target)
+    return F.cross_entropy(F.linear(chunk(hidden, rows=rows, accumulate=accumulate), weight).float(), target)
 
 
 def _settings(shape: Shape) -> Iterator[tuple[str, LossOf]]:

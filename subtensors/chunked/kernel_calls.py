@@ -151,6 +151,26 @@ def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | N
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
+def _to(kind: Kind, input: Any, *args: Any, **named: Any) -> Tensor | None:
+    """`Tensor.to` a wider dtype, of a linear layer that isn't recorded."""
+    cell = cell_of(input) if isinstance(input, RecordedTensor) else None
+    dtype = args[0] if len(args) == 1 and not named else named.get("dtype") if not args and len(named) == 1 else None
+    if type(cell) is not LinearCell or cell.is_recorded or dtype not in _WIDER.get(cell.dtype, ()):
+        return None
+    return outer(kind, cell.to(dtype, torch.is_grad_enabled()))
+
+
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+def _float(kind: Kind, input: Any, **named: Any) -> Tensor | None:
+    return None if named else _to(kind, input, torch.float32)
+
+
 BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
@@ -158,6 +178,8 @@ BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {
     torch.logsumexp: _logsumexp,
     Tensor.logsumexp: _logsumexp,
     torch.special.logsumexp: _logsumexp,
+    Tensor.to: _to,
+    Tensor.float: _float,
     torch.gather: _gather,
     Tensor.gather: _gather,
 }
