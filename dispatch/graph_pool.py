@@ -10,14 +10,16 @@ its graphs is left.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from subtensors.dispatch import captures, torch_capture, torch_private
+from subtensors.kernels.address import bytes_at
 
 T = TypeVar("T")
 
@@ -60,37 +62,51 @@ class GraphPool:
 
         Raises:
             Exception: what the program or CUDA raised; the pool and its other graphs are as they were.
+            RuntimeError: the current stream is being captured.
         """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a graph can't be captured while the current stream is part of another one")
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with captures.undisturbed(), torch.cuda.stream(self.stream):
-            try:
-                graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
-            except RuntimeError:
-                torch_capture.settle_generators(self.device)
-                raise
-            try:
+        try:
+            with (
+                captures.undisturbed(),
+                torch.cuda.stream(self.stream),
+                torch_capture.captured(graph, self.device, self._handle),
+            ):
                 out = program()
-                graph.capture_end()
-            except BaseException:  # raised again, once the capture is closed
-                self._close(graph)
-                raise
+        except BaseException:
+            self._leave_a_stuck_stream()
+            self._forget_if_empty()
+            raise
         current.wait_stream(self.stream)
         self.graphs.append(graph)
         return graph, out
 
-    def _close(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed; a pool that has no graph left is not to be captured into again."""
-        try:
-            graph.capture_end()
-            graph.reset()
-        except RuntimeError:
-            torch_capture.forget_capture(self.device, self._handle)
-        if not self.graphs:
-            self._handle = None
+    def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """For each tensor that is in the pool the same one without a claim on its memory.
+
+        What a graph returned is then in nobody's way when the next graph is captured, and holds until that is replayed.
+        """
+        segments = torch_capture.pool_segments(self._handle)
+        found = {}
+        for t in tensors:
+            held = t.untyped_storage()
+            if any(begin <= held.data_ptr() < end for begin, end in segments):
+                there = bytes_at(held.data_ptr(), held.nbytes(), t.device, None).untyped_storage()
+                empty = torch.empty(0, dtype=t.dtype, device=t.device)
+                found[t] = empty.set_(there, t.storage_offset(), t.shape, t.stride())
+        return found
+
+    def _leave_a_stuck_stream(self) -> None:
+        """Take another stream where a failed capture could not be ended on this one."""
+        with torch.cuda.stream(self.stream):
+            is_stuck = torch.cuda.is_current_stream_capturing()
+        if is_stuck:
+            self.stream = torch.cuda.Stream(self.device)
 
     def order(self) -> None:
         """Have the current stream wait for the replays on another one, if the last was there."""
@@ -105,6 +121,10 @@ class GraphPool:
         self._last.synchronize()
         graph.reset()
         self.graphs.remove(graph)
+        self._forget_if_empty()
+
+    def _forget_if_empty(self) -> None:
+        """A pool that no graph owns is torch's, which refuses its handle from then on."""
         if not self.graphs:
             self._handle = None
 

@@ -22,16 +22,8 @@ class CudaTape:
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(side), captures.undisturbed():
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                calls()
-            finally:
-                try:
-                    self.graph.capture_end()
-                except RuntimeError:
-                    torch_capture.forget_capture(self.device, pool)
-                    raise
+        with captures.undisturbed(), torch.cuda.stream(side), torch_capture.captured(self.graph, self.device, pool):
+            calls()
         current.wait_stream(side)
 
     def take(self, run: Callable[[], None]) -> None:

@@ -2,45 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.fx
 
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 4
 
-def forget_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Clean up after a CUDA graph capture that CUDA invalidated, which torch leaves half open. Checked on 2.11.
 
-    The allocator stops serving the capture, and the pool loses the reference it had taken.
+class NotFunctional(Exception):
+    """A function has effects beside its results; the message says which."""
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> Iterator[None]:
+    """Capture what this thread does on the current stream; other threads may go on using the device.
+
+    Whatever fails, torch is left as it was: no capture is on, the pool has no more owners, random numbers can be drawn.
+
+    Args:
+        graph: a new one, which becomes what is captured.
+        device: the current one.
+        pool: where it takes its memory from.
     """
-    for close in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # type: ignore[attr-defined]
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            close(device.index, pool)
-        except RuntimeError:
-            continue
-    settle_generators(device)
+            yield
+        except BaseException:  # it tells more than what it did to the capture
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    except BaseException:  # raised again, once torch is in order
+        _forget_capture(graph, device, pool)
+        raise
 
 
-def settle_generators(device: torch.device) -> None:
-    """Tell random generators that believe to be captured otherwise, by a capture of nothing. Checked on 2.11."""
-    empty = torch.cuda.CUDAGraph()
-    empty.capture_begin(capture_error_mode="thread_local")
-    torch.empty(1, device=device).zero_()
-    empty.capture_end()
-    empty.reset()
+def _forget_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """Clean up after a capture that failed, which torch leaves half open where CUDA invalidated it. Checked on 2.11.
+
+    The allocator stops serving the capture, the pool loses the reference it had taken, and the random generator, which
+    believes that it is being captured, is told otherwise by a capture of nothing. What fails first of these may just be
+    told of an error that is past, so it is tried again.
+    """
+    if _has_ended(graph):
+        graph.reset()
+        return
+    with suppress(RuntimeError):  # it may not have begun
+        torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
+        torch._C._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined]
+    for _ in range(_ATTEMPTS):
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            try:
+                nothing = torch.empty(1, device=device)
+                empty = torch.cuda.CUDAGraph()
+                empty.capture_begin(capture_error_mode="thread_local")
+                nothing.zero_()
+                empty.capture_end()
+            except RuntimeError as error:
+                _log.debug("after a failed capture: %s", error)
+                continue
+        empty.reset()
+        return
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
     """How much device memory the segments of a private pool have. Checked on 2.11."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment.get("segment_pool_id", ())) == pool)
+    return sum(end - begin for begin, end in pool_segments(pool))
 
 
-def traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
+    """Where the segments of a private pool begin and end. Checked on 2.11."""
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == pool]
+    return [(s["address"], s["address"] + s["total_size"]) for s in segments]
+
+
+def traced(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], simplified: bool = False
+) -> torch.fx.GraphModule:
     """The aten ops that a function of tensors makes, without running them. Checked on 2.11, 2.13.
 
     Tensors that are not among the inputs are attributes of the module, themselves and not copies.
+
+    Args:
+        function: what to trace.
+        inputs: of the sizes to trace it at.
+        simplified: in the ops that the compiler would write them in, of which none writes to what another made.
+
+    Raises:
+        NotFunctional: it writes to a tensor that is not among the inputs, and is to be simplified.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -50,9 +113,54 @@ def traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> torc
     try:
         with torch.no_grad():
             module: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            if simplified:
+                again = torch.func.functionalize(module, remove="mutations")
+                made = make_fx(again, _simpler_ops(), tracing_mode="fake", _allow_non_fake_inputs=True)
+                try:
+                    module = made(*[t.detach() for t in inputs])
+                except RuntimeError as error:  # torch calls it an internal assertion
+                    if "non-functional tensor" not in str(error):
+                        raise
+                    raise NotFunctional("it writes to a tensor that is not among its inputs") from error
     finally:
         torch.compiler._is_compiling_flag = before
     return module
+
+
+def _simpler_ops() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: dict[Any, Callable[..., Any]] = select_decomp_table()
+    return table
+
+
+def saved_values(graph: torch.fx.Graph, owner: torch.nn.Module, results: int, gradients: int) -> list[torch.fx.Node]:
+    """What the compiler would have a forward save for its backward, of a graph of both. Checked on 2.11, 2.13.
+
+    Args:
+        graph: returns results, gradients, and the tensors that stand for the gradients of results; its nodes have the
+            values that they had when it was traced.
+        owner: has the graph's constants.
+        results, gradients: how many of each.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    outs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    tangents = outs[results + gradients :]
+    copy = torch.fx.Graph()
+    made: dict[torch.fx.Node, torch.fx.Node] = {}
+    for i, node in enumerate([*graph.find_nodes(op="placeholder"), *tangents]):
+        made[node] = copy.placeholder(f"tangents_{i}" if node in tangents else f"primals_{i}")
+        made[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node not in made and node.op != "output":
+            made[node] = copy.node_copy(node, made.__getitem__)
+    copy.output([made[node] for node in outs[: results + gradients]])
+    joint = torch.fx.GraphModule(owner, copy)
+    forward, _ = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=results)
+    names = {twin.name: node for node, twin in made.items()}
+    saved: list[Any] = list(forward.graph.output_node().args[0])[results:]  # type: ignore[arg-type]
+    return [names[node.name] for node in saved]
 
 
 def compilations() -> int:
