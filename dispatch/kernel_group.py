@@ -15,6 +15,7 @@ from torch import Tensor
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.columns import Addresses, Columns, FixedLists, addresses_of, is_fixed, written_overlap
 from subtensors.dispatch.graph_capture import NotRecordable, Recording, recording_now
+from subtensors.dispatch.graph_numbers import graph_numbers
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.trace import Trace
@@ -166,9 +167,12 @@ class KernelGroup(Group):
         stream = torch_private.current_stream(self.device) if self.is_cuda else 0
         if not is_capturing:
             self.stream = stream
-        values = [evaluate(numbers) for evaluate in self.scalars]
-        values += [columns[i][0].item() for i in self.hosts]
-        scalars = self._scalars(binding, values, is_capturing)
+        hosts = [columns[i][0].item() for i in self.hosts]
+        if is_capturing and (kept := graph_numbers()) is not None:
+            scalars = kept.take(self, numbers, hosts, self.device)
+        else:
+            values = [evaluate(numbers) for evaluate in self.scalars]
+            scalars = self._scalars(binding, [*values, *hosts], is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
         self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)

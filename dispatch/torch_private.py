@@ -132,6 +132,19 @@ class MetadataGuard:
         return None if len(first) == len(tensors) else [first[id(t)] for t in tensors]
 
 
+def take_new_accumulator(leaf: torch.Tensor) -> None:
+    """Have autograd make another node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
+
+    The node that there is belongs to the stream it was made on, for as long as any graph holds it. Torch drops it where
+    data of another dtype is set. Hooks are the tensor's own, and stay.
+    """
+    data = leaf.data
+    leaf.data = torch.empty(
+        0, dtype=torch.float16 if leaf.dtype != torch.float16 else torch.float32, device=leaf.device
+    )
+    leaf.data = data
+
+
 class AddressGuard:
     """Are these tensors where those were? One C++ loop where torch has CUDA. Checked on 2.11, 2.13."""
 

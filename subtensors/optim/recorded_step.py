@@ -75,7 +75,7 @@ class RecordedStep:
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = _stream(self.device)
         self.paths = [_number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
-        taken = [_signature(optimizer, group, self.device) for group in optimizer.param_groups]
+        taken = [step_signature(optimizer, group, self.device) for group in optimizer.param_groups]
         self.signatures = [signature for signature, _, _ in taken]
         self.numbers = [numbers for _, numbers, _ in taken]
         self.is_whole = not isinstance(optimizer._fusion, Fusion)
@@ -128,7 +128,7 @@ class RecordedStep:
             if launch.source is None:  # of the norm, which takes no numbers
                 continue
             assert isinstance(launch.source, int)
-            _, numbers, hosts = _signature(optimizer, optimizer.param_groups[launch.source], self.device)
+            _, numbers, hosts = step_signature(optimizer, optimizer.param_groups[launch.source], self.device)
             if self.is_whole:
                 launch.taken = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
             else:
@@ -193,7 +193,7 @@ class RecordedStep:
             numbers = [_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
         else:
-            signature, numbers, hosts = _signature(optimizer, group, self.device)
+            signature, numbers, hosts = step_signature(optimizer, group, self.device)
             if signature != self.signatures[index]:
                 return "an option changed that decides the maths"
         if held := self._take(index, numbers, hosts):
@@ -295,7 +295,7 @@ def _at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
     return float(value if len(path) == 1 else value[path[1]])
 
 
-def _signature(
+def step_signature(
     optimizer: Optimizer, group: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], list[float], list[float]]:
     """What of a group's options decides the launches, and the numbers that don't: live ones, and tensors on the CPU."""

@@ -13,6 +13,7 @@ import torch
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_capture import recording_now
+from subtensors.dispatch.graph_numbers import graph_numbers
 from subtensors.kernels.launch import Prelude
 from subtensors.optim.averaged_weights import in_place_of
 from subtensors.optim.capture import Capture
@@ -117,12 +118,17 @@ class Stepping(SavedState):
             pairs = zip(batches, groups, strict=True)
             gradients = [(batch, batch.gradients(grads)) for own, (_, grads) in pairs for batch in own]
             prelude = self._norm.take(gradients, self._is_fused)
+        kept = graph_numbers()
         for index, (group, grads) in enumerate(groups):
             if recording is not None:
                 recording.source = index
+            if kept is not None:
+                kept.source = id(self), index
             for batch in batches[index]:
                 self._update_batch(group, batch, grads, prelude)
                 prelude = None
+        if kept is not None:
+            kept.source = None
 
     def _is_accumulating(self) -> bool:
         """Will a later call of `step` update with the gradients that there are?"""
