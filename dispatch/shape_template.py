@@ -79,6 +79,7 @@ class Template:
         make: the inputs at some sizes, as tensors of any values; they are not run on.
         points: at which sizes to trace: as many as `points_needed` says, and any number more to check with.
         places: for each size where it can be read.
+        simplified: as `torch_capture.traced` takes it.
 
     Raises:
         NoTemplate: there is none.
@@ -90,6 +91,7 @@ class Template:
         make: Callable[[Sizes], list[Tensor]],
         points: Sequence[Sizes],
         places: Sequence[Place],
+        simplified: bool = False,
     ) -> None:
         extras: list[Any] = []
 
@@ -100,10 +102,12 @@ class Template:
 
         graphs = []
         for point in points:
-            graphs.append(torch_capture.traced(traced, make(point)))
+            graphs.append(torch_capture.traced(traced, make(point), simplified))
+        self.traces = [list(graph.graph.nodes) for graph in graphs]
+        """The nodes at each point; those at the first are the module's own."""
         self.points = list(points)
         self._fitted = points_needed(len(places))
-        self.module = self._merged(graphs, places)
+        self.module = self._merged(graphs, self.traces, places)
         self._extra = self._merge(extras, "what it returns beside tensors")
 
     def extra(self, sizes: Sizes) -> Any:
@@ -130,8 +134,9 @@ class Template:
             raise NoTemplate(f"{where} differs between sizes: {parts[0]} and {parts[-1]}")
         return parts[0]
 
-    def _merged(self, graphs: Sequence[fx.GraphModule], places: Sequence[Place]) -> fx.GraphModule:
-        listed = [list(graph.graph.nodes) for graph in graphs]
+    def _merged(
+        self, graphs: Sequence[fx.GraphModule], listed: Sequence[Sequence[fx.Node]], places: Sequence[Place]
+    ) -> fx.GraphModule:
         if len({len(nodes) for nodes in listed}) > 1:
             raise NoTemplate(f"the graphs have {[len(nodes) for nodes in listed]} nodes")
         first = graphs[0]

@@ -157,3 +157,20 @@ def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
             seen.append((run.recorder.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0))
     assert seen[0] == seen[1]
     assert len(run._visits) == 10
+
+
+def test_memory_stays_flat_over_thousands_of_gradients(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, {"x": {1: SEQ}}, max_graphs=3)
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(3, 13, (2_000 if device == "cuda" else 100,), generator=generator).tolist()
+    seen = []
+    for i, n in enumerate(sizes):
+        net.zero_grad()
+        found, mean = run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
+        (found.sum() + mean.sum()).backward()
+        if i in (50, len(sizes) - 1):
+            net.zero_grad()
+            del found, mean
+            seen.append((run.recorder.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0))
+    assert seen[0] == seen[1]

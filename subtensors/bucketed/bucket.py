@@ -171,7 +171,8 @@ class Bucket:
             return
         with recording_modes():
             before = self.pool.bytes()
-            self.graph, self.outputs = self.pool.capture(lambda: self._run(None))
+            self.graph, outputs = self.pool.capture(lambda: self._run(None))
+            self.outputs = outputs.elsewhere(self.pool.unowned(outputs.tensors()))
             self.statistics.graph_bytes = self.pool.bytes() - before
         self.statistics.is_recorded = True
         self.statistics.captures += 1

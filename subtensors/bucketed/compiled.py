@@ -19,11 +19,12 @@ from torch import Tensor
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.shape_template import NoTemplate, Template, grid
+from subtensors.dispatch.shape_template import NoTemplate, Place, Template, grid
 from subtensors.dispatch.size_factors import Factor
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
+    from subtensors.bucketed.arguments import Reading
     from subtensors.bucketed.bucket import Bucket
 
 _log = logging.getLogger("subtensors.bucketed")
@@ -40,15 +41,7 @@ class Compiled:
     def __init__(self, bucket: Bucket, options: dict[str, Any]) -> None:
         self.options = options
         self.dims = bucket.reading.dims
-        self.places = [
-            next(
-                (i, d)
-                for i, source in enumerate(bucket.reading.sources)
-                for d, k in enumerate(source.which)
-                if k == which
-            )
-            for which in range(len(self.dims))
-        ]
+        self.places = places_of(bucket.reading)
         self._one: tuple[Template, Callable[..., Any]] | None = None
         self._each: dict[tuple[int, ...], tuple[Template, Callable[..., Any]]] = {}
         self._is_one: bool | None = None
@@ -65,7 +58,7 @@ class Compiled:
                     torch._dynamo.maybe_mark_dynamic(static, d)
         tensors = function(*inputs)
         self.compilations += torch_capture.compilations() - before
-        return _assembled(tensors, template.extra(bucket.reading.buckets))
+        return assembled(tensors, template.extra(bucket.reading.buckets))
 
     def _for(self, bucket: Bucket) -> tuple[Template, Callable[..., Any]]:
         sizes = bucket.reading.buckets
@@ -74,7 +67,7 @@ class Compiled:
         if self._one is not None:
             return self._one
         if sizes not in self._each:
-            template = Template(lambda inputs: _taken_apart(bucket.run_on(inputs)), bucket.zeros, [sizes], self.places)
+            template = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, [sizes], self.places)
             self._each[sizes] = template, self._compiled(template)
         return self._each[sizes]
 
@@ -83,7 +76,7 @@ class Compiled:
         if points is None:
             return False
         try:
-            template = Template(lambda inputs: _taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+            template = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
         except NoTemplate as difference:
             _log.warning("compiled once a bucket: %s", difference)
             return False
@@ -93,6 +86,16 @@ class Compiled:
     def _compiled(self, template: Template) -> Callable[..., Any]:
         function: Callable[..., Any] = torch.compile(template.module, **self.options)
         return function
+
+
+def places_of(reading: Reading) -> list[Place]:
+    """For each size of some calls where it can be read: which of their inputs has it, in which of its dims."""
+    found: dict[int, Place] = {}
+    for i, source in enumerate(reading.sources):
+        for d, k in enumerate(source.which):
+            if k >= 0:
+                found.setdefault(k, (i, d))
+    return [found[k] for k in range(len(reading.dims))]
 
 
 def trace_points(dims: Sequence[Dim], buckets: tuple[int, ...]) -> list[tuple[int, ...]] | None:
@@ -135,7 +138,7 @@ def _some_buckets(dim: Dim, bucket: int) -> list[int]:
     return list(dict.fromkeys(size for size in wanted if size > 1))[:3]
 
 
-def _taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
+def taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
     """The tensors that a program returned, and the rest of it, with every bucket as a number."""
     tensors: list[Tensor] = []
     rest: list[tuple[Any, ...]] = []
@@ -149,8 +152,8 @@ def _taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
     return tensors, (rest, outputs.spec, outputs.is_leaf)
 
 
-def _assembled(tensors: Sequence[Tensor], extra: Any) -> Outputs:
-    """The outputs that `_taken_apart` took apart."""
+def assembled(tensors: Sequence[Tensor], extra: Any) -> Outputs:
+    """The outputs that `taken_apart` took apart."""
     rest, spec, is_leaf = extra
     left = iter(tensors)
     leaves = []

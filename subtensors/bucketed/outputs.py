@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,21 @@ class Outputs:
     def detached(self) -> Outputs:
         """The same without autograd's graph behind it."""
         leaves = [replace(x, value=x.value.detach()) if isinstance(x.value, Tensor) else x for x in self.leaves]
+        return Outputs(leaves, self.spec, self.is_leaf)
+
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
+        return [x.value for x in self.leaves if isinstance(x.value, Tensor)]
+
+    def roots(self) -> list[int]:
+        """Which of the leaves want a gradient."""
+        return [i for i, x in enumerate(self.leaves) if isinstance(x.value, Tensor) and x.value.requires_grad]
+
+    def elsewhere(self, places: Mapping[Tensor, Tensor]) -> Outputs:
+        """The same with other tensors in the place of some."""
+        leaves = [
+            replace(x, value=places.get(x.value, x.value)) if isinstance(x.value, Tensor) else x for x in self.leaves
+        ]
         return Outputs(leaves, self.spec, self.is_leaf)
 
     @staticmethod

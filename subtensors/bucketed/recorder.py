@@ -6,8 +6,8 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.arguments import Reading
 from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.compiled import Compiled
+from subtensors.bucketed.compiled_gradients import CompiledGradients
 from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
@@ -26,6 +27,9 @@ from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
 
 _log = logging.getLogger("subtensors.bucketed")
+
+B = TypeVar("B", bound=Bucket)
+C = TypeVar("C", Compiled, CompiledGradients)
 
 BUCKETS = 4096
 """How many buckets are remembered, those without a graph among them."""
@@ -59,7 +63,7 @@ class Recorder:
         self.writes_state = False
         """Has the program written to what it reads?"""
         self.evictions = 0
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, Compiled | CompiledGradients] = {}
         self._recompiles = 0
 
     @property
@@ -91,19 +95,20 @@ class Recorder:
         if is_followed:
             trained = TrainedBucket(reading, leaves, call, device, self._pool(device))
             trained.state = self.state
+            trained.gradients_code = self._compilation(trained, CompiledGradients)
             return trained
         bucket = Bucket(reading, leaves, call, device, self._pool(device))
-        bucket.compiled = self._compilation(bucket)
+        bucket.compiled = self._compilation(bucket, Compiled)
         return bucket
 
-    def _compilation(self, bucket: Bucket) -> Compiled | None:
+    def _compilation(self, bucket: B, make: Callable[[B, dict[str, Any]], C]) -> C | None:
         """The compiled code that a bucket shares with those that differ from it in sizes alone."""
         if self.compile_options is None:
             return None
         family = bucket.reading.family_key
         if family not in self._compiled:
-            self._compiled[family] = Compiled(bucket, self.compile_options)
-        return self._compiled[family]
+            self._compiled[family] = make(bucket, self.compile_options)
+        return cast("C", self._compiled[family])
 
     def _pool(self, device: torch.device) -> GraphPool | None:
         if device.type != "cuda":
@@ -132,6 +137,7 @@ class Recorder:
             bucket.load(leaves, reading.sizes)
             result = bucket.run_once(reading.host)
         self.writes_state = self.writes_state or before is None or before != self.state.versions()
+        self.state.optimizers.look()  # the first step makes their state
         self._record(bucket)
         self.buckets[reading.bucket_key] = bucket
         bucket.last_call = next(self.clock)
@@ -144,7 +150,8 @@ class Recorder:
 
         # On the caller's stream, which its backward is on as well.
         result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
-        bucket.load(leaves, reading.sizes)
+        with torch.no_grad():
+            bucket.load(leaves, reading.sizes)
         leaves = pytree.tree_leaves(result)
         bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if bucket.is_differentiable:
@@ -232,8 +239,10 @@ class Recorder:
         self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
         self._compiled.clear()
         for bucket in self.buckets.values():
-            if not isinstance(bucket, TrainedBucket):
-                bucket.compiled = self._compilation(bucket)
+            if isinstance(bucket, TrainedBucket):
+                bucket.gradients_code = self._compilation(bucket, CompiledGradients)
+            else:
+                bucket.compiled = self._compilation(bucket, Compiled)
 
     def release(self) -> None:
         """Give up every graph and static input."""

@@ -18,11 +18,12 @@ from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, fla
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
 from subtensors.bucketed.generation import Generation, tokens_dim
+from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import GRADIENTS_ON_A_GPU, Replayed, TrainedBucket, TrainedCall
+from subtensors.bucketed.training import Replayed, TrainedBucket, TrainedCall
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
@@ -82,6 +83,10 @@ class Bucketed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the program: at the bucket's sizes, with plain values in and out."""
+        if is_inside():
+            with self._lock:
+                code = self._code(args, kwargs)
+            return self.program(*args, **kwargs) if code is None else code.result()
         with self._lock:
             leaves, spec = flatten(args, kwargs)
             key = (len(args), tuple(kwargs), spec, self._modes(leaves), sharing(leaves), *map(leaf_key, leaves))
@@ -92,6 +97,8 @@ class Bucketed:
             if visit is None:
                 visit = self._read(key, leaves, args, kwargs)
             visit.calls += 1
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                return self._fall_back("it is part of a graph that is being captured", None, args, kwargs)
             if visit.refusal:
                 return self._fall_back(visit.refusal, visit.error, args, kwargs)
             return self._answer(visit, leaves, args, kwargs)
@@ -135,8 +142,6 @@ class Bucketed:
             return _Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
         except Unreadable as error:
             return _Visit(None, None, str(error))
-        if shared[3][0] and device.type == "cuda":
-            return _Visit(None, None, GRADIENTS_ON_A_GPU)
         visit = _Visit(reading, None)
         real = padded = 1
         for size, bucket in zip(reading.sizes, reading.buckets, strict=True):
@@ -149,10 +154,34 @@ class Bucketed:
 
         def call(leaves: Sequence[Any]) -> Any:
             given, named = unflatten(leaves, spec, count, names)
-            return self.program(*given, **named)
+            with bucketed_program():
+                return self.program(*given, **named)
 
         visit.bucket = self.recorder.bucket_of(shared[3][0], reading, leaves, call, device)
         return visit
+
+    def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InsideCall | None:
+        """What answers a call that another bucketed program makes; None where that is the program itself."""
+        if self.recorder.compile_options is None or torch.compiler.is_compiling():
+            return None
+        leaves, spec = flatten(args, kwargs)
+        found = opened(leaves, self.dims.of_leaves(args, kwargs))
+        if found is None:
+            return None
+        dense, sizes = found
+        bucket = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), dense, args, kwargs).bucket
+        if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
+            return None
+        symbols = tuple(dim.symbol for dim in bucket.reading.dims)
+        if bucket.reading.caller or symbols != (sizes.symbols if sizes is not None else ()):
+            return None
+        bucket.allocate()
+        bucket.gradients_code.prepare(bucket)
+        if bucket.gradients_code.refusal:
+            return None
+        values = sizes.values if sizes is not None else bucket.values
+        given = [dense[source.leaf] for source in bucket.reading.sources]
+        return InsideCall(bucket.gradients_code, bucket, [*given, values], sizes)
 
     def _device_of(self, reading: Reading) -> torch.device:
         devices = {source.device for source in reading.sources} or {t.device for t in self.state.tensors()}
@@ -177,6 +206,8 @@ class Bucketed:
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
+        if isinstance(bucket, TrainedBucket) and (obstacle := bucket.obstacle()):
+            return self._fall_back(obstacle, None, args, kwargs)
         bucket.last_call = next(self.recorder.clock)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
             return self._followed(bucket, visit, leaves, reading)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.optimizers import Optimizers
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
@@ -30,13 +31,15 @@ class State:
     """The state of a program: that of the modules in it, and the tensors that it closes over.
 
     Args:
-        program: a module, a method of one, a function that closes over modules and tensors, or a partial of these.
+        program: a module, a method of one, a function that reaches modules, tensors and optimizers by its closure or by
+            names of its file, or a partial of these.
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
         found = list(dict.fromkeys(_within(program, _DEPTH)))
         self.roots = [x for x in found if isinstance(x, nn.Module)]
         self.loose = [x for x in found if isinstance(x, Tensor)]
+        self.optimizers = Optimizers([x for x in found if isinstance(x, torch.optim.Optimizer)])
         self.look()
 
     def look(self) -> None:
@@ -52,6 +55,7 @@ class State:
             # Keeps the memory, also where `.data` is replaced.
             self._memory = [t.detach() for t in self._tensors]
         self._training = [m.training for m in self.modules]
+        self.optimizers.look()
 
     def tensors(self) -> list[Tensor]:
         """Parameters, buffers and tensors that the program closes over, as they are now."""
@@ -73,7 +77,7 @@ class State:
             return "a module was replaced"
         if [m.training for m in self.modules] != self._training:
             return "a module changed between training and evaluation"
-        return ""
+        return self.optimizers.moved()
 
     def refuse_sleepers(self) -> None:
         """AddressError where the memory of a tensor is away."""
@@ -103,14 +107,14 @@ class State:
         return {id(p): _alias(p) for p in held if p.requires_grad and not p.is_inference() and id(p) not in without}
 
     @contextmanager
-    def own_leaves(self, aliases: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    def own_leaves(self, aliases: Mapping[int, Tensor]) -> Iterator[None]:
         """The modules hold these aliases meanwhile, so that autograd's nodes of the caller's parameters aren't met."""
         swapped = []
         try:
             for held in [m._parameters for m in self.modules if m._parameters]:
                 for name, p in held.items():
                     if (alias := aliases.get(id(p))) is not None:
-                        held[name] = alias
+                        held[name] = alias  # type: ignore[assignment]
                         swapped.append((held, name, p, alias))
             yield
         finally:
@@ -165,8 +169,11 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _within(x: Any, depth: int) -> Iterator[nn.Module | Tensor]:
-    if isinstance(x, (nn.Module, Tensor)):
+_Part = nn.Module | Tensor | torch.optim.Optimizer
+
+
+def _within(x: Any, depth: int) -> Iterator[_Part]:
+    if isinstance(x, _Part):
         yield x
     elif depth and isinstance(x, types.MethodType):
         yield from _within(x.__self__, depth - 1)
@@ -174,11 +181,15 @@ def _within(x: Any, depth: int) -> Iterator[nn.Module | Tensor]:
     elif depth and isinstance(x, functools.partial):
         for part in (x.func, *x.args, *x.keywords.values()):
             yield from _within(part, depth - 1)
+    elif depth and not isinstance(x, types.FunctionType) and hasattr(x, "__wrapped__"):
+        yield from _within(x.__wrapped__, depth - 1)  # another bucketed program
     elif depth and isinstance(x, types.FunctionType):
         used = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
         for part in used:
-            if isinstance(part, (nn.Module, Tensor)):
-                yield part
+            if not isinstance(part, types.ModuleType) and (
+                isinstance(part, (_Part, types.FunctionType)) or hasattr(part, "__wrapped__")
+            ):
+                yield from _within(part, depth - 1)
         for cell in x.__closure__ or ():
             try:
                 yield from _within(cell.cell_contents, depth - 1)

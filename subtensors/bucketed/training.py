@@ -13,7 +13,7 @@ While a graph of the caller is alive, the nodes that accumulate its parameters' 
 and the engine waits for that stream even where it only takes gradients with respect to them. What is recorded therefore
 runs on aliases of the parameters: the same memory, other leaves. The caller's hooks run on the caller's nodes alone. A
 whole step, which returns nothing that wants a gradient, runs on the parameters themselves: its optimizer reads their
-`grad`.
+`grad`. These, and tensors that have no alias, get new nodes before a capture.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from subtensors.bucketed.bucket import Bucket, recording_modes
 from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.state import leaves_behind
-from subtensors.dispatch import torch_capture
+from subtensors.bucketed.whole_step import SideEffects
+from subtensors.dispatch import torch_capture, torch_private
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import size_of
@@ -39,16 +39,10 @@ from subtensors.kernels.inputs import InputLoad
 
 if TYPE_CHECKING:
     from subtensors.bucketed.arguments import Reading
+    from subtensors.bucketed.compiled_gradients import CompiledGradients
     from subtensors.bucketed.recorder import Recorder
     from subtensors.bucketed.state import State
-
-
-GRADIENTS_ON_A_GPU = "gradients are not recorded on a GPU yet"
-"""Why calls that autograd follows run at their true sizes there.
-
-Where a graph of the caller is alive, torch's nodes that accumulate the parameters' gradients belong to the caller's
-stream, and a captured backward that meets one on the legacy stream is invalidated by CUDA.
-"""
+    from subtensors.dispatch.graph_pool import GraphPool
 
 
 class NotDifferentiable(Exception):
@@ -68,25 +62,39 @@ class TrainedBucket(Bucket):
     """Do results depend on what wants a gradient? They may not, as those of a whole training step."""
     own: dict[int, nn.Parameter]
     """What the program runs on in place of the parameters; see Note [Leaves of its own]."""
+    gradients_code: CompiledGradients | None = None
+    """The program and its gradients as compiled code, where that is asked for."""
+    is_compiled = False
+    saved: Sequence[Tensor] = ()
+    """What the compiled forward left for the backward."""
     met: frozenset[int] = frozenset()
     """Ids of parameters that the program reads from elsewhere too, as a list of a module's own: they get no alias."""
 
     def wanted(self, leaves: Sequence[Any]) -> list[Tensor]:
         """What of a call wants a gradient: arguments that are copied, then tensors that are read where they are."""
         copied = [leaves[source.leaf] for source in self.reading.sources]
-        return [x for x in copied if x.requires_grad] + self._fixed()
+        return [x for x in copied if x.requires_grad] + self.fixed()
 
-    def _fixed(self) -> list[Tensor]:
+    def fixed(self) -> list[Tensor]:
+        """What is read where it is and wants a gradient."""
         found = [*self.state.tensors(), *[x for x in self.others.values() if isinstance(x, Tensor)]]
         return list({id(t): t for t in found if t.requires_grad}.values())
 
     def _take_leaves(self) -> None:
         """Make the leaves that the next runs are on."""
-        self.own = self.state.aliases({*self.met, *map(id, self.others.values())}) if self.is_differentiable else {}
+        self.own = self._aliases() if self.is_differentiable else {}
+
+    def _aliases(self) -> dict[int, nn.Parameter]:
+        return self.state.aliases({*self.met, *map(id, self.others.values())})
+
+    def replaced(self) -> list[Tensor]:
+        """The tensors that the program can be run on others in place of."""
+        aliases = self._aliases()
+        return [t for t in self.fixed() if id(t) in aliases]
 
     def _differentiated(self) -> list[Tensor]:
         """What stands for `wanted` in the recorded program."""
-        return [*[s for s in self.statics if s.requires_grad], *[self.own.get(id(t), t) for t in self._fixed()]]
+        return [*[s for s in self.statics if s.requires_grad], *[self.own.get(id(t), t) for t in self.fixed()]]
 
     def _make_inputs(self, reading: Reading) -> None:
         super()._make_inputs(reading)
@@ -94,12 +102,20 @@ class TrainedBucket(Bucket):
             static.requires_grad_(source.requires_grad)
 
     def _forward(self) -> Outputs:
+        """The results; `roots_at` is set."""
+        if self.is_compiled:
+            assert self.gradients_code is not None
+            given = [*self.inputs(), *self.replaced()]
+            outputs, self.roots_at, self.saved = self.gradients_code.forward(self, given)
+            return outputs
         with self.state.own_leaves(self.own):
             outputs = self.run_on(self.inputs())
-        self._check(outputs)
+        self.check(outputs)
+        self.roots_at = outputs.roots()
         return outputs
 
-    def _check(self, outputs: Outputs) -> None:
+    def check(self, outputs: Outputs) -> None:
+        """Raise NotDifferentiable where no gradients of these results can be recorded."""
         if any(s.requires_grad and s.dims is not None for s in self.reading.sources):
             raise NotDifferentiable("a PaddedTensor among the arguments wants a gradient: hand over the plain tensor")
         for leaf in outputs.leaves:
@@ -111,14 +127,17 @@ class TrainedBucket(Bucket):
 
         def both() -> None:
             outputs = self._forward()
-            roots = _roots(outputs)
-            if roots:
-                self.met |= leaves_behind(roots) & self.own.keys()
-                wrt = self._differentiated()
-                with self.state.own_leaves(self.own):
-                    torch.autograd.grad(roots, wrt, [torch.zeros_like(r) for r in roots], allow_unused=True)
+            if self.roots_at:
+                if not self.is_compiled:
+                    roots = [outputs.leaves[i].value for i in self.roots_at]
+                    self.met |= leaves_behind(roots) & self.own.keys()
+                self._take(outputs)
+                self._differentiate()
 
         with recording_modes(records=True):
+            if self.gradients_code is not None:
+                self.gradients_code.prepare(self)
+                self.is_compiled = not self.gradients_code.refusal
             self._take_leaves()
             self.pool.run(both) if self.pool is not None else both()
 
@@ -133,23 +152,39 @@ class TrainedBucket(Bucket):
                     self._take(self._forward())
                     self._backward_by_host()
             else:
-                before = self.pool.bytes()
-                started = time.perf_counter()
-                self.graph, outputs = self.pool.capture(self._forward)
-                self._take(outputs)
-                self.is_differentiable = bool(self.roots_at)
-                if self.is_differentiable:
-                    self.backward_graph, self.gradients = self.pool.capture(self._differentiate)
-                self.statistics.graph_bytes = self.pool.bytes() - before
-                self.statistics.captures += 1
-                self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
+                self._capture(self.pool)
             self._forget_autograd()
         if any(alias.grad is not None for alias in self.own.values()):
             raise NotDifferentiable("the program accumulates gradients itself, and returns what wants more")
         self.statistics.is_recorded = True
 
+    def _capture(self, pool: GraphPool) -> None:
+        if not self.is_differentiable and (obstacle := self.state.optimizers.obstacle()):
+            raise NotDifferentiable(obstacle)
+        before = pool.bytes()
+        started = time.perf_counter()
+        for t in self.fixed():
+            if id(t) not in self.own and type(t) in (Tensor, nn.Parameter):
+                torch_private.take_new_accumulator(t)
+        self.effects = SideEffects(self.state)
+        with self.effects.recorded():
+            self.graph, outputs = pool.capture(self._forward)
+        self._take(outputs)
+        del outputs
+        self.is_differentiable = bool(self.roots_at)
+        self.gradients = []
+        if self.is_differentiable:
+            self.backward_graph, self.gradients = pool.capture(self._differentiate)
+        self._forget_autograd()
+        assert self.outputs is not None
+        places = pool.unowned([*self.outputs.tensors(), *[g for g in self.gradients if g is not None]])
+        self.outputs = self.outputs.elsewhere(places)
+        self.gradients = [None if g is None else places.get(g, g) for g in self.gradients]
+        self.statistics.graph_bytes = pool.bytes() - before
+        self.statistics.captures += 1
+        self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
+
     def _take(self, outputs: Outputs) -> None:
-        self.roots_at = [i for i, leaf in enumerate(outputs.leaves) if _is_root(leaf.value)]
         self.outputs = outputs
         if not hasattr(self, "root_gradients"):
             self.root_gradients = [torch.zeros_like(outputs.leaves[i].value) for i in self.roots_at]
@@ -157,6 +192,11 @@ class TrainedBucket(Bucket):
 
     def _differentiate(self) -> list[Tensor | None]:
         assert self.outputs is not None
+        if self.is_compiled:
+            assert self.gradients_code is not None
+            saved, self.saved = self.saved, []
+            given = [*self.inputs(), *self.replaced()]
+            return self.gradients_code.backward(self, saved, given, self.root_gradients)
         roots = [self.outputs.leaves[i].value for i in self.roots_at]
         wrt = self._differentiated()
         # A backward may run parts of the program again.
@@ -174,10 +214,16 @@ class TrainedBucket(Bucket):
     def replay(self, host: dict[Any, Any]) -> None:
         """Run the forward on what was loaded."""
         if self.pool is not None:
+            self.effects.before_replay()
             super().replay(host)
+            self.effects.after_replay()
             return
         with recording_modes(records=True):
             self._take(self._forward())
+
+    def obstacle(self) -> str:
+        """Why the program must not be replayed now; "" where it may."""
+        return self.effects.obstacle() if self.graph is not None else ""
 
     def replay_backward(self, gradients: Sequence[Tensor | None], host: dict[Any, Any]) -> list[Tensor | None]:
         """Run the backward.
@@ -197,7 +243,7 @@ class TrainedBucket(Bucket):
             dims = self.outputs.leaves[at].dims or ()
             which = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
             sizes = [size_on_host(size_of(factors), host) for factors in dims] or [0]
-            self._gradient_load(at, static, which)([gradient.to(static.dtype)], tuple(sizes))
+            self._gradient_load(at, static, which, len(sizes))([gradient.to(static.dtype)], tuple(sizes))
         if self.backward_graph is not None:
             self.backward_graph.replay()
         else:
@@ -205,28 +251,29 @@ class TrainedBucket(Bucket):
                 self._backward_by_host()
         return self._cut_gradients(host)
 
-    def _gradient_load(self, at: int, static: Tensor, which: tuple[int, ...]) -> InputLoad:
+    def _gradient_load(self, at: int, static: Tensor, which: tuple[int, ...], count: int) -> InputLoad:
         key = ((at,), which)
         if key not in self._load_gradients:
-            unread = torch.zeros(max(len(which), 1), dtype=torch.int64, device=static.device)
+            unread = torch.zeros(count, dtype=torch.int64, device=static.device)
             self._load_gradients[key] = InputLoad([static], [which], unread)
         return self._load_gradients[key]
 
     def _cut_gradients(self, host: dict[Any, Any]) -> list[Tensor | None]:
         copied = [source for source in self.reading.sources if source.requires_grad]
-        found: list[Tensor | None] = []
-        for i, gradient in enumerate(self.gradients):
-            if gradient is None:
-                found.append(None)
-            elif i < len(copied):
-                source = copied[i]
+        found = list(self.gradients)
+        for i, source in enumerate(copied):
+            if (gradient := found[i]) is not None:
                 true = [
                     n if k < 0 else host[self.reading.dims[k].symbol]
                     for n, k in zip(source.shape, source.which, strict=True)
                 ]
-                found.append(gradient[tuple(map(slice, true))].clone(memory_format=torch.contiguous_format))
-            else:
-                found.append(gradient.clone())
+                found[i] = gradient[tuple(map(slice, true))].clone(memory_format=torch.contiguous_format)
+        whole = [g for g in found[len(copied) :] if g is not None]
+        if whole:
+            own = [torch.empty_like(g) for g in whole]
+            torch._foreach_copy_(own, whole)
+            rest = iter(own)
+            found[len(copied) :] = [None if g is None else next(rest) for g in found[len(copied) :]]
         return found
 
     def forget_graph(self) -> None:
@@ -239,6 +286,14 @@ class TrainedBucket(Bucket):
         if hasattr(self, "root_gradients"):
             del self.root_gradients
         super().forget_graph()
+
+
+def refuse_second_order() -> None:
+    """Raise RuntimeError where a backward is asked to be differentiable itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: the gradients of a bucketed program have no gradients; differentiate the program itself"
+        )
 
 
 class Replayed(torch.autograd.Function):
@@ -255,9 +310,9 @@ class Replayed(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """The gradients of what wanted one."""
+        refuse_second_order()
         return None, *ctx.call.backward(ctx.saved_tensors, gradients)
 
 
@@ -347,11 +402,3 @@ class ReplayClock:
         """The count after one more."""
         self.now += 1
         return self.now
-
-
-def _is_root(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
-
-def _roots(outputs: Outputs) -> list[Tensor]:
-    return [leaf.value for leaf in outputs.leaves if _is_root(leaf.value)]

@@ -1,0 +1,101 @@
+"""A graph that computes a program and its gradients, cut into a forward and a backward one.
+
+What the forward leaves for the backward is chosen as torch's compiler chooses it: the cut of least memory traffic,
+where the backward computes cheap values again. Values that are random are never computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from subtensors.dispatch import torch_capture
+from subtensors.dispatch.torch_capture import NotFunctional
+
+
+class Halves:
+    """The forward and the backward of a joint graph.
+
+    Args:
+        joint: returns results, then gradients, then the tensors that stand for the gradients of results, which the
+            backward is given instead.
+        results, gradients: how many of each.
+        traces: the nodes of the joint graph as the program was traced at each of some sizes, with their values.
+
+    Raises:
+        NotFunctional: it writes to tensors in place.
+    """
+
+    def __init__(
+        self, joint: fx.GraphModule, results: int, gradients: int, traces: Sequence[Sequence[fx.Node]]
+    ) -> None:
+        if (written := next(filter(_writes, joint.graph.nodes), None)) is not None:
+            raise NotFunctional(f"{written.target} writes in place")
+        own = dict(zip(traces[-1], traces[0], strict=True))
+        chosen = [own[n] for n in torch_capture.saved_values(traces[-1][0].graph, joint, results, gradients)]
+        outs = _outs(joint.graph)
+        wanted, tangents = outs[results : results + gradients], outs[results + gradients :]
+        inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
+        saved = [n for n in dict.fromkeys([*chosen, *_random(joint.graph)]) if n not in inputs]
+        needed = _needed(wanted, [*saved, *inputs, *tangents])
+        saved = [n for n in saved if n in needed]
+        self.read = [i for i, n in enumerate(inputs) if n in needed]
+        """Which of the inputs the backward is given, after what was saved and before the gradients of results."""
+        self.forward = _extracted(joint, inputs, [*outs[:results], *saved])
+        self.backward = _extracted(joint, [*saved, *[inputs[i] for i in self.read], *tangents], wanted)
+        places = {node: i for i, node in enumerate(traces[0])}
+        self.varying = [_varying([trace[places[n]] for trace in traces]) for n in [*saved, *tangents]]
+        """The dims that differ between sizes, of each tensor that was saved and of each gradient of a result."""
+
+
+def _outs(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
+
+
+def _random(graph: fx.Graph) -> list[fx.Node]:
+    """The tensors that random ops make."""
+    found = [
+        n
+        for n in graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
+    ]
+    return [part for n in found for part in (n.users if isinstance(n.meta.get("val"), (tuple, list)) else [n])]
+
+
+def _needed(wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> set[fx.Node]:
+    """What some nodes are computed from where others are given: of these the ones that are met, and all else."""
+    ends, found = set(given), set()
+    todo = list(wanted)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(() if node in ends else node.all_input_nodes)
+    return found
+
+
+def _extracted(joint: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> fx.GraphModule:
+    """The part of a graph that computes some nodes from others, which are its inputs."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(given):
+        made[node] = graph.placeholder(f"given_{i}")
+        made[node].meta = dict(node.meta)
+    needed = _needed(wanted, given)
+    for node in joint.graph.nodes:
+        if node in needed and node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[node] for node in wanted])
+    return fx.GraphModule(joint, graph)
+
+
+def _varying(at_sizes: Sequence[fx.Node]) -> list[int]:
+    shapes: list[Any] = [getattr(node.meta.get("val"), "shape", ()) for node in at_sizes]
+    return [d for d, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]

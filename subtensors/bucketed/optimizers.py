@@ -1,0 +1,76 @@
+"""The optimizers that a program steps: what a graph of it holds of them, and what stays live.
+
+A captured step writes to the optimizer's state where it was, and repeats its numbers. Those of `st.optim` are handed to
+each replay; another optimizer whose numbers changed is recorded again, unless they are tensors on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.graph_numbers import GraphNumbers
+from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.recorded_step import step_signature
+
+
+class Optimizers:
+    """Some optimizers, as they were when they were last looked at.
+
+    Args:
+        found: those that a program reaches.
+    """
+
+    def __init__(self, found: Sequence[torch.optim.Optimizer]) -> None:
+        self._found = list(found)
+        self.look()
+
+    def look(self) -> None:
+        """Take what is there now for what is recorded."""
+        self._state = self.tensors()
+        self._guard = torch_private.AddressGuard(self._state)
+        with torch.no_grad():
+            # Keeps the memory, also where `.data` is replaced.
+            self._memory = [t.detach() for t in self._state]
+        self._options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
+
+    def tensors(self) -> list[Tensor]:
+        """Their state."""
+        return [t for opt in self._found for own in opt.state.values() for t in own.values() if isinstance(t, Tensor)]
+
+    def moved(self) -> str:
+        """What is no longer as recorded, in words; "" where nothing is."""
+        if not self._found:
+            return ""
+        if not self._guard.matches(self.tensors()):
+            return "the state of an optimizer was replaced"
+        options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
+        if options != self._options:
+            return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
+        return ""
+
+    def obstacle(self) -> str:
+        """Why their steps can't be a part of a graph; "" where they can."""
+        if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self._found):
+            return "an optimizer updates in every so many steps (accumulate=), and a graph does the same in each"
+        return ""
+
+    def hand_over(self, to: GraphNumbers) -> None:
+        """Give a graph the live numbers of now."""
+        for opt in self._found:
+            if isinstance(opt, Optimizer) and opt._is_fused:
+                for index, group in enumerate(opt.param_groups):
+                    _, numbers, hosts = step_signature(opt, group, group["params"][0].device)
+                    to.set((id(opt), index), numbers, hosts)
+
+
+def _options(opt: torch.optim.Optimizer, group: dict[str, Any]) -> list[Any]:
+    """What of a group a graph holds; tensors by where they are."""
+    if isinstance(opt, Optimizer) and opt._is_fused:
+        return list(step_signature(opt, group, group["params"][0].device)[0])
+    values = [(name, value) for name, value in group.items() if name not in ("params", "initial_lr")]
+    return [(name, value.data_ptr() if isinstance(value, Tensor) else value) for name, value in values]

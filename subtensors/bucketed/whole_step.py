@@ -1,0 +1,75 @@
+"""What a recorded program does beside its results: gradients that it accumulates itself, steps of optimizers, writes.
+
+A program that returns nothing that wants a gradient may still call `backward` and step an optimizer. A graph of it
+writes to the gradients that it found, where they lay, or makes some in its own memory. The latter are nobody's after
+the call: the next graph may overwrite them. So a parameter then has no gradient, rather than one of some other time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from subtensors.bucketed.state import State
+from subtensors.dispatch.graph_numbers import GraphNumbers
+
+
+class SideEffects:
+    """What the replays of one graph do.
+
+    Args:
+        state: of the program.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.numbers = GraphNumbers()
+        self._accumulated: list[tuple[Tensor, Tensor]] = []
+        """Parameters whose gradient the graph adds to where it lies, and that gradient."""
+        self._dropped: list[Tensor] = []
+        """Parameters whose gradient is in the graph's memory."""
+        self._written: list[Tensor] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """The program is captured meanwhile."""
+        tensors = [*self.state.tensors(), *self.state.optimizers.tensors()]
+        params = list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
+        counted = [t for t in tensors if not t.is_inference()]
+        versions = [t._version for t in counted]
+        found = [p.grad for p in params]
+        with self.numbers.kept():
+            try:
+                yield
+            except BaseException:  # nothing was done
+                for p, before in zip(params, found, strict=True):
+                    p.grad = before
+                raise
+        for p, before in zip(params, found, strict=True):
+            if p.grad is not before:
+                self._dropped.append(p)
+                p.grad = None
+            elif before is not None:
+                self._accumulated.append((p, before))
+        self._written = [t for t, version in zip(counted, versions, strict=True) if t._version != version]
+
+    def obstacle(self) -> str:
+        """Why the graph must not be replayed now; "" where it may."""
+        if any(p.grad is not gradient for p, gradient in self._accumulated):
+            return "a gradient that the program adds to was replaced: let zero_grad(set_to_none=False) keep it"
+        return ""
+
+    def before_replay(self) -> None:
+        """Hand the numbers of the optimizers over."""
+        self.state.optimizers.hand_over(self.numbers)
+        self.numbers.upload()
+
+    def after_replay(self) -> None:
+        """Tell autograd, and whoever looks at gradients."""
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        for p in self._dropped:
+            p.grad = None

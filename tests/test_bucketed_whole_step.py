@@ -1,0 +1,163 @@
+"""A whole training step as one graph a bucket: what it does beside its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+
+SEQ = st.Dim("seq", max=32, buckets=8)
+DIMS = {"x": {0: SEQ}}
+
+
+class Net(nn.Module):
+    """Rows meet, so that padding would show."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 1)
+        self.to(device, torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.first(x).softmax(0)) ** 2).mean()
+
+
+def rows(n: int, device: str) -> Tensor:
+    return torch.randn(n, 4, dtype=torch.float64, device=device)
+
+
+def step_of(net: nn.Module, opt: Any, order: str = "last") -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        if order == "first":
+            opt.zero_grad()
+        loss = net(x)
+        loss.backward()
+        opt.step()
+        if order == "last":
+            opt.zero_grad()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def same_weights(net: nn.Module, alone: nn.Module) -> None:
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "torch SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    "SGD": lambda net: st.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    "AdamW": lambda net: st.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1),
+    "clipped": lambda net: st.optim.AdamW(net.parameters(), lr=0.01, max_norm=0.05),
+    "captured": lambda net: st.optim.AdamW(net.parameters(), lr=0.01, graph=True),
+}
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_earlier_loss_may_be_alive_and_learning_rates_may_change(device: str, name: str, order: str) -> None:
+    net, alone = Net(device), Net(device)
+    own, other = OPTIMIZERS[name](net), OPTIMIZERS[name](alone)
+    earlier = net(rows(3, device))
+    run, plain = st.bucketed(step_of(net, own, order), DIMS), step_of(alone, other, order)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.8) for opt in (own, other)]
+    sizes = (5, 6, 20, 5, 17, 8, 7, 30, 22)
+    for n in sizes:
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), plain(x))
+        for schedule in schedules:
+            schedule.step()
+        same_weights(net, alone)
+    stats = run.stats()
+    assert not stats.fallbacks
+    # Only numbers of `st.optim` are handed to a replay; another optimizer is recorded again.
+    assert stats.hits == (0 if name.startswith("torch") else 6)
+    assert earlier.requires_grad
+
+
+def test_state_that_was_loaded_is_what_the_next_step_continues_from(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    own, other = (st.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, alone))
+    run, plain = st.bucketed(step_of(net, own), DIMS), step_of(alone, other)
+    for i in range(6):
+        x = rows(5, device)
+        run(x), plain(x)
+        if i == 3:
+            for opt in (own, other):
+                saved = opt.state_dict()
+                for entry in saved["state"].values():
+                    entry["momentum_buffer"] = entry["momentum_buffer"].neg()
+                opt.load_state_dict(saved)
+        same_weights(net, alone)
+    assert run.stats().hits == 4
+
+
+def test_backward_through_a_loss_from_before_a_step_is_refused_as_torch_refuses_it(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(step_of(net, st.optim.SGD(net.parameters(), lr=0.1)), DIMS)
+    for _ in range(2):
+        run(rows(5, device))
+    earlier = net(rows(3, device))
+    run(rows(5, device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier.backward()
+
+
+def test_gradients_that_a_program_accumulates_are_added_to_where_they_lie(device: str) -> None:
+    net, alone = Net(device), Net(device)
+
+    def program_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def program(x: Tensor) -> Tensor:
+            loss = model(x)
+            loss.backward()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        return program
+
+    run, plain = st.bucketed(program_of(net), DIMS), program_of(alone)
+    for i, n in enumerate((5, 6, 20, 7, 18, 8)):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), plain(x))
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+        if i == 3:
+            for model in (net, alone):
+                model.zero_grad(set_to_none=False)
+    assert run.stats().hits == 4
+    # Where they were replaced the program runs as it is.
+    for model in (net, alone):
+        model.zero_grad()
+    x = rows(5, device)
+    run(x), plain(x)
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+    assert len(run.stats().fallbacks) == (1 if device == "cuda" else 0)
+
+
+@pytest.mark.gpu
+def test_gradients_that_a_step_leaves_in_its_graph_are_nobodys_afterwards() -> None:
+    net = Net("cuda")
+    run = st.bucketed(step_of(net, st.optim.SGD(net.parameters(), lr=0.1), "first"), DIMS)
+    for n in (5, 6, 20, 7):
+        run(rows(n, "cuda"))
+        assert all(p.grad is None for p in net.parameters())
+    assert run.stats().hits == 2
+
+
+def test_an_optimizer_that_updates_in_every_other_step_is_no_part_of_a_graph(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    own, other = (st.optim.SGD(n.parameters(), lr=0.1, accumulate=2) for n in (net, alone))
+    run, plain = st.bucketed(step_of(net, own), DIMS), step_of(alone, other)
+    for n in (5, 6, 20, 7):
+        x = rows(n, device)
+        run(x), plain(x)
+        same_weights(net, alone)
+    if device == "cuda":
+        assert "every so many steps" in next(iter(run.stats().fallbacks))
