@@ -6,7 +6,19 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from subtensors.bench import bucketed, chunked, figures, fit_plan, gpt2_step, lend, optim, padded_ops, pointwise, static
+from subtensors.bench import (
+    bucketed,
+    bucketed_training,
+    chunked,
+    figures,
+    fit_plan,
+    gpt2_step,
+    lend,
+    optim,
+    padded_ops,
+    pointwise,
+    static,
+)
 
 # Each benchmark declares its options, and with them the function that runs it.
 BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -18,6 +30,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
     "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
+    "bucketed-training": ("training on batches of varying lengths, the same ways", bucketed_training.add_arguments),
     "padded-ops": ("ops over what is real in a padded tensor, beside masked torch", padded_ops.add_arguments),
     "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
 }

@@ -1,0 +1,190 @@
+"""The benchmark of training with `st.bucketed`: GPT-2 on batches of varying lengths."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from subtensors.bench.bucketed_training_variants import VARIANTS, Step
+from subtensors.bench.gpt2_step import FULL, GPT2, TINY
+from subtensors.bench.rows import Setting
+from subtensors.bench.sweep import names, wide_console
+from subtensors.bench.table import describe, figure
+from subtensors.bench.timing import synchronize
+
+LENGTHS = (16, 512)
+STEPS = 100
+PASSES = 3
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One way to train on batches of varying lengths, in a process of its own.
+
+    Args:
+        variant: which way.
+        batch: sequences a step.
+        steps: of a pass.
+        distinct: lengths among them.
+        first_pass_s: the first pass, with all that is compiled and captured, while others got ready as well.
+        step_ms: mean of a pass whose steps are enqueued back to back; the median of some passes, one process at a time.
+        reserved_mb: the device memory that torch held at the end, pools of graphs included, MiB; None on a CPU.
+        graphs: captured; None where nobody counts.
+        recompiles: after the first compilation; None where nobody counts.
+        loss: mean of the last pass.
+        setting: where it was measured.
+    """
+
+    variant: str
+    batch: int
+    steps: int
+    distinct: int
+    first_pass_s: float
+    step_ms: float
+    reserved_mb: float | None
+    graphs: int | None
+    recompiles: int | None
+    loss: float
+    setting: Setting = field(repr=False)
+
+
+def measure(variant: str, batch: int, tiny: bool, device: str, wait: bool = False) -> TrainingRow:
+    """Train one way.
+
+    Args:
+        variant: a key of `VARIANTS`.
+        batch: sequences a step.
+        tiny: a small model and few steps.
+        device: "cpu" or "cuda".
+        wait: say on stdout when the first pass is done, and go on when there is a line on stdin.
+
+    Returns:
+        what was measured.
+    """
+    size, _, vocabulary = TINY if tiny else FULL
+    longest = min(LENGTHS[1], size.context)
+    source = random.Random(0)
+    lengths = [source.randint(min(LENGTHS[0], longest // 2), longest) for _ in range(6 if tiny else STEPS)]
+    torch.manual_seed(0)
+    model = GPT2(size, vocabulary).to(device)
+    batches = [torch.randint(vocabulary, (batch, n + 1), device=device) for n in lengths]
+    pairs = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in batches]
+    way = VARIANTS[variant].make(model, longest)
+    first_pass_s, _ = _pass(way.step, pairs, device)
+    if wait:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    times, losses = zip(*[_pass(way.step, pairs, device) for _ in range(PASSES)], strict=True)
+    runner = way.runner
+    stats = None if runner is None else runner.stats()
+    return TrainingRow(
+        variant, batch, len(pairs), len(set(lengths)), first_pass_s,
+        step_ms=median(times) / len(pairs) * 1e3,
+        reserved_mb=torch.cuda.memory_reserved() / 2**20 if device == "cuda" else None,
+        graphs=None if stats is None else stats.captures,
+        recompiles=None if stats is None else max(r.stats().recompiles for r in (runner, *way.inner)),
+        loss=losses[-1],
+        setting=Setting.now(device, tiny),
+    )  # fmt: skip
+
+
+def _pass(step: Step, pairs: Sequence[tuple[Tensor, Tensor]], device: str) -> tuple[float, float]:
+    """Seconds of one pass, and its mean loss."""
+    synchronize(device)
+    started = time.perf_counter()
+    losses = [step(*pair) for pair in pairs]
+    synchronize(device)
+    seconds = time.perf_counter() - started
+    return seconds, float(torch.stack(losses).mean())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmark's options."""
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    parser.add_argument("--ready-s", type=float, default=240, help="seconds for the first pass (%(default)s)")
+    parser.add_argument("--row", metavar="VARIANT", help="measure one row here, when told to, and print its JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Have all ways get ready side by side, then measure one after another; 1 where a row could not be measured."""
+    if options.row:
+        print(json.dumps(asdict(measure(options.row, options.batch, options.tiny, options.device, wait=True))))
+        return 0
+    chosen = [
+        v for v in names(options.variants, list(VARIANTS), "variant")
+        if options.device == "cuda" or not VARIANTS[v].needs_gpu
+    ]  # fmt: skip
+    console = wide_console()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = options.out / "bucketed_training.json"
+    shared = ["--batch", str(options.batch), "--device", options.device, *["--tiny"] * options.tiny]
+    command = [sys.executable, "-m", "subtensors.bench", "bucketed-training", *shared, "--row"]
+    processes = {
+        v: subprocess.Popen([*command, v], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for v in chosen
+    }
+    rows: list[TrainingRow] = []
+    try:
+        ready = _ready(processes, options.ready_s)
+        for variant in chosen:
+            if variant not in ready:
+                console.print(f"{variant}: not measured")
+                continue
+            out, _ = processes[variant].communicate("now\n", timeout=options.ready_s)
+            values = json.loads(out.splitlines()[-1])
+            rows.append(TrainingRow(**{**values, "setting": Setting(**values["setting"])}))
+            lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+            data.write_text(f"[\n{lines}\n]\n")  # after each: what is cut short leaves what it measured
+            console.print(f"{variant:24} {rows[-1].step_ms:.4g} ms, {rows[-1].reserved_mb or 0:.0f} MiB")
+    finally:
+        for process in processes.values():
+            process.kill()
+    console.print(_table(rows))
+    return int(len(rows) < len(chosen))
+
+
+def _ready(processes: dict[str, subprocess.Popen[str]], seconds: float) -> set[str]:
+    """Which processes said in time that they are ready; the others failed, or took too long."""
+    done: set[str] = set()
+
+    def listen(variant: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == "ready":
+                done.add(variant)
+                return
+
+    threads = [threading.Thread(target=listen, args=pair, daemon=True) for pair in processes.items()]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
+    return done
+
+
+def _table(rows: Sequence[TrainingRow]) -> Table:
+    shown = Table(title=describe(rows))
+    for name in ("variant", "first pass s", "step ms", "reserved MiB", "graphs", "recompiles", "loss"):
+        shown.add_column(name, justify="left" if name == "variant" else "right")
+    for row in rows:
+        cells = (row.first_pass_s, row.step_ms, row.reserved_mb, row.graphs, row.recompiles, row.loss)
+        shown.add_row(row.variant, *(figure(cell, 4) for cell in cells))
+    return shown
