@@ -38,6 +38,7 @@ class GraphPool:
         self._last_number = torch_private.current_stream(device)
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._has_workspaces = False
         captures.watch(device)
         weakref.finalize(self, captures.when_idle, partial(_reset, self.graphs)).atexit = False
 
@@ -68,6 +69,8 @@ class GraphPool:
             raise RuntimeError("a graph can't be captured while the current stream is part of another one")
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
+        if not self._has_workspaces:
+            self.run(self._make_workspaces)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -85,6 +88,12 @@ class GraphPool:
         current.wait_stream(self.stream)
         self.graphs.append(graph)
         return graph, out
+
+    def _make_workspaces(self) -> None:
+        """Have cuBLAS and cuBLASLt make theirs for this stream, where a program was not run on it; they keep them."""
+        ones = torch.ones(8, 8, device=self.device)
+        torch.addmm(ones[0], ones @ ones, ones)
+        self._has_workspaces = True
 
     def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """For each tensor that is in the pool the same one without a claim on its memory.

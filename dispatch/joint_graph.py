@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from subtensors.dispatch import torch_capture
-from subtensors.dispatch.torch_capture import NotFunctional
+from subtensors.dispatch.torch_capture import NotFunctional, writes
 
 
 class Halves:
@@ -32,7 +32,7 @@ class Halves:
     def __init__(
         self, joint: fx.GraphModule, results: int, gradients: int, traces: Sequence[Sequence[fx.Node]]
     ) -> None:
-        if (written := next(filter(_writes, joint.graph.nodes), None)) is not None:
+        if (written := next(filter(writes, joint.graph.nodes), None)) is not None:
             raise NotFunctional(f"{written.target} writes in place")
         own = dict(zip(traces[-1], traces[0], strict=True))
         chosen = [own[n] for n in torch_capture.saved_values(traces[-1][0].graph, joint, results, gradients)]
@@ -53,10 +53,6 @@ class Halves:
 
 def _outs(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
 def _random(graph: fx.Graph) -> list[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,22 +45,42 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> It
 
 
 def _forget_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """Clean up after a capture that failed, which torch leaves half open where CUDA invalidated it. Checked on 2.11.
+    """Close a capture that failed, which torch leaves half open where CUDA invalidated it. Checked on 2.11.
 
-    The allocator stops serving the capture, the pool loses the reference it had taken, and the random generator, which
-    believes that it is being captured, is told otherwise by a capture of nothing. What fails first of these may just be
-    told of an error that is past, so it is tried again.
+    Its allocators, the one of pinned memory too, go on serving the capture, and the random generator believes that it
+    is being captured. All of them learn of an end from the graph alone, so it is given one: of a capture of nothing,
+    on the same stream.
     """
-    if _has_ended(graph):
-        graph.reset()
-        return
-    with suppress(RuntimeError):  # it may not have begun
+    nothing = torch.empty(1, device=device)
+    if not _has_ended(graph):
+        try:
+            _begin_capture(torch.cuda.current_stream(device))
+            nothing.zero_()
+            graph.capture_end()
+        except RuntimeError as error:  # it had not begun
+            _log.debug("a failed capture is closed piece by piece: %s", error)
+            _close_piece_by_piece(device, pool)
+            return
+    graph.reset()
+
+
+def _begin_capture(stream: torch.cuda.Stream) -> None:
+    """Have CUDA begin a capture that torch does not know of."""
+    thread_local = 1
+    status = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), thread_local)
+    if status:
+        raise RuntimeError(f"cuStreamBeginCapture: {status}")
+
+
+def _close_piece_by_piece(device: torch.device, pool: Any) -> None:
+    with suppress(RuntimeError):  # it may not serve the capture
         torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined]
+    nothing = torch.empty(1, device=device)
+    # The first thing that is asked of CUDA may be told of an error that is past.
     for _ in range(_ATTEMPTS):
         with torch.cuda.stream(torch.cuda.Stream(device)):
             try:
-                nothing = torch.empty(1, device=device)
                 empty = torch.cuda.CUDAGraph()
                 empty.capture_begin(capture_error_mode="thread_local")
                 nothing.zero_()
@@ -112,10 +133,13 @@ def traced(
     torch.compiler._is_compiling_flag = True
     try:
         with torch.no_grad():
-            module: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-            if simplified:
+            table = _simpler_ops() if simplified else None
+            module: torch.fx.GraphModule = make_fx(function, table, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                *inputs
+            )
+            if simplified and any(map(writes, module.graph.nodes)):
                 again = torch.func.functionalize(module, remove="mutations")
-                made = make_fx(again, _simpler_ops(), tracing_mode="fake", _allow_non_fake_inputs=True)
+                made = make_fx(again, table, tracing_mode="fake", _allow_non_fake_inputs=True)
                 try:
                     module = made(*[t.detach() for t in inputs])
                 except RuntimeError as error:  # torch calls it an internal assertion
@@ -125,6 +149,11 @@ def traced(
     finally:
         torch.compiler._is_compiling_flag = before
     return module
+
+
+def writes(node: torch.fx.Node) -> bool:
+    """Does an op of a graph write to its arguments?"""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
 def _simpler_ops() -> dict[Any, Callable[..., Any]]:
