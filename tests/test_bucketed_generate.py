@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import subtensors as st
+from subtensors.bucketed.bucket import Bucket
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -85,7 +86,8 @@ def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str,
         check(model, run, ids, attention_mask=mask if name in ("gpt2", "llama") else mask.flip(1), **WAYS[way])
     assert model.forward == plain
     if (name, device) == ("bart", "cuda"):
-        return  # its decoder asks the device for a position, so that it has no graph
+        assert run.stats().fallbacks  # its decoder asks the device for a position, so that it has no graph
+        return
     for part in (run, *run.programs.values()):
         assert not part.stats().fallbacks
         assert not any(bucket.refusal for bucket in part.recorder.buckets.values())
@@ -134,6 +136,46 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
     assert [(reason in why, count) for why, count in run.stats().fallbacks.items()] == [(True, 2)]
     with pytest.raises(st.RuleError, match=reason):
         st.bucketed(model, {"input_ids": {1: SEQ}}, on_miss="error").generate(ids, **options)
+
+
+@pytest.mark.parametrize("fails", ["update", "record"])
+def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
+    fails: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from subtensors.bucketed.generation_cache import PaddedStaticLayer
+
+    torch.manual_seed(0)
+    model = llama(device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    owner: Any = PaddedStaticLayer if fails == "update" else Bucket
+    plain, calls = getattr(owner, fails), []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:  # the second layer of the prompt, or the graph of the first decode step
+            raise RuntimeError("out of luck")
+        return plain(*args)
+
+    monkeypatch.setattr(owner, fails, failing)
+    for _ in range(2):
+        check(model, run, torch.randint(3, 50, (2, 10), device=device), do_sample=True)
+    assert list(run.stats().fallbacks.items()) == [("RuntimeError: out of luck", 2)]
+    assert len(calls) == 2
+
+
+def test_a_mistake_of_the_callers_is_raised_and_no_reason_to_go_without_graphs(device: str) -> None:
+    torch.manual_seed(0)
+    model = gpt2(device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    ids = torch.randint(3, 50, (1, 10), device=device)
+
+    def mistaken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores / (1 // (12 - ids.shape[1]))
+
+    with pytest.raises(ZeroDivisionError):
+        run.generate(ids, max_new_tokens=6, logits_processor=[mistaken])
+    check(model, run, ids)
+    assert not run.stats().fallbacks
 
 
 def test_generate_is_refused_where_nothing_generates(device: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from subtensors.dispatch import torch_capture
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.dims import Dim
@@ -45,6 +46,8 @@ class Generation:
         self.programs: dict[str, Bucketed] = {}
         self._caches: dict[int, Any] = {}
         self._filled = 0
+        self._refusal = ""
+        """Why a part of a call has no graph; the next calls don't try."""
         one_or_more = Sizes(sorted({1, *seq.buckets}))
         if model.config.is_encoder_decoder:
             new = Dim(f"{seq.name}_new", max=seq.max, min=1, buckets=one_or_more)
@@ -65,6 +68,8 @@ class Generation:
     def refusal(self, inputs: Tensor | None, options: Mapping[str, Any]) -> str:
         """Why the model must generate as it is; "" where it needn't."""
         asked = [name for name in OWN_WAYS if options.get(name) is not None]
+        if self._refusal:
+            return self._refusal
         if asked:
             return f"generate is asked for {asked[0]}"
         config = options.get("generation_config") or self.model.generation_config
@@ -85,7 +90,23 @@ class Generation:
         return ""
 
     def generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:
-        """`model.generate(inputs, **options)`, through the bucketed programs."""
+        """`model.generate(inputs, **options)`, through the bucketed programs.
+
+        Raises:
+            RuleError: a program can't be recorded; random numbers are where they were.
+        """
+        place = torch_capture.random_place(self.model.device)
+        try:
+            return self._generate(inputs, options)
+        except Exception as error:  # of a rule, of CUDA's, or the model's own
+            buckets = [b for program in self.programs.values() for b in program.recorder.buckets.values()]
+            self._refusal = next((b.refusal for b in buckets if b.refusal), "")
+            if not self._refusal and not isinstance(error, RuleError | SizeError):
+                raise
+            torch_capture.go_to_random_place(self.model.device, place)
+            raise RuleError(self._refusal or str(error)) from error
+
+    def _generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:
         config = options.get("generation_config") or self.model.generation_config
         cache = self._cache(_rows(inputs if inputs is not None else options["input_ids"], config, options))
         cache.reset()

@@ -8,7 +8,6 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,11 +18,11 @@ from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
 from subtensors.bucketed.generation import Generation, tokens_dim
 from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
-from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import Replayed, TrainedBucket, TrainedCall
+from subtensors.bucketed.visit import Visit, add_sizes
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
@@ -37,22 +36,6 @@ OnMiss = Literal["capture", "eager", "error"]
 
 READINGS = 4096
 """How many different keys a runner remembers."""
-
-
-@dataclass(slots=True)
-class _Visit:
-    """What is known of the calls of one key."""
-
-    reading: Reading | None
-    bucket: Bucket | None
-    refusal: str = ""
-    """Why such calls have no graph; "" where they do."""
-    error: Exception | None = None
-    calls: int = 0
-    elements: tuple[int, int] = (0, 0)
-    """Along the Dims: real ones, and the bucket's."""
-    outputs: Outputs | None = None
-    cuts: list[Cut] = field(default_factory=list)
 
 
 class Bucketed:
@@ -70,10 +53,12 @@ class Bucketed:
     ) -> None:
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.on_miss, self.max_waste = on_miss, max_waste
+        self.must_record = on_miss == "error"
+        """Is it an error where a call would run without a graph?"""
         self.state = State(program)
         self.recorder = Recorder(self._name(), self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
-        self._visits: OrderedDict[Any, _Visit] = OrderedDict()
+        self._visits: OrderedDict[Any, Visit] = OrderedDict()
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
         self._fallbacks: Counter[str] = Counter()
@@ -93,7 +78,7 @@ class Bucketed:
             try:
                 visit = self._visits.get(key)
             except TypeError as error:  # an argument without a hash
-                visit = _Visit(None, None, f"an argument can't be part of a graph's key: {error}")
+                visit = Visit(None, None, f"an argument can't be part of a graph's key: {error}")
             if visit is None:
                 visit = self._read(key, leaves, args, kwargs)
             visit.calls += 1
@@ -116,12 +101,12 @@ class Bucketed:
             self.state.needs_gradients() or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         )
 
-    def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Visit:
+    def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         self._example = self._example or (args, kwargs)
         visit = self._reading(key[:4], leaves, args, kwargs)
         if len(self._visits) >= READINGS:
             # What a forgotten key says of sizes is kept.
-            _add_sizes(self._visits.popitem(last=False)[1], self._sizes)
+            add_sizes(self._visits.popitem(last=False)[1], self._sizes)
         if visit.reading is not None or visit.error is not None:
             # Others may be of objects that it must not keep alive.
             self._visits[key] = visit
@@ -130,7 +115,7 @@ class Bucketed:
             self.warmup(*args, **kwargs)
         return visit
 
-    def _reading(self, shared: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Visit:
+    def _reading(self, shared: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         try:
             places = self.dims.of_leaves(args, kwargs)
             reading = read(leaves, places, shared)
@@ -139,10 +124,10 @@ class Bucketed:
             if "padded on one Dim" in str(error) or " in another argument" in str(error):
                 raise
             # Without the size: one reason for all of them.
-            return _Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
+            return Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
         except Unreadable as error:
-            return _Visit(None, None, str(error))
-        visit = _Visit(reading, None)
+            return Visit(None, None, str(error))
+        visit = Visit(reading, None)
         real = padded = 1
         for size, bucket in zip(reading.sizes, reading.buckets, strict=True):
             real, padded = real * size, padded * bucket
@@ -191,7 +176,7 @@ class Bucketed:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, visit: _Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
         assert reading is not None
@@ -225,7 +210,7 @@ class Bucketed:
         assert bucket.outputs is not None
         return bucket.outputs.assembled(results)
 
-    def _replayed(self, bucket: Bucket, visit: _Visit, leaves: list[Any], reading: Reading) -> list[Any]:
+    def _replayed(self, bucket: Bucket, visit: Visit, leaves: list[Any], reading: Reading) -> list[Any]:
         if bucket.pool is not None:
             bucket.pool.order()
         self.recorder.replays.tick()
@@ -236,7 +221,7 @@ class Bucketed:
             visit.cuts = bucket.outputs.cuts(reading.host) if bucket.outputs is not None else []
         return [cut() for cut in visit.cuts]
 
-    def _followed(self, bucket: TrainedBucket, visit: _Visit, leaves: list[Any], reading: Reading) -> Any:
+    def _followed(self, bucket: TrainedBucket, visit: Visit, leaves: list[Any], reading: Reading) -> Any:
         """A replay that is a node of the caller's autograd graph."""
         assert bucket.outputs is not None
         outputs = bucket.outputs
@@ -246,7 +231,7 @@ class Bucketed:
         bucket.statistics.hits += 1
         return outputs.assembled([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
-    def _count(self, bucket: Bucket, visit: _Visit) -> None:
+    def _count(self, bucket: Bucket, visit: Visit) -> None:
         statistics = bucket.statistics
         statistics.calls += 1
         statistics.real += visit.elements[0]
@@ -257,7 +242,7 @@ class Bucketed:
         return self.program(*args, **kwargs)
 
     def _note_fallback(self, why: str, error: Exception | None = None) -> None:
-        if self.on_miss == "error":
+        if self.must_record:
             raise error or RuleError(f"no graph for this call: {why}")
         if not self._fallbacks[why]:
             _log.warning("%s runs at its true sizes, without a graph: %s", self._name(), why)
@@ -268,7 +253,7 @@ class Bucketed:
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def _first(self, visit: _Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call by running the program once, and record it for those to come."""
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
@@ -285,7 +270,7 @@ class Bucketed:
         return result
 
     def _note_refusal(self, bucket: Bucket) -> None:
-        if self.on_miss == "error":
+        if self.must_record:
             raise RuleError(f"no graph for this call: {bucket.refusal}")
         _log.warning("%s can't be recorded at %s: %s", self._name(), bucket.statistics.sizes, bucket.refusal)
 
@@ -355,16 +340,20 @@ class Bucketed:
                 seq = tokens_dim(self.program, self.dims.by_name)
                 self._generation = Generation(self.program, seq, self._likewise)
             why = self._generation.refusal(inputs, options)
-            if why:
-                self._note_fallback(why)
-                return self.program.generate(inputs, **options)  # type: ignore[attr-defined]
-            return self._generation.generate(inputs, options)
+            if not why:
+                try:
+                    return self._generation.generate(inputs, options)
+                except RuleError as error:
+                    why = str(error)
+            self._note_fallback(why)
+            return self.program.generate(inputs, **options)  # type: ignore[attr-defined]
 
     def _likewise(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> Bucketed:
-        """Another program bucketed with the options of this one."""
+        """Another program bucketed with the options of this one, which never runs at its true sizes instead."""
         r = self.recorder
-        options = r.max_graphs, r.memory_limit, self.on_miss, self.max_waste, r.compile_options
-        return Bucketed(program, dims, *options)
+        made = Bucketed(program, dims, r.max_graphs, r.memory_limit, "capture", None, r.compile_options)
+        made.must_record = True
+        return made
 
     @property
     def programs(self) -> dict[str, Bucketed]:
@@ -386,7 +375,7 @@ class Bucketed:
         with self._lock:
             sizes = {name: Counter(counted) for name, counted in self._sizes.items()}
             for visit in self._visits.values():
-                _add_sizes(visit, sizes)
+                add_sizes(visit, sizes)
             return self.recorder.statistics(self._fallbacks, sizes)
 
     def recorded(self) -> list[Bucket]:
@@ -425,9 +414,3 @@ class Bucketed:
             self.recorder.release()
             if self._generation is not None:
                 self._generation.release()
-
-
-def _add_sizes(visit: _Visit, sizes: dict[str, Counter[int]]) -> None:
-    if visit.reading is not None:
-        for dim, size in zip(visit.reading.dims, visit.reading.sizes, strict=True):
-            sizes.setdefault(dim.name, Counter())[size] += visit.calls

@@ -1,0 +1,33 @@
+"""What a runner knows of the calls of one key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from subtensors.bucketed.arguments import Reading
+from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.outputs import Cut, Outputs
+
+
+@dataclass(slots=True)
+class Visit:
+    """One key, its bucket, and how a result of the bucket is cut for it."""
+
+    reading: Reading | None
+    bucket: Bucket | None
+    refusal: str = ""
+    """Why such calls have no graph; "" where they do."""
+    error: Exception | None = None
+    calls: int = 0
+    elements: tuple[int, int] = (0, 0)
+    """Along the Dims: real ones, and the bucket's."""
+    outputs: Outputs | None = None
+    cuts: list[Cut] = field(default_factory=list)
+
+
+def add_sizes(visit: Visit, sizes: dict[str, Counter[int]]) -> None:
+    """Count how often each true size was seen, by Dim."""
+    if visit.reading is not None:
+        for dim, size in zip(visit.reading.dims, visit.reading.sizes, strict=True):
+            sizes.setdefault(dim.name, Counter())[size] += visit.calls
