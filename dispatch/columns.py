@@ -29,7 +29,7 @@ class Elements(list[Tensor]):
         keeps_layout: a tensor whose address is what it was in the last call with this list has the shape,
             strides and dtype it had then, as parameters do. Then addresses are all that is read again.
         like: the list that promises so for this one, as a list of parameters does for their gradients, of which
-            there is a new list in each step.
+            there is a new list in each step. It can't promise for strides, since who assigns a gradient chooses those.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class ColumnGuard:
         if places is None or not places.matches(column):
             if not self._metadata.matches(column):
                 return False
-            places = self._places[holder] = torch_private.AddressGuard(column)
+            guard = torch_private.AddressGuard if column is holder else torch_private.PlaceGuard
+            places = self._places[holder] = guard(column)
         addresses.append(places.addresses)
         return True
 

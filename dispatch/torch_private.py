@@ -167,6 +167,24 @@ class AddressGuard:
         return next(i for i, (t, at) in enumerate(zip(tensors, self.addresses, strict=True)) if t.data_ptr() != at)
 
 
+class PlaceGuard(AddressGuard):
+    """Are these tensors where those were, and laid out as they were?
+
+    A vector at its address is the same one; what has more dimensions may have been transposed there.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._matrices = [i for i, t in enumerate(tensors) if t.ndim > 1]
+        self._layouts = MetadataGuard([tensors[i] for i in self._matrices])
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Is every tensor where and as the one in its place was?"""
+        if not super().matches(tensors):
+            return False
+        return not self._matrices or self._layouts.matches([tensors[i] for i in self._matrices])
+
+
 _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 

@@ -149,6 +149,35 @@ def test_a_gradient_of_another_layout_is_never_read_as_if_it_had_the_old_one(dev
     pair.assert_equal()
 
 
+TRANSPOSES = {
+    "p.grad = p.grad.t()": lambda p: setattr(p, "grad", p.grad.t()),
+    "p.grad.t_()": lambda p: p.grad.t_(),
+    "p.grad.data = p.grad.t()": lambda p: setattr(p.grad, "data", p.grad.t()),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "captured", "packed"])
+@pytest.mark.parametrize("count", [2, 20])
+@pytest.mark.parametrize("transpose", TRANSPOSES)
+def test_a_gradient_that_is_transposed_where_it_is_is_read_as_it_then_is(
+    device: str, transpose: str, count: int, how: str
+) -> None:
+    values = torch.arange(9.0, device=device).view(3, 3)
+    ours, theirs = ([nn.Parameter(torch.zeros(3, 3, device=device)) for _ in range(count)] for _ in range(2))
+    for p in (*ours, *theirs):
+        p.grad = values.clone()
+    opt, reference = st.optim.SGD(ours, lr=1.0), torch.optim.SGD(theirs, lr=1.0)
+    if how != "eager":
+        opt.capture(packed=how == "packed")
+    for step in range(4):
+        if step == 2:
+            for params in (ours, theirs):
+                TRANSPOSES[transpose](params[1])
+        opt.step()
+        reference.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_a_gradient_that_is_the_parameter_itself_is_updated_in_turn(device: str) -> None:
     pair = Pair(device)
     pair.step()

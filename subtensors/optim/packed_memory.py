@@ -86,6 +86,7 @@ class PackedMemory:
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
+        self._gradient_guard = torch_private.PlaceGuard(list(map(_gradient, self.params)) if self._are_few else [])
         self._gradient_ends = list(map(_gradient, self._ends))
 
     @torch.no_grad()
@@ -129,10 +130,8 @@ class PackedMemory:
         )
 
     def _has_each_gradient(self) -> bool:
-        try:
-            return _addresses(map(_gradient, self.params)) == self.gradient_addresses
-        except TypeError:  # one is None
-            return False
+        gradients = list(map(_gradient, self.params))
+        return not any(g is None for g in gradients) and self._gradient_guard.matches(gradients)
 
     def check(self) -> None:
         """Look at every parameter.

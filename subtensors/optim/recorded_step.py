@@ -64,7 +64,7 @@ class RecordedStep:
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_places = torch_private.AddressGuard(self.state)
         own = _present(gradients)
-        self.gradient_places = torch_private.AddressGuard(own)
+        self.gradient_places = torch_private.PlaceGuard(own)
         self.gradients_alike = torch_private.MetadataGuard(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
@@ -218,7 +218,7 @@ class RecordedStep:
         if has_moved and self.is_whole and self.recording is not None:
             return HELD_GRADIENT
         if has_moved:
-            places = torch_private.AddressGuard(own)
+            places = torch_private.PlaceGuard(own)
             if self.recording is not None and not self.recording.move(places.addresses):
                 return "a gradient shares memory with what the step writes"
             self.gradient_places = places

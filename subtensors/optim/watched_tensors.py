@@ -62,7 +62,6 @@ class WatchedTensor(Tensor):
     _grad = _marking(Tensor._grad)
     data = _marking(Tensor.data)
     set_ = _marking_call(Tensor.set_)
-    as_strided_ = _marking_call(Tensor.as_strided_)
     _use_count = _marking_call(Tensor._use_count)  # type: ignore[attr-defined]  # torch.utils.swap_tensors asks it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -75,6 +74,10 @@ class WatchedTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(_unwatched_alias(self))
+
+
+for _name in ("as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_"):
+    setattr(WatchedTensor, _name, _marking_call(getattr(Tensor, _name)))
 
 
 class WatchedParameter(WatchedTensor, Parameter):
