@@ -81,6 +81,15 @@ def a_sharded_model_trains_as_the_whole_one() -> None:
                 assert all(isinstance(t, DTensor) for n, t in optimizer.state[p].items() if n != "step")
 
 
+def a_live_optimizer_is_converted() -> None:
+    net, plain = sharded(), model()
+    optimizer, other = (torch.optim.AdamW(n.parameters(), lr=0.05) for n in (net, plain))
+    go_on(net, optimizer, range(STEPS))
+    go_on(net, st.optim.convert(optimizer), range(STEPS, 2 * STEPS))
+    go_on(plain, other, range(2 * STEPS))
+    torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
+
+
 def a_class_of_ones_own_needs_nothing_more() -> None:
     cls = own_optimizer()
     net, plain = sharded(), model()
@@ -316,6 +325,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     a_sharded_model_trains_as_the_whole_one()
+    a_live_optimizer_is_converted()
     a_class_of_ones_own_needs_nothing_more()
     sums_over_a_tensor_are_those_of_all_its_shards()
     a_norm_is_that_of_shards_and_of_what_every_process_has()
