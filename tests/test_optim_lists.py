@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from python_calls import python_calls
 from small_models import ones
 from torch.nn import Parameter
 
@@ -27,22 +25,11 @@ def test_a_step_runs_as_much_python_for_a_thousand_tensors_as_for_ten(
     def calls(count: int) -> int:
         params = [Parameter(torch.ones(i % 3 + 1, device=device)) for i in range(count)]
         optimizer = getattr(st.optim, name)(params)
-        seen = 0
-
-        def count_call(frame: FrameType, event: str, arg: Any) -> None:
-            nonlocal seen
-            seen += event == "call"
-
         with kernels_on_cpu():
             for number in range(4):
                 for p in params:
                     p.grad = torch.ones_like(p) if p.grad is None or number < 2 else p.grad
-                seen = 0
-                sys.setprofile(count_call)
-                try:
-                    optimizer.step()
-                finally:
-                    sys.setprofile(None)
+                seen = python_calls(optimizer.step)
         return seen
 
     assert 0 < calls(1000) == calls(10)

@@ -17,9 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import subtensors as st
+from subtensors.kernels.launch import Grid
 from tests.kernels_on_cpu import kernels_on_cpu
 from tests.own_optimizer import own_optimizer
 from tests.process_end import end_of_process
+from tests.python_calls import python_calls
 
 # What a step with each of these ends in is compared with torch's own on the whole model.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -211,12 +213,14 @@ def wide(mesh: Any = None) -> torch.nn.Sequential:
 
 
 def stepped(params: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with the same gradients, to the bit, whether parameters are spread or not."""
+    """Steps with the same gradients, to the bit, whether parameters are spread or not; autograd is told of them."""
+    versions = [p._version for p in params]
     for number in steps:
         for i, p in enumerate(params):
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i)).to(device, p.dtype)
             p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
         optimizer.step()
+    assert all(p._version > version for p, version in zip(params, versions, strict=True))
 
 
 def state_in_few_bits_is_that_of_each_shard(folder: str) -> None:
@@ -308,6 +312,24 @@ class Shortened(st.optim.Optimizer):
         p.sub_(lr * total / total.square().mean().sqrt())
 
 
+def a_step_runs_as_much_python_for_many_parameters_as_for_few() -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+
+    def calls(layers: int) -> int:
+        net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(layers)]).to(device)
+        fully_shard(net, mesh=mesh)
+        optimizer = st.optim.AdamW(net.parameters())
+        net(torch.ones(2, 3, device=device)).sum().backward()
+        return [python_calls(optimizer.step) for _ in range(4)][-1]
+
+    launch, Grid.launch = Grid.launch, lambda *_: None  # type: ignore[method-assign, assignment]
+    try:
+        with kernels_on_cpu():
+            assert 0 < calls(40) == calls(5)
+    finally:
+        Grid.launch = launch  # type: ignore[method-assign]
+
+
 def what_cannot_be_done_to_shards_is_refused() -> None:
     net = sharded()
     loss_of(net, 0).backward()
@@ -334,6 +356,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     state_in_few_bits_is_that_of_each_shard(f"{folder}/few-bits")
     processes_that_repeat_a_shard_agree()
     matrices_are_gathered_for_a_step_and_only_for_it()
+    a_step_runs_as_much_python_for_many_parameters_as_for_few()
     what_cannot_be_done_to_shards_is_refused()
     end_of_process()
 

@@ -16,7 +16,7 @@ from subtensors.dispatch.columns import Elements, PerBlock
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized
-from subtensors.optim.shards import Sharding, shard, shard_like
+from subtensors.optim.shards import Sharding, Shards, shard
 from subtensors.static_memory.static_tensor import StaticAddressTensor
 
 
@@ -49,6 +49,7 @@ class Batch:
         self._firsts = [column[0] for column in movable if column]
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
+        self.shards = Shards(self.params) if self.sees_shards else None
         self._last: tuple[list[Any], Call] | None = None
         self._views: list[Tensor] | None = None
 
@@ -83,8 +84,11 @@ class Batch:
         if grads.holder is self.params:
             return grads
         own = grads if self.indices is None else [grads[i] for i in self.indices]
-        if self.sees_shards:
-            own = [shard_like(g, p) for g, p in zip(own, self.params, strict=True)]
+        if self.shards is not None:
+            if self.shards.have_changed():
+                self._last = None
+            parts = self.shards.of_gradients(own)
+            return as_real(parts) if self.is_complex else parts
         if self.is_complex:
             return as_real(own)
         return Elements(own, like=self.params if self.has_plain_gradients else None)
@@ -97,17 +101,13 @@ class Batch:
             gradients: of these parameters.
             arguments: what follows the state.
         """
-        params = self.params
-        if self.sees_shards:
-            params = Elements(map(shard, params))
-            # What is written through a shard, autograd must be told of the whole.
-            torch.autograd.graph.increment_version(self.params)
+        params = self.params if self.shards is None else self.shards.own
         params = as_real(params) if self.is_complex else params
         call = Call((params, gradients, self.master, self.entries, *arguments), {})
         if self._last is not None and self._last[1].key == call.key:
             call.last = self._last[1].last  # the same lists, with other numbers
         # A template for the steps that follow, without the gradients: those must not live until the next one.
-        is_template = not self.is_complex and not self.sees_shards and all(map(is_immutable, options))
+        is_template = not self.is_complex and all(map(is_immutable, options))
         self._last = (options, call.again(GRADIENTS, Elements())) if is_template else None
         return call
 

@@ -172,6 +172,9 @@ class Optimizer(Stepping):
         )
         try:
             self._fusion_of(batch).run(call, prelude)
+            if batch.sees_shards:
+                # What was written through a shard, autograd must be told of the whole.
+                torch.autograd.graph.increment_version(batch.params)
         except RuntimeError:
             self._refuse_sparse(grads)
             raise

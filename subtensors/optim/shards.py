@@ -6,10 +6,15 @@ Maths of whole matrices is done by every process to all of them, each of which k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.columns import Elements
 
 
 class Sharding(NamedTuple):
@@ -80,8 +85,36 @@ def write_part(t: Any, value: Tensor) -> None:
     shard(t).copy_(shard(part))
 
 
-def shard_like(t: Any, p: Any) -> Tensor:
-    """The part of gradient `t` that belongs to the shard of its parameter `p` that is here."""
-    if is_sharded(t) and is_sharded(p) and t.placements != p.placements:
+class Shards:
+    """The shards that parameters have here, and those of their gradients, as lists that a step knows again.
+
+    Args:
+        params: DTensors.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.own = Elements()
+        """The parameters', as last looked at."""
+        self._have_plain_gradients = all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in params)
+
+    def have_changed(self) -> bool:
+        """Are the parameters' shards others than at the last look? `own` then holds those."""
+        now = torch_private.local_tensors(self.params)
+        if len(self.own) == len(now) and all(map(is_, self.own, now)):
+            return False
+        self.own = Elements(now, keeps_layout=True)
+        return True
+
+    def of_gradients(self, gradients: Sequence[Tensor]) -> Elements:
+        """What of these gradients belongs to the parameters' shards."""
+        if not torch_private.are_spread_alike(gradients, self.params):
+            return Elements([_shard_like(g, p) for g, p in zip(gradients, self.params, strict=True)])
+        parts = torch_private.local_tensors(gradients)
+        return Elements(parts, like=self.own if self._have_plain_gradients else None)
+
+
+def _shard_like(t: Any, p: Any) -> Tensor:
+    if is_sharded(t) and t.placements != p.placements:
         t = t.redistribute(placements=p.placements)
     return shard(t)
