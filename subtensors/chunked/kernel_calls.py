@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell, LinearCell
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import NeedsValues, Value, constant, recording
@@ -121,7 +122,7 @@ def _shown(kind: Kind, recorded: Callable[[], Value | None]) -> Tensor | None:
 
 def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     """`F.linear`, recorded without going through torch, and not before something but its cross entropy is asked for."""
-    if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+    if type(weight) not in PLAIN_TYPES or (bias is not None and type(bias) not in PLAIN_TYPES):
         return None
     if not isinstance(input, RecordedTensor) or torch.is_autocast_enabled(weight.device.type):
         return None
@@ -146,9 +147,6 @@ def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | N
         except NeedsValues:
             return None
     return outer(kind, Cell(out)) if out.layout is not None else None
-
-
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def _to(kind: Kind, input: Any, *args: Any, **named: Any) -> Tensor | None:

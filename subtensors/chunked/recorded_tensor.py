@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.torch_private import passes_gradients_on
 
@@ -46,13 +47,10 @@ def whole_of(x: Tensor) -> Tensor:
 
     Its gradient is taken to be the same in each process, as torch's own `full_tensor` has it, and each keeps its part.
     """
-    if type(x) in _PLAIN or "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
+    if type(x) in PLAIN_TYPES or "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
         return x
     whole: Tensor = x.full_tensor()
     return whole
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
