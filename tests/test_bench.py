@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from subtensors.__main__ import main
@@ -228,6 +229,15 @@ def test_the_pointwise_optimizers_are_measured_against_their_own_bytes(tmp_path:
     assert all(row.gbps * row.step_ms * 1e6 == pytest.approx(20 * row.numel) for row in rows[1:])
 
 
+@pytest.fixture
+def _no_group_after() -> Iterator[None]:
+    """Ends the process group that a variant over sharded parameters begins."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_group_after")
 @pytest.mark.parametrize("variant", [name for name, variant in OTHERS.items() if variant.package is None])
 def test_every_other_optimizer_takes_a_step_on_its_set(variant: str) -> None:
     (set_name,) = OTHERS[variant].sets or ()
@@ -240,12 +250,14 @@ def test_every_other_optimizer_takes_a_step_on_its_set(variant: str) -> None:
     assert all(moved)
 
 
+@pytest.mark.usefixtures("_no_group_after")
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
         ("sgd-subtensors", "sgd-foreach"),
         ("adamw-subtensors", "adamw-fused"),
         ("adamw-clipped-subtensors", "adamw-clipped-fused"),
+        ("adamw-sharded-subtensors", "adamw-sharded-foreach"),
         ("muon-subtensors", "muon-torch"),
         ("shampoo-subtensors", "shampoo-loop"),
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 from subtensors.bench.variants import Step, Variant
 
 WIDE = ("llama1b",)
+MANY = ("mid1000",)
 MATRICES = ("gpt24",)
 
 
@@ -34,6 +35,26 @@ def _clipped(parameters: list[Tensor]) -> Step:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
 
+    return step
+
+
+def _sharded(make: Any, parameters: list[Tensor]) -> Step:
+    """The step over the same parameters as DTensors, which FSDP2 makes of them; the one process there is has all."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    device = parameters[0].device.type
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, and not exported explicitly
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(device, (1,))
+    spread: list[Tensor] = []
+    for p in parameters:
+        assert p.grad is not None
+        spread.append(torch.nn.Parameter(DTensor.from_local(p.detach(), mesh, [Shard(0)], run_check=False)))
+        spread[-1].grad = DTensor.from_local(p.grad, mesh, [Shard(0)], run_check=False)
+    step: Step = make(spread)
     return step
 
 
@@ -112,6 +133,12 @@ OTHERS: dict[str, Variant] = {
     "adamw-bf16-subtensors": _variant(_ours, "AdamW", WIDE, 20, state_dtype=torch.bfloat16),
     "adamw-8bit-bitsandbytes": _peer("bitsandbytes", functools.partial(_bitsandbytes, "AdamW8bit"), WIDE, CODES),
     "adamw-8bit-torchao": _peer("torchao", _torchao, WIDE, CODES),
+    "adamw-sharded-foreach": Variant(
+        functools.partial(_sharded, functools.partial(_torch, "AdamW", foreach=True)), sets=MANY, element_bytes=28
+    ),
+    "adamw-sharded-subtensors": Variant(
+        functools.partial(_sharded, functools.partial(_ours, "AdamW")), sets=MANY, element_bytes=28
+    ),
     # The norm reads the gradients once more.
     "adamw-clipped-fused": Variant(_clipped, sets=WIDE, element_bytes=32),
     "adamw-clipped-subtensors": _variant(_ours, "AdamW", WIDE, 32, max_norm=1.0),
