@@ -192,3 +192,16 @@ def test_data_parallel_training_over_packed_memory_is_training() -> None:
         assert all(map(torch.equal, *weights))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_compiled_code_reads_and_assigns_gradients_in_a_broken_graph() -> None:
+    p, changes = watched()
+    before = changes.mark
+
+    @torch.compile(backend="aot_eager")
+    def halve(p: nn.Parameter) -> None:
+        p.grad = p.grad * 0.5  # type: ignore[operator]
+
+    halve(p)
+    assert p.grad.tolist() == [0.5, 0.5, 0.5]  # type: ignore[union-attr]
+    assert changes.mark is not before
