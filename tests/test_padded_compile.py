@@ -85,6 +85,37 @@ def test_tensors_in_a_list_have_their_gradients(program: Any) -> None:
             torch.testing.assert_close(a, e)
 
 
+def test_a_ragged_batch_compiles_once_for_all_lengths() -> None:
+    torch.manual_seed(0)
+    net = Net().double()
+
+    def loss(x: Any) -> Tensor:
+        out: Tensor = net(x).mean(1).square().sum()
+        return out
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for i, lengths in enumerate(((5, 16, 2), (3, 3, 9))):
+        rows = [torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in lengths]
+        wanted = [*net.parameters(), *rows]
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            actual = compiled(st.pad(rows, {0: st.Dim("n", max=16, buckets=[16])}, value=float("nan")))
+        expected = torch.stack([loss(row[None]) for row in rows]).sum()
+        torch.testing.assert_close(actual, expected)
+        for a, e in zip(torch.autograd.grad(actual, wanted), torch.autograd.grad(expected, wanted), strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_what_is_written_to_an_argument_arrives_there() -> None:
+    compiled = torch.compile(lambda x, y: x.mul_(2).add_(y), fullgraph=True, backend="aot_eager")
+    for i, n in enumerate((5, 9)):
+        t, u = torch.randn(2, n), torch.randn(2, n)
+        x, y = st.pad(t, {1: SEQ}, value=7), st.pad(u, {1: SEQ}, value=float("nan"))
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            compiled(x, y)
+        torch.testing.assert_close(x.unpad(), t * 2 + u)
+        assert x.dense[:, n:].eq(7).all()
+
+
 def test_count_mask_and_dense_are_computed_in_the_graph() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def average(x: Any) -> Tensor:

@@ -226,6 +226,10 @@ def test_a_view_writes_into_what_it_views() -> None:
     x[:, :-1].fill_(1)
     assert x.unpad().tolist() == [[1, 1, 1, 1, 0]] * 2
     assert x.dense[:, 5:].eq(7).all()
+    x[:, -1].fill_(2)
+    x[:, -3:-1].mul_(3)
+    assert x.unpad().tolist() == [[1, 1, 3, 3, 2]] * 2
+    assert x.dense[:, 5:].eq(7).all()
 
 
 def test_leaf_gradients_are_padded_alike() -> None:
@@ -349,6 +353,19 @@ def test_rows_of_a_ragged_batch_are_taken_with_their_lengths() -> None:
     assert [row.unpad().tolist() for row in x] == [row.tolist() for row in rows]
     assert [row.tolist() for row in x[1:].unpad()] == [row.tolist() for row in rows[1:]]
     assert x[torch.arange(3), torch.tensor([-1, -1, -2])].tolist() == [4.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize("needs_weights", [True, False])
+def test_attention_whose_heads_lie_beside_the_rows_is_that_of_each_row(needs_weights: bool) -> None:
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    rows = [torch.randn(n, 8, dtype=torch.float64) for n in (5, 7, 2)]
+    x = st.pad(rows, {0: SEQ}, value=NAN)
+    out, weights = attention(x, x, x, need_weights=needs_weights)
+    for i, row in enumerate(rows):
+        expected, expected_weights = attention(row, row, row, need_weights=needs_weights)
+        torch.testing.assert_close(out.unpad()[i], expected)
+        if needs_weights:
+            torch.testing.assert_close(weights.unpad()[i], expected_weights)
 
 
 def test_a_reduction_of_the_rows_alone_is_refused() -> None:

@@ -201,10 +201,23 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
     assert [math.prod(f.bucket for f in d) for d in dims] == list(dense.shape), (dims, dense.shape)
     if sizes is not None and sizes.rows is not None:
         factors = [factor for factors in dims for factor in factors]
-        ragged = any(sizes.is_ragged(factor.size) for factor in factors)
-        if ragged and sum(factor.size == ROWS for factor in factors) != 1:
-            raise Inexpressible("the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it")
+        if any(sizes.is_ragged(factor.size) for factor in factors):
+            dims = tuple(_rows_apart(d, sizes.rows) for d in dims)
+            if sum(factor.size == ROWS for d in dims for factor in d) != 1:
+                raise Inexpressible(
+                    "the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it"
+                )
     return Padded(dense, dims, sizes if sizes is None else sizes.to(dense.device), fill)
+
+
+def _rows_apart(factors: Factors, rows: int) -> Factors:
+    """A dim in which the rows are a factor of their own, also where they were flattened with what is in each."""
+    if not any(f.size.has(ROWS) and f.size != ROWS for f in factors):
+        return factors
+    parts = [
+        (Factor(rows, ROWS), static(f.bucket // rows)) if f.size == ROWS * (f.bucket // rows) else (f,) for f in factors
+    ]
+    return tuple(part for each in parts for part in each)
 
 
 def prefix_size(value: Padded, dim: int) -> Size:

@@ -16,6 +16,7 @@ from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import convolved, sliced
 from subtensors.dispatch.size_factors import Factors, bucket_of, reshaped
+from subtensors.dispatch.torch_private import is_traced
 
 aten = torch.ops.aten
 _END = 2**62  # torch writes an open end as the largest int64
@@ -189,6 +190,9 @@ def select(call: Call) -> Padded:
     _check_index(x, d, index)
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
+    known = host_sizes(x, d)
+    if known is not None and len(known) == 1 and not is_traced(x.dense):
+        return result(x.dense.select(d, known[0] + index), dims, x.sizes, x.fill)
     one = taken(x, d, x.size(d) + index, 1, static_dims([1])[0])
     return replace(result(one.dense.squeeze(d), dims, x.sizes), view="copy")
 
@@ -222,6 +226,13 @@ def slice_(call: Call) -> Padded:
         return result(out, dims, x.sizes).gradient_masked()
     last = x.shape[d] if stop is None else stop
     longest = len(range(x.shape[d])[start:last:step]) if last < 0 or stop is None else len(range(0, -start, step))
+    known = host_sizes(x, d)
+    if known is not None and len(known) == 1 and not is_traced(x.dense):
+        # Where it fits it is a view, as that of the logical data is.
+        at = max(known[0] + start, 0)
+        if at + (longest - 1) * step < x.shape[d]:
+            out = x.dense[(slice(None),) * d + (slice(at, at + (longest - 1) * step + 1, step),)]
+            return result(out, _with(x.dims, d, padded_dim(longest, true_size)), x.sizes).gradient_masked()
     first = x.size(d)
     assert not isinstance(first, int)
     return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)

@@ -14,8 +14,8 @@ from transformers import EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.padded.calls import followed
 from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.wrapping import followed
 
 
 class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]

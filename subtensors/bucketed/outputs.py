@@ -15,9 +15,9 @@ from subtensors.dispatch.padded.padded_value import Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import Factors, size_of
-from subtensors.padded.calls import followed
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import logical
+from subtensors.padded.wrapping import followed
 
 Cut = Callable[[], Any]
 """Gives one leaf of a call's result, in memory of its own."""

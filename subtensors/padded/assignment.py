@@ -16,8 +16,9 @@ from torch import Tensor
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.size_factors import bucket_of
-from subtensors.padded import calls as padded_calls
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.padded.wrapping import followed
+from subtensors.padded.writes import write_back
 
 
 def assign(x: PaddedTensor, index: Any, value: Any) -> None:
@@ -38,7 +39,7 @@ def assign(x: PaddedTensor, index: Any, value: Any) -> None:
         >>> x.tolist()
         [0.0, 0.0, 0.0, 1.0, 1.0]
     """
-    whole = padded_calls.followed(x)
+    whole = followed(x)
     numbers = torch.arange(whole.dense.numel(), device=whole.dense.device).view(whole.shape)
     picked: Any = wrap(whole.like(numbers))[index]
     at = value_of(picked) if isinstance(picked, PaddedTensor) else plain(picked)
@@ -51,10 +52,10 @@ def assign(x: PaddedTensor, index: Any, value: Any) -> None:
     targets = Padded(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
     values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
     flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
-    padded_calls.write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None))
+    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None))
 
 
 def _value(value: Any, like: Tensor) -> Padded:
     if isinstance(value, PaddedTensor):
-        return padded_calls.followed(value)
+        return followed(value)
     return plain(torch.as_tensor(value, device=like.device) if isinstance(value, Tensor) else like.new_tensor(value))

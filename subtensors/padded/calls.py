@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +33,8 @@ from subtensors.dispatch.padded.rules import table
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.size_arithmetic import PaddedSize, is_watching, watched_shape
+from subtensors.padded.wrapping import followed, wrapped
+from subtensors.padded.writes import copied_whole, write_back, write_real
 
 # Questions about a tensor itself, which its wrapper answers, and what drives autograd.
 _OF_THE_WRAPPER = frozenset(
@@ -105,6 +106,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
             f"unpad before it"
         )
+    if name == "copy_" and copied_whole(*args[:2]):
+        return args[0]
     try:
         return _by_rules(func, args, kwargs)
     except RuleError as missing:
@@ -169,13 +172,6 @@ def _outside(t: Tensor, running: _Running) -> Tensor:
     if id(t) in running.outer:
         return running.outer[id(t)]
     return wrapped(value_of(t))
-
-
-def wrapped(value: Padded) -> Tensor:
-    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd leads through."""
-    if not value.padded_dims:
-        return value.dense
-    return Wrap.apply(value.dense, value) if value.records else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +241,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     for target, new in zip(targets, values, strict=False):
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
         if target in through_views:
-            _write_real(target, value)
+            write_real(target, value)
             continue
         if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
             # Outside of autograd's sight the values change and the graph behind them stays.
@@ -292,106 +288,3 @@ def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             targets += found(PaddedTensor, given)
     return targets
-
-
-def _write_real(target: PaddedTensor, new: Padded) -> None:
-    """Write into the memory that a view lies in; padding keeps what it held."""
-    if new.dims != target._dims and new.padded_dims:
-        raise Inexpressible(f"a view of {target._dims} takes no values of {new.dims}")
-    mask = value_of(target).mask()
-    dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense)
-    target._dense.copy_(dense)
-
-
-def write_back(outer: Tensor, new: Padded) -> None:
-    """Give an argument that the call wrote to its new value; its padding keeps what it held."""
-    if not isinstance(outer, PaddedTensor):
-        if new.padded_dims:
-            raise RuleError(
-                "a plain tensor cannot take a PaddedTensor's values in place, since it could not say which of them "
-                "are real; pad it on the same Dims first"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            outer.copy_(new.dense) if outer.shape == new.shape else outer.resize_(new.shape).copy_(new.dense)
-        return
-    if new.dims != outer._dims and new.padded_dims:
-        raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {outer._dims}, the result {new.dims}")
-    mask = value_of(outer).mask()
-    dense = new.dense if mask is None else torch.where(mask, new.dense, outer._dense.detach())
-    value = replace(value_of(outer), dense=dense)
-    recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
-    if outer._view == "copy" or (recording and outer._view):
-        raise RuleError(
-            "a view of a PaddedTensor is not written to where autograd follows it, or where it counts from the true "
-            "end and had to be copied: write to the whole, x[...] = value, or to a clone of the view"
-        )
-    with torch._C.DisableTorchFunctionSubclass():
-        if recording:
-            outer.copy_(wrapped(value))
-        else:
-            outer._dense.copy_(dense)
-
-
-def followed(x: PaddedTensor) -> Padded:
-    """The value of a PaddedTensor whose storage autograd follows."""
-    value = value_of(x)
-    if x.requires_grad and torch.is_grad_enabled():
-        return replace(value, dense=Unwrap.apply(x))  # type: ignore[no-untyped-call]
-    return value
-
-
-class Unwrap(torch.autograd.Function):
-    """The storage of a PaddedTensor; the gradient is padded alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: PaddedTensor) -> Tensor:
-        """An alias of the storage."""
-        value = value_of(x)
-        ctx.dims, ctx.sizes = value.dims, value.sizes
-        return value.dense.view_as(value.dense)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient as a PaddedTensor."""
-        return wrapped(Padded(gradients[0], ctx.dims, ctx.sizes))
-
-
-class Wrap(torch.autograd.Function):
-    """A PaddedTensor of a storage; the gradient is its gradient's storage."""
-
-    @staticmethod
-    def forward(ctx: Any, dense: Tensor, value: Padded) -> PaddedTensor:
-        """The wrapped value."""
-        return wrap(replace(value, dense=dense.detach()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The storage of the gradient; a plain one has the bucket's shape already."""
-        gradient = gradients[0]
-        return (followed(gradient).dense if isinstance(gradient, PaddedTensor) else gradient), None
-
-
-@torch_private.run_by_the_compiler
-def dense_of(x: PaddedTensor) -> Tensor:
-    """`PaddedTensor.dense`."""
-    return followed(x).dense
-
-
-@torch_private.run_by_the_compiler
-def mask_of(x: PaddedTensor) -> Tensor:
-    """`PaddedTensor.mask`."""
-    mask = value_of(x).mask()
-    if mask is None:
-        return torch.ones(x._dense.shape, dtype=torch.bool, device=x._dense.device)
-    return mask.expand(x._dense.shape).clone()
-
-
-@torch_private.run_by_the_compiler
-def count_of(x: PaddedTensor, dim: int) -> Tensor:
-    """`PaddedTensor.count`."""
-    if not -x._dense.dim() <= dim < x._dense.dim():
-        raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
-    size = value_of(x).size(dim % x._dense.dim())
-    if isinstance(size, int):
-        return torch.full((), size, dtype=torch.int64, device=x._dense.device)
-    return size.clone()

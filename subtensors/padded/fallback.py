@@ -25,6 +25,8 @@ from subtensors.dispatch.size_factors import Factors, bucket_of, size_of, static
 from subtensors.padded import calls as padded_calls
 from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.padded.padding import extended, logical
+from subtensors.padded.wrapping import followed, wrapped
+from subtensors.padded.writes import write_back
 
 _log = logging.getLogger("subtensors.padded")
 
@@ -50,7 +52,7 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
     if not padded_calls.fallbacks[name]:
         _log.warning("%s runs on the unpadded data: %s", name, missing)
     padded_calls.fallbacks[name] += 1
-    given = {i: logical(padded_calls.followed(x)).clone() for i, x in padded.items()}
+    given = {i: logical(followed(x)).clone() for i, x in padded.items()}
     # Writes to a copy are told by its version.
     versions = {i: t._version for i, t in given.items()}
     call_args, call_kwargs = tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
@@ -95,7 +97,7 @@ def _write(outer: PaddedTensor, new: Tensor) -> None:
     assignment = value.sizes.assignment() if value.sizes else {}
     true = [size_on_host(f.size, assignment) for factors in value.dims for f in factors]
     dense = extended(new.reshape(true), [f.bucket for factors in value.dims for f in factors], 0)
-    padded_calls.write_back(outer, Padded(dense.reshape(outer.shape), value.dims, value.sizes))
+    write_back(outer, Padded(dense.reshape(outer.shape), value.dims, value.sizes))
 
 
 _Key = tuple[sympy.Symbol, int]
@@ -149,7 +151,7 @@ def _padded_again(out: Tensor, shapes: list[Any], keys: list[_Key], sizes: TrueS
         dims.append(padded_dim(bucket, expression))
     if any(size_on_host(size_of(f), truth) != size for f, size in zip(dims, out.shape, strict=True)):
         return out
-    return padded_calls.wrapped(Padded(extended(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
+    return wrapped(Padded(extended(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
 
 
 def _straight_line(symbol: sympy.Symbol, points: list[tuple[int, int]]) -> sympy.Expr | None:

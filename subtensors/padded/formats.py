@@ -78,7 +78,7 @@ def to_nested(x: PaddedTensor) -> Tensor:
         >>> to_nested(x).offsets()
         tensor([0, 2, 5])
     """
-    from subtensors.padded.calls import followed
+    from subtensors.padded.wrapping import followed
 
     held = followed(x)
     sizes, ragged = held.sizes, held.dims[1] if held.dim() > 1 else ()
@@ -152,7 +152,7 @@ def to_masked(x: PaddedTensor, value: Number = 0) -> tuple[Tensor, Tensor]:
 
 
 def _wrapped(value: Padded) -> PaddedTensor:
-    from subtensors.padded.calls import wrapped
+    from subtensors.padded.wrapping import wrapped
 
     out: Any = wrapped(value)
     return out  # type: ignore[no-any-return]

@@ -58,7 +58,7 @@ class PaddedTensor(Tensor):
     @property
     def dense(self) -> Tensor:
         """The padded storage, of the bucket shape; autograd follows. What stands in the padding is undefined."""
-        from subtensors.padded.calls import dense_of
+        from subtensors.padded.wrapping import dense_of
 
         return dense_of(self)
 
@@ -73,7 +73,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        from subtensors.padded.calls import mask_of
+        from subtensors.padded.wrapping import mask_of
 
         return mask_of(self)
 
@@ -92,7 +92,7 @@ class PaddedTensor(Tensor):
             >>> x.sum() / x.count(0)
             tensor(1.)
         """
-        from subtensors.padded.calls import count_of
+        from subtensors.padded.wrapping import count_of
 
         return count_of(self, dim)
 

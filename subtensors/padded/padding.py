@@ -44,7 +44,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         >>> st.pad([torch.ones(3), torch.ones(5)], {0: st.Dim("n", max=8, buckets=4)})
         PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: rows, 1: n}, float32 cpu)
     """
-    from subtensors.padded.calls import wrapped
+    from subtensors.padded.wrapping import wrapped
 
     if torch_private.is_transforming():
         raise RuleError(
@@ -62,7 +62,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
 
 def unpad(x: PaddedTensor) -> Any:
     """`PaddedTensor.unpad`."""
-    from subtensors.padded.calls import followed
+    from subtensors.padded.wrapping import followed
 
     value = followed(x)
     sizes = value.sizes

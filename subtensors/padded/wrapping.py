@@ -1,0 +1,89 @@
+"""Between a PaddedTensor and the storage that its rules compute on: autograd leads through both ways.
+
+Each is an autograd function whose backward is the other: the gradient of a PaddedTensor is a PaddedTensor, and that of
+its storage a storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch import torch_private
+from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+
+
+def wrapped(value: Padded) -> Tensor:
+    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd leads through."""
+    if not value.padded_dims:
+        return value.dense
+    return Wrap.apply(value.dense, value) if value.records else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def followed(x: PaddedTensor) -> Padded:
+    """The value of a PaddedTensor whose storage autograd follows."""
+    value = value_of(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return replace(value, dense=Unwrap.apply(x))  # type: ignore[no-untyped-call]
+    return value
+
+
+class Unwrap(torch.autograd.Function):
+    """The storage of a PaddedTensor; the gradient is padded alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: PaddedTensor) -> Tensor:
+        """An alias of the storage."""
+        value = value_of(x)
+        ctx.dims, ctx.sizes = value.dims, value.sizes
+        return value.dense.view_as(value.dense)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient as a PaddedTensor."""
+        return wrapped(Padded(gradients[0], ctx.dims, ctx.sizes))
+
+
+class Wrap(torch.autograd.Function):
+    """A PaddedTensor of a storage; the gradient is its gradient's storage."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, value: Padded) -> PaddedTensor:
+        """The wrapped value."""
+        return wrap(replace(value, dense=dense.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The storage of the gradient; a plain one has the bucket's shape already."""
+        gradient = gradients[0]
+        return (followed(gradient).dense if isinstance(gradient, PaddedTensor) else gradient), None
+
+
+@torch_private.run_by_the_compiler
+def dense_of(x: PaddedTensor) -> Tensor:
+    """`PaddedTensor.dense`."""
+    return followed(x).dense
+
+
+@torch_private.run_by_the_compiler
+def mask_of(x: PaddedTensor) -> Tensor:
+    """`PaddedTensor.mask`."""
+    mask = value_of(x).mask()
+    if mask is None:
+        return torch.ones(x._dense.shape, dtype=torch.bool, device=x._dense.device)
+    return mask.expand(x._dense.shape).clone()
+
+
+@torch_private.run_by_the_compiler
+def count_of(x: PaddedTensor, dim: int) -> Tensor:
+    """`PaddedTensor.count`."""
+    if not -x._dense.dim() <= dim < x._dense.dim():
+        raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
+    size = value_of(x).size(dim % x._dense.dim())
+    if isinstance(size, int):
+        return torch.full((), size, dtype=torch.int64, device=x._dense.device)
+    return size.clone()
