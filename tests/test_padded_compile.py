@@ -136,6 +136,13 @@ def test_an_op_without_a_rule_is_refused_by_name() -> None:
     assert "class other" in str(refused.value)
 
 
+def test_padding_and_unpadding_within_compiled_code_is_refused() -> None:
+    with pytest.raises(Exception, match="pad before compiled code"):
+        torch.compile(lambda t: st.pad(t, {0: SEQ}).sum(), fullgraph=True, backend="aot_eager")(torch.ones(3))
+    with pytest.raises(Exception, match="unpad it outside"):
+        torch.compile(lambda x: x.unpad(), fullgraph=True, backend="aot_eager")(st.pad(torch.ones(3), {0: SEQ}))
+
+
 def test_there_is_one_compilation_a_bucket() -> None:
     compiled = torch.compile(lambda x: torch.softmax(x, 1).amax(1), fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()

@@ -50,6 +50,8 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
         )
+    if torch.compiler.is_dynamo_compiling():
+        raise RuleError("pad before compiled code: in it a true size is a constant, and each would be compiled anew")
     if isinstance(t, PaddedTensor):
         return _repad(t, dims)
     if isinstance(t, Tensor):
