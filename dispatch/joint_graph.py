@@ -15,6 +15,8 @@ from torch import fx
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.torch_capture import NotFunctional, writes
 
+_SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
 
 class Halves:
     """The forward and the backward of a joint graph.
@@ -87,9 +89,11 @@ def _extracted(joint: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence
     needed = _needed(wanted, given)
     for node in joint.graph.nodes:
         if node in needed and node not in made:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            # Nothing writes in place: the same tensor under another name is that tensor.
+            same = node.target in _SAME
+            made[node] = made[node.args[0]] if same else graph.node_copy(node, made.__getitem__)
     graph.output([made[node] for node in wanted])
-    return fx.GraphModule(joint, graph)
+    return fx.GraphModule(joint, torch_capture.without_repeats(graph))
 
 
 def _varying(at_sizes: Sequence[fx.Node]) -> list[int]:

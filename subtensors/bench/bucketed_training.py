@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import queue
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -124,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Have all ways get ready side by side, then measure one after another; 1 where a row could not be measured."""
+    """Have all ways get ready side by side, and measure one at a time; 1 where a row could not be measured."""
     if options.row:
         print(json.dumps(asdict(measure(options.row, options.batch, options.tiny, options.device, wait=True))))
         return 0
@@ -137,47 +141,71 @@ def run(options: argparse.Namespace) -> int:
     data = options.out / "bucketed_training.json"
     shared = ["--batch", str(options.batch), "--device", options.device, *["--tiny"] * options.tiny]
     command = [sys.executable, "-m", "subtensors.bench", "bucketed-training", *shared, "--row"]
-    processes = {
-        v: subprocess.Popen([*command, v], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for v in chosen
-    }
     rows: list[TrainingRow] = []
-    try:
-        ready = _ready(processes, options.ready_s)
-        for variant in chosen:
-            if variant not in ready:
-                console.print(f"{variant}: not measured")
-                continue
-            out, _ = processes[variant].communicate("now\n", timeout=options.ready_s)
-            values = json.loads(out.splitlines()[-1])
-            rows.append(TrainingRow(**{**values, "setting": Setting(**values["setting"])}))
-            lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-            data.write_text(f"[\n{lines}\n]\n")  # after each: what is cut short leaves what it measured
-            console.print(f"{variant:24} {rows[-1].step_ms:.4g} ms, {rows[-1].reserved_mb or 0:.0f} MiB")
-    finally:
-        for process in processes.values():
-            process.kill()
+    for variant, out in _in_turn({v: [*command, v] for v in chosen}, options.ready_s):
+        values = json.loads(out.splitlines()[-1])
+        rows.append(TrainingRow(**{**values, "setting": Setting(**values["setting"])}))
+        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+        data.write_text(f"[\n{lines}\n]\n")  # after each: what is cut short leaves what it measured
+        console.print(f"{variant:24} {rows[-1].step_ms:.4g} ms, {rows[-1].reserved_mb or 0:.0f} MiB")
+    rows.sort(key=lambda row: chosen.index(row.variant))
     console.print(_table(rows))
     return int(len(rows) < len(chosen))
 
 
-def _ready(processes: dict[str, subprocess.Popen[str]], seconds: float) -> set[str]:
-    """Which processes said in time that they are ready; the others failed, or took too long."""
-    done: set[str] = set()
+def _in_turn(commands: dict[str, list[str]], seconds: float) -> Iterator[tuple[str, str]]:
+    """Start processes that say when they are ready, and let each do its work while the others are halted.
 
-    def listen(variant: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    Args:
+        commands: by name.
+        seconds: for all to get ready; those that fail, or take longer, give nothing.
+
+    Yields:
+        Names, as they become ready, each with what the process printed from then on.
+    """
+    processes = {
+        name: subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        for name, command in commands.items()
+    }
+    ready: queue.Queue[str] = queue.Queue()
+
+    def listen(name: str) -> None:
+        stdout = processes[name].stdout
+        assert stdout is not None
+        for line in stdout:
             if line.strip() == "ready":
-                done.add(variant)
+                ready.put(name)
                 return
 
-    threads = [threading.Thread(target=listen, args=pair, daemon=True) for pair in processes.items()]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(end - time.monotonic(), 0))
-    return done
+    def send(to: Iterable[str], number: signal.Signals) -> None:
+        for name in to:
+            with contextlib.suppress(ProcessLookupError):
+                # Its compilers too, which are processes of their own.
+                os.killpg(processes[name].pid, number)
+
+    for name in processes:
+        threading.Thread(target=listen, args=(name,), daemon=True).start()
+    left, end = set(processes), time.monotonic() + seconds
+    try:
+        while left and time.monotonic() < end:
+            try:
+                name = ready.get(timeout=1)
+            except queue.Empty:
+                left = {n for n in left if processes[n].poll() is None}
+                continue
+            left.discard(name)
+            began = time.monotonic()
+            send(left, signal.SIGSTOP)
+            time.sleep(0.2)
+            out, _ = processes[name].communicate("now\n")
+            send(left, signal.SIGCONT)
+            end += time.monotonic() - began
+            if processes[name].returncode == 0:
+                yield name, out
+    finally:
+        send(processes, signal.SIGKILL)
 
 
 def _table(rows: Sequence[TrainingRow]) -> Table:
