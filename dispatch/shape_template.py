@@ -147,7 +147,7 @@ class Template:
             for source, dim in reversed(places):
                 sizes.insert(0, first.graph.call_function(torch.ops.aten.sym_size.int, (inputs[source], dim)))
         made: dict[Any, fx.Node] = {}
-        last = [sizes[-1]]
+        last = [sizes[-1] if sizes else inputs[-1]]
 
         def in_graph(number: Number) -> fx.Node:
             """The nodes that compute it from the sizes."""

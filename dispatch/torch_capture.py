@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from subtensors.dispatch.kept_values import KeptValues
+
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 
@@ -132,7 +134,8 @@ def traced(
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with torch.no_grad():
+        # Outside of the trace, so that it sees what is run after all.
+        with KeptValues(), torch.no_grad():
             table = _simpler_ops() if simplified else None
             module: torch.fx.GraphModule = make_fx(function, table, tracing_mode="fake", _allow_non_fake_inputs=True)(
                 *inputs

@@ -353,6 +353,11 @@ def restored_autocast(keys: tuple[Any, Any]) -> Any:
 _AUTOCAST = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
 
 
+def without_modes() -> Any:
+    """A context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.13."""
+    return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+
+
 def below_autograd() -> Any:
     """A context in which ops go past autograd, and composite ones stay whole. Checked on 2.13."""
     return torch._C._AutoDispatchBelowAutograd()

@@ -97,3 +97,27 @@ def test_a_template_is_checked_where_it_was_not_fitted() -> None:
 
     with pytest.raises(NoTemplate, match="has the numbers"):
         Template(program, lambda sizes: [torch.zeros(sizes)], [(4,), (8,), (16,)], [(0, 0)])
+
+
+@torch.no_grad()
+def test_state_is_written_once_by_the_first_call_and_not_by_traces(device: str) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            self.seen.mul_(2).add_(1)
+            x = x.exp()
+            x.add_(self.seen)
+            return x * self.calls
+
+    net, plain = Counting().to(device), Counting().to(device)
+    run = st.bucketed(net, {"x": {0: SEQ}}, compile={"backend": "aot_eager"})
+    for n in (5, 9, 6, 12):
+        x = torch.randn(n, 3, dtype=torch.float64, device=device)
+        torch.testing.assert_close(run(x), plain(x))
+        assert net.calls.item() == plain.calls.item()
+        assert torch.equal(net.seen, plain.seen)

@@ -98,6 +98,17 @@ def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str,
     assert sum(b.hits for b in decode) == 6 * steps - graphs
 
 
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_compiled_decode_steps_give_what_the_model_gives(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}}, compile={"backend": "aot_eager"})
+    for n in (7, 20, 9, 25):
+        check(model, run, torch.randint(3, 50, (2, n), device=device))
+    assert not run.stats().fallbacks
+    assert [part.stats().recompiles for part in run.programs.values()] == [0] * len(run.programs)
+
+
 def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
@@ -138,9 +149,16 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
         st.bucketed(model, {"input_ids": {1: SEQ}}, on_miss="error").generate(ids, **options)
 
 
-@pytest.mark.parametrize("fails", ["update", "record"])
+@pytest.mark.parametrize(
+    ("fails", "at", "reason"),
+    [
+        ("update", 2, "LlamaForCausalLM takes no cache of fixed length: RuntimeError: out of luck"),
+        ("update", 4, "RuntimeError: out of luck"),  # the second layer of the first prompt
+        ("record", 2, "RuntimeError: out of luck"),  # the graph of the first decode step
+    ],
+)
 def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
-    fails: str, device: str, monkeypatch: pytest.MonkeyPatch
+    fails: str, at: int, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from subtensors.bucketed.generation_cache import PaddedStaticLayer
 
@@ -152,15 +170,15 @@ def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
 
     def failing(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) == 2:  # the second layer of the prompt, or the graph of the first decode step
+        if len(calls) == at:
             raise RuntimeError("out of luck")
         return plain(*args)
 
     monkeypatch.setattr(owner, fails, failing)
     for _ in range(2):
         check(model, run, torch.randint(3, 50, (2, 10), device=device), do_sample=True)
-    assert list(run.stats().fallbacks.items()) == [("RuntimeError: out of luck", 2)]
-    assert len(calls) == 2
+    assert list(run.stats().fallbacks.items()) == [(reason, 2)]
+    assert len(calls) == at
 
 
 def test_a_mistake_of_the_callers_is_raised_and_no_reason_to_go_without_graphs(device: str) -> None:

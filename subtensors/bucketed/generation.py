@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.recorder import said_in_a_line
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
@@ -84,7 +86,7 @@ class Generation:
         if length + _most_new(config, options, length) > self.length or prompt.shape[1] > self.length:
             return f"a text may get longer than {self.seq.name}'s max of {self.length}"
         try:
-            self._cache(_rows(prompt, config, options))
+            self._cache(prompt, config, options)
         except RuleError as error:
             return str(error)
         return ""
@@ -108,7 +110,7 @@ class Generation:
 
     def _generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:
         config = options.get("generation_config") or self.model.generation_config
-        cache = self._cache(_rows(inputs if inputs is not None else options["input_ids"], config, options))
+        cache = self._cache(inputs if inputs is not None else options["input_ids"], config, options)
         cache.reset()
         self._filled = 0
         with ExitStack() as swapped:
@@ -117,11 +119,24 @@ class Generation:
                 swapped.enter_context(_forward_of(self._encoder, self.programs["encoder"]))
             return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
 
-    def _cache(self, rows: int) -> Any:
+    def _cache(self, prompt: Tensor, config: Any, options: Mapping[str, Any]) -> Any:
+        """The cache for so many rows as the model is called with: each prompt's beams, or its samples."""
+        times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
+        rows = int(prompt.shape[0] * max(times))
         if rows not in self._caches:
             from subtensors.bucketed.generation_cache import padded_cache
 
-            self._caches[rows] = padded_cache(self.model, self.length)
+            cache = padded_cache(self.model, self.length)
+            # Layers make their memory in their first run, which must not be a trace or a capture.
+            token = prompt[:1, :1].expand(rows, 1)
+            once: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
+            once |= {"attention_mask": torch.ones_like(token), "past_key_values": cache, "disable_compile": True}
+            try:
+                self.model.generate(token, **once)
+            except Exception as error:  # whatever a model says of a cache that it doesn't know
+                self._refusal = f"{type(self.model).__name__} takes no cache of fixed length: {said_in_a_line(error)}"
+                raise RuleError(self._refusal) from error
+            self._caches[rows] = cache
         return self._caches[rows]
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,12 +165,6 @@ def tokens_dim(model: Any, dims: Mapping[Any, Any]) -> Dim:
     if not isinstance(found, Dim):
         raise RuleError("generate needs dims that say what prompts are padded on: {'input_ids': {1: st.Dim(...)}}")
     return found
-
-
-def _rows(prompt: Tensor, config: Any, options: Mapping[str, Any]) -> int:
-    """How many rows the model is called with: each prompt's beams, or its samples."""
-    times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
-    return int(prompt.shape[0] * max(times))
 
 
 def _most_new(config: Any, options: Mapping[str, Any], length: int) -> int:
