@@ -8,7 +8,7 @@ goes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,6 +243,18 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
     )
     return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
+
+
+def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
+    """Where a call runs: on the device of its arguments, else on that of what the program reads beside them.
+
+    Raises:
+        Unreadable: there are several.
+    """
+    devices = {source.device for source in reading.sources} or {t.device for t in state}
+    if len(devices) > 1:
+        raise Unreadable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def _is_exact(dim: Dim, size: int) -> bool:

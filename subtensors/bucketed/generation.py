@@ -25,9 +25,6 @@ from subtensors.sizes.dims import Dim
 if TYPE_CHECKING:
     from subtensors.bucketed.runner import Bucketed
 
-Make = Callable[[Callable[..., Any], Mapping[Any, Any]], "Bucketed"]
-"""Makes a bucketed program with the options of the one that generates."""
-
 OWN_WAYS = ("past_key_values", "assistant_model", "custom_generate", "cache_implementation", "prompt_lookup_num_tokens")
 """Arguments of `generate` that ask for another cache or another loop."""
 
@@ -36,12 +33,13 @@ class Generation:
     """The programs and caches that a model generates with.
 
     Args:
-        model: a Hugging Face model.
+        run: a bucketed Hugging Face model.
         seq: what its prompts are padded on; its max is the most tokens of a prompt and what follows it.
-        make: makes bucketed programs.
     """
 
-    def __init__(self, model: Any, seq: Dim, make: Make) -> None:
+    def __init__(self, run: Bucketed, seq: Dim) -> None:
+        model: Any = run.program
+        make = functools.partial(_likewise, run)
         if seq.max is None:
             raise ValueError(f"generate needs the most tokens of a text: give Dim {seq.name!r} a max")
         self.model, self.seq, self.length = model, seq, seq.max
@@ -66,6 +64,17 @@ class Generation:
         self.programs["decoder"] = make(model.forward, _taken(model, dims))
         # `generate` reads from the signature what the model takes.
         self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
+
+    def answer(self, inputs: Tensor | None, options: dict[str, Any], note: Callable[[str], None]) -> Any:
+        """`model.generate(inputs, **options)`, through the bucketed programs or, with a reason noted, as it is."""
+        why = self.refusal(inputs, options)
+        if not why:
+            try:
+                return self.generate(inputs, options)
+            except RuleError as error:
+                why = str(error)
+        note(why)
+        return self.model.generate(inputs, **options)
 
     def refusal(self, inputs: Tensor | None, options: Mapping[str, Any]) -> str:
         """Why the model must generate as it is; "" where it needn't."""
@@ -175,6 +184,14 @@ def _most_new(config: Any, options: Mapping[str, Any], length: int) -> int:
     total = options.get("max_length", config.max_length)
     # Hugging Face's default of 20 tokens is of new ones.
     return max(int(total) - length, 0) if total is not None and total != 20 else 20
+
+
+def _likewise(run: Bucketed, program: Callable[..., Any], dims: Mapping[Any, Any]) -> Bucketed:
+    """Another program bucketed with the options of a run, which never runs at its true sizes instead."""
+    r = run.recorder
+    made = type(run)(program, dims, r.max_graphs, r.memory_limit, "capture", None, r.compile_options)
+    made.must_record = True
+    return made
 
 
 def _taken(module: Any, dims: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.arguments import ArgumentDims, Reading, Unreadable, flatten, leaf_key, read, sharing, unflatten
+from subtensors.bucketed.arguments import (
+    ArgumentDims,
+    Reading,
+    Unreadable,
+    device_of,
+    flatten,
+    leaf_key,
+    read,
+    sharing,
+    unflatten,
+)
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
 from subtensors.bucketed.generation import Generation, tokens_dim
@@ -119,7 +129,7 @@ class Bucketed:
         try:
             places = self.dims.of_leaves(args, kwargs)
             reading = read(leaves, places, shared)
-            device = self._device_of(reading)
+            device = device_of(reading, self.state.tensors())
         except SizeError as error:
             if "padded on one Dim" in str(error) or " in another argument" in str(error):
                 raise
@@ -167,12 +177,6 @@ class Bucketed:
         values = sizes.values if sizes is not None else bucket.values
         given = [dense[source.leaf] for source in bucket.reading.sources]
         return InsideCall(bucket.gradients_code, bucket, [*given, values], sizes)
-
-    def _device_of(self, reading: Reading) -> torch.device:
-        devices = {source.device for source in reading.sources} or {t.device for t in self.state.tensors()}
-        if len(devices) > 1:
-            raise Unreadable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
-        return devices.pop() if devices else torch.device("cpu")
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -337,23 +341,8 @@ class Bucketed:
         """
         with self._lock:
             if self._generation is None:
-                seq = tokens_dim(self.program, self.dims.by_name)
-                self._generation = Generation(self.program, seq, self._likewise)
-            why = self._generation.refusal(inputs, options)
-            if not why:
-                try:
-                    return self._generation.generate(inputs, options)
-                except RuleError as error:
-                    why = str(error)
-            self._note_fallback(why)
-            return self.program.generate(inputs, **options)  # type: ignore[attr-defined]
-
-    def _likewise(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> Bucketed:
-        """Another program bucketed with the options of this one, which never runs at its true sizes instead."""
-        r = self.recorder
-        made = Bucketed(program, dims, r.max_graphs, r.memory_limit, "capture", None, r.compile_options)
-        made.must_record = True
-        return made
+                self._generation = Generation(self, tokens_dim(self.program, self.dims.by_name))
+            return self._generation.answer(inputs, options, self._note_fallback)
 
     @property
     def programs(self) -> dict[str, Bucketed]:
