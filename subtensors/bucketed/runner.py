@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import threading
 from collections import Counter, OrderedDict
@@ -137,12 +138,8 @@ class Bucketed:
             return Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
         except Unreadable as error:
             return Visit(None, None, str(error))
-        visit = Visit(reading, None)
-        real = padded = 1
-        for size, bucket in zip(reading.sizes, reading.buckets, strict=True):
-            real, padded = real * size, padded * bucket
-        visit.elements = real, padded
-        if self.max_waste is not None and padded > self.max_waste * real:
+        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)))
+        if self.max_waste is not None and visit.elements[1] > self.max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self.max_waste:g} times the true size"
             return visit
         spec, count, names = shared[2], shared[0], shared[1]
@@ -310,13 +307,9 @@ class Bucketed:
         _, spec = flatten(args, kwargs)
         visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), leaves, args, kwargs)
         bucket, reading = visit.bucket, visit.reading
-        if (
-            bucket is None
-            or reading is None
-            or bucket.is_recorded
-            or bucket.refusal
-            or isinstance(bucket, TrainedBucket)
-        ):
+        if bucket is None or reading is None or isinstance(bucket, TrainedBucket):
+            return
+        if bucket.is_recorded or bucket.refusal:
             return
         try:
             self.recorder.run_and_record(bucket, reading, leaves)
