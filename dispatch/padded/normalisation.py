@@ -112,7 +112,11 @@ def instance_norm(call: Call) -> Padded:
 
 def _parameter(call: Call, weight: Padded | None, x: Padded, first: int) -> Padded | None:
     """A weight or bias, padded as the dims that it scales are, or not at all; its padding then scales by zero."""
-    if weight is None or not weight.padded_dims:
+    if weight is None:
+        return None
+    if weight.shape != x.shape[first:]:
+        raise refuse(call, "its weight has another size than its input's bucket")
+    if not weight.padded_dims:
         return weight
     if not all(same_factors(a, b, call.sizes()) for a, b in zip(weight.dims, x.dims[first:], strict=True)):
         raise refuse(call, "its weight is padded otherwise than its input")

@@ -29,29 +29,24 @@ def reshape(call: Call) -> Padded:
     shape = list(call.get("size", call.get("shape")))
     if 0 in x.shape:
         raise refuse(call, "where the sizes of an empty tensor go isn't told by its elements")
-    dims = _single_positions_placed(x.dims, reshaped(x.dims, shape))
-    dims = [factors or static_dims([1])[0] for factors in dims]
+    dims = [factors or static_dims([1])[0] for factors in _reshaped(x.dims, shape)]
     return result(call.dense(), dims, x.sizes, x.fill)
 
 
-def _single_positions_placed(before: Sequence[Factors], after: list[Factors]) -> list[Factors]:
-    """The dims of a reshape with padded factors of one position, such as a batch of one row, in dims of their own.
+def _reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
+    """The dims of a reshape, padded factors of one position, such as a batch of one row, in dims of their own.
 
     Sizes don't tell where those belong: they go to a dim of size 1 where there is one, from the front.
     """
     single = [f for factors in before for f in factors if f.bucket == 1 and not f.is_static]
-    if not single:
-        return after
-    placed = [tuple(f for f in factors if f not in single or len(factors) == 1) for factors in after]
+    after = reshaped([tuple(f for f in factors if f not in single) for factors in before], shape)
     for factor in single:
-        if any(factor in factors for factors in placed):
-            continue
-        empty = next((d for d, factors in enumerate(placed) if not factors), None)
+        empty = next((d for d, factors in enumerate(after) if not factors), None)
         if empty is None:
             # Every dim is taken: it stays beside the factors that it was put with.
-            return after
-        placed[empty] = (factor,)
-    return placed
+            return reshaped(before, shape)
+        after[empty] = (factor,)
+    return after
 
 
 @table.register(aten.permute, aten.permute_copy)
