@@ -16,6 +16,8 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import overload_name
+from subtensors.dispatch.padded.padded_value import is_padded
+from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.rules import RuleTable
 
 
@@ -72,11 +74,11 @@ FUNCTIONS = frozenset(
 }
 """Functions of torch that are written in Python."""
 
-EXCEPT: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+EXCEPT: dict[str, Callable[[tuple[Any, ...], list[str]], bool]] = {
     # The mean over the batch divides by its size.
-    "torch.nn.functional.kl_div": lambda args, kwargs: "batchmean" in (*args, *kwargs.values()),
+    "torch.nn.functional.kl_div": lambda args, words: "batchmean" in words and _has_padded_batch(args[:1]),
 }
-"""Calls of those that compute with sizes after all."""
+"""Calls of those that compute with sizes after all, by their arguments and the words among them."""
 
 
 def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,10 +86,15 @@ def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if not isinstance(func, types.FunctionType):
         return
     name = f"{func.__module__}.{func.__qualname__}"
-    # Compared as words: a tensor among the arguments would answer elementwise.
-    words = tuple(a for a in args if isinstance(a, str)), {k: a for k, a in kwargs.items() if isinstance(a, str)}
-    if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](*words)):
+    words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
+    if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):
         raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
+
+
+def _has_padded_batch(first: tuple[Any, ...]) -> bool:
+    """Has the first argument a batch of a bucket's size? The rows of a ragged one are all real."""
+    dims = getattr(first[0], "_dims", None) if first else None
+    return not dims or (is_padded(dims[0]) and [f.size for f in dims[0]] != [ROWS])
 
 
 def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:

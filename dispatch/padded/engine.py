@@ -149,11 +149,11 @@ def _wrapped(out: Any) -> Any:
     return mapped(torch.Tensor, plain, out)
 
 
-def refuse(call: Call, why: str) -> Inexpressible:
-    """What a rule raises for a call that it doesn't cover."""
+def refuse(call: Call, why: str, kind: type[Inexpressible] = Inexpressible) -> Inexpressible:
+    """What a rule raises for a call that it doesn't cover, or not where it is."""
     dims = sorted({str(size) for x in call.values for d in x.padded_dims for size in [*map(_size, x.dims[d])]})
     name = f"{call.op.namespace}.{overload_name(call.op)}"
-    return Inexpressible(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}")
+    return kind(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}")
 
 
 def _size(factor: Any) -> str:

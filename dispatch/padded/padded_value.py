@@ -35,6 +35,10 @@ class Inexpressible(RuleError):
     """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
 
 
+class Undecided(Inexpressible):
+    """A call that a rule covers where values and true sizes are known, which a compiler and a graph capture don't."""
+
+
 @dataclass(eq=False)
 class Padded:
     """A tensor as the rules see it.

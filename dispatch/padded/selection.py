@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
-from subtensors.dispatch.padded.pointwise import broadcast, met
+from subtensors.dispatch.padded.padded_value import Padded, Undecided, plain, result, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
 from subtensors.dispatch.size_factors import Factors, bucket_of, is_prefix
 from subtensors.dispatch.torch_private import is_traced
 
@@ -155,6 +155,22 @@ def bincount(call: Call) -> Padded:
     return plain(call.dense(changed))
 
 
+@table.register(aten.equal, aten.allclose)
+def all_equal(call: Call) -> bool:
+    """Are all real elements equal, or close? A number for Python."""
+    require_values(call)
+    a, b = call["self"], call["other"]
+    alike = a.dim() == b.dim() and all(same_factors(f, g, call.sizes()) for f, g in zip(a.dims, b.dims, strict=True))
+    if not alike:
+        raise refuse(call, "whether their sizes are the same")
+    if call.op is aten.equal.default:
+        same = a.dense == b.dense
+    else:
+        named = {name: call[name] for name in ("rtol", "atol", "equal_nan")}
+        same = torch.isclose(a.dense, b.dense, **named)
+    return bool(same[_mask_of_all(a)].all())
+
+
 def in_a_row(x: Padded) -> Tensor:
     """All elements, flat: the real ones first, in their order."""
     flat, mask = x.dense.reshape(-1), x.mask()
@@ -168,7 +184,7 @@ def require_values(call: Call) -> None:
     """Refuse a call where values are not known."""
     for x in call.values:
         if is_traced(x.dense) or (x.dense.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise refuse(call, "how long its result is depends on values")
+            raise refuse(call, "how long its result is depends on values", Undecided)
 
 
 def _mask_of_all(x: Padded) -> Tensor:

@@ -14,7 +14,15 @@ import torch
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import (
+    Padded,
+    Undecided,
+    host_sizes,
+    padded_dim,
+    prefix_size,
+    result,
+    static_dims,
+)
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.padded.views import row
 from subtensors.dispatch.size_expressions import Size
@@ -112,7 +120,7 @@ def _known(call: Call, x: Padded, d: int) -> list[int]:
     """The true sizes of a dim, which the host knows."""
     sizes = None if is_traced(x.dense) else host_sizes(x, d)
     if sizes is None:
-        raise refuse(call, "the number of parts would depend on the true size")
+        raise refuse(call, "the number of parts would depend on the true size", Undecided)
     return sizes
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded import engine
 from subtensors.dispatch.padded.nests import found, mapped
-from subtensors.dispatch.padded.padded_value import is_padded
+from subtensors.dispatch.padded.padded_value import Undecided, is_padded
 from subtensors.padded.padded_tensor import PaddedTensor
 
 
@@ -63,5 +63,8 @@ def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         try:
             func(*shapes[0], **shapes[1])
         except RuleError as refusal:
-            return f"on the unpadded data, in eager mode: {refusal.__cause__ or refusal}"
+            why = refusal.__cause__ or refusal
+            if isinstance(why, Undecided):
+                return f"by a rule, in eager mode alone: {why}"
+            return f"on the unpadded data, in eager mode: {why}"
     return "\n".join(lines)
