@@ -224,6 +224,17 @@ def test_an_earlier_loss_may_be_alive(device: str) -> None:
     assert not run.stats().fallbacks
 
 
+def test_a_parameter_that_was_written_to_before_the_backward_is_refused_as_torch_refuses_it(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, DIMS)
+    for _ in range(2):
+        loss = run(tokens(5, device), tokens(5, device))
+    with torch.no_grad():
+        net.inner.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_gradients_of_gradients_are_refused(device: str) -> None:
     net = Net(device)
     run = st.bucketed(net, DIMS)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.compiled_gradients import CompiledGradients
+from subtensors.bucketed.followed_call import refuse_second_order
 from subtensors.bucketed.outputs import Output, Outputs
-from subtensors.bucketed.training import TrainedBucket, refuse_second_order
+from subtensors.bucketed.training import TrainedBucket
 from subtensors.dispatch.padded.padded_value import Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import size_of

@@ -18,9 +18,10 @@ from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.compiled import Compiled
 from subtensors.bucketed.compiled_gradients import CompiledGradients
 from subtensors.bucketed.example import kept_state
+from subtensors.bucketed.followed_call import ReplayClock
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import ReplayClock, TrainedBucket
+from subtensors.bucketed.training import TrainedBucket
 from subtensors.byte_sizes import in_units
 from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.padded.padded_tensor import PaddedTensor

@@ -27,12 +27,13 @@ from subtensors.bucketed.arguments import (
 )
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
+from subtensors.bucketed.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.generation import Generation, tokens_dim
 from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import Replayed, TrainedBucket, TrainedCall
+from subtensors.bucketed.training import TrainedBucket
 from subtensors.bucketed.visit import Visit, add_sizes
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes

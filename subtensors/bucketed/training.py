@@ -1,12 +1,6 @@
-"""Forward and backward of a bucket, each a replay, behind ordinary autograd.
+"""Forward and backward of a bucket, each a graph; `followed_call` puts them behind ordinary autograd.
 
-A call is one node of the caller's graph: its forward replays the recorded forward, its backward the recorded backward.
 Gradients leave in memory of their own, so that the next bucket overwrites none of them.
-
-Note [When another replay came between]
-All graphs share one pool, so a replay overwrites what another bucket's forward left for its backward. Replays are
-counted; where one came between a call's forward and its backward, as with two calls in one loss, the forward is
-replayed again on the call's inputs, with the random numbers of the first time and the buffers put back.
 
 Note [Leaves of its own]
 While a graph of the caller is alive, the nodes that accumulate its parameters' gradients belong to the caller's stream,
@@ -20,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +24,7 @@ from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.state import leaves_behind
 from subtensors.bucketed.whole_step import SideEffects
-from subtensors.dispatch import torch_capture, torch_private
+from subtensors.dispatch import torch_private
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import size_of
@@ -40,7 +33,6 @@ from subtensors.kernels.inputs import InputLoad
 if TYPE_CHECKING:
     from subtensors.bucketed.arguments import Reading
     from subtensors.bucketed.compiled_gradients import CompiledGradients
-    from subtensors.bucketed.recorder import Recorder
     from subtensors.bucketed.state import State
     from subtensors.dispatch.graph_pool import GraphPool
 
@@ -286,119 +278,3 @@ class TrainedBucket(Bucket):
         if hasattr(self, "root_gradients"):
             del self.root_gradients
         super().forget_graph()
-
-
-def refuse_second_order() -> None:
-    """Raise RuntimeError where a backward is asked to be differentiable itself."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True: the gradients of a bucketed program have no gradients; differentiate the program itself"
-        )
-
-
-class Replayed(torch.autograd.Function):
-    """A call of a recorded bucket as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, call: TrainedCall, *wanted: Tensor) -> tuple[Tensor, ...]:
-        """The results' tensors."""
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.sources)
-        results = call.forward()
-        ctx.mark_non_differentiable(*[t for i, t in enumerate(results) if i not in call.roots_at])
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients of what wanted one."""
-        refuse_second_order()
-        return None, *ctx.call.backward(ctx.saved_tensors, gradients)
-
-
-class TrainedCall:
-    """One call of a bucket that autograd follows.
-
-    Args:
-        bucket: recorded.
-        leaves: the call's.
-        reading: what they are.
-        lock: of the runner.
-        recorder: of the bucket; it counts replays, and records again what was evicted.
-    """
-
-    def __init__(
-        self,
-        bucket: TrainedBucket,
-        leaves: list[Any],
-        reading: Reading,
-        lock: Any,
-        recorder: Recorder,
-    ) -> None:
-        self.bucket, self.reading, self.lock, self.recorder = bucket, reading, lock, recorder
-        self.clock = recorder.replays
-        self.leaves: list[Any] = [None] * len(leaves)
-        self.sources = [leaves[source.leaf] for source in reading.sources]
-        self.wanted = bucket.wanted(leaves)
-        self.given = leaves
-        assert bucket.outputs is not None
-        # Results are tensors and others; autograd is told of the tensors.
-        self.tensors_at = [i for i, leaf in enumerate(bucket.outputs.leaves) if isinstance(leaf.value, Tensor)]
-        self.roots_at = {self.tensors_at.index(i) for i in bucket.roots_at}
-
-    def forward(self) -> list[Tensor]:
-        """Load and replay."""
-        self.random = torch_capture.random_place(self.bucket.device)
-        outputs = self._replay(self.given)
-        del self.given
-        self.ticket = self.clock.tick()
-        cuts = outputs.cuts(self.reading.host)
-        return [cuts[i]() for i in self.tensors_at]
-
-    def _replay(self, leaves: Sequence[Any]) -> Outputs:
-        bucket = self.bucket
-        if bucket.pool is not None:
-            bucket.pool.order()
-        bucket.load(leaves, self.reading.sizes)
-        bucket.replay(self.reading.host)
-        assert bucket.outputs is not None
-        return bucket.outputs
-
-    def backward(self, sources: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward; before it the forward again, if its traces are gone."""
-        with self.lock, torch.no_grad():
-            if not self.bucket.is_recorded:
-                self.recorder.record_again(self.bucket)
-                if not self.bucket.is_recorded:
-                    raise RuntimeError(f"the graph of this call can't be recorded again: {self.bucket.refusal}")
-                self.clock.tick()
-            if self.bucket.pool is not None:
-                self.bucket.pool.order()
-            if self.ticket != self.clock.now:
-                self._replay_again(sources)
-            of_roots = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
-            found = self.bucket.replay_backward(of_roots, self.reading.host)
-            # Its own traces are gone with it.
-            self.clock.tick()
-            return found
-
-    def _replay_again(self, sources: Sequence[Tensor]) -> None:
-        leaves = list(self.leaves)
-        for source, x in zip(self.reading.sources, sources, strict=True):
-            leaves[source.leaf] = x
-        with ExitStack() as kept:
-            kept.enter_context(kept_state(self.bucket.state))
-            torch_capture.go_to_random_place(self.bucket.device, self.random)
-            self._replay(leaves)
-        self.bucket.statistics.replayed_again += 1
-
-
-class ReplayClock:
-    """Counts what overwrites the memory of graphs."""
-
-    now = 0
-
-    def tick(self) -> int:
-        """The count after one more."""
-        self.now += 1
-        return self.now
