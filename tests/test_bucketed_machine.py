@@ -144,6 +144,12 @@ def test_calls_in_any_order(device: str) -> None:
     run_state_machine_as_test(OnDevice, settings=settings(stateful_step_count=12))
 
 
+def check_flat(seen: list[tuple[int, int]]) -> None:
+    """Nothing grew; garbage of others may have gone meanwhile."""
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] >= seen[1][1]
+
+
 @torch.no_grad()
 def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
     net = Net(device)
@@ -155,7 +161,7 @@ def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
         run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
         if i in (200, len(sizes) - 1):
             seen.append((run.recorder.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0))
-    assert seen[0] == seen[1]
+    check_flat(seen)
     assert len(run._visits) == 10
 
 
@@ -173,4 +179,4 @@ def test_memory_stays_flat_over_thousands_of_gradients(device: str) -> None:
             net.zero_grad()
             del found, mean
             seen.append((run.recorder.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0))
-    assert seen[0] == seen[1]
+    check_flat(seen)

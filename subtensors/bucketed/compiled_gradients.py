@@ -167,8 +167,11 @@ def _leave_open(tensor: Tensor, dims: Sequence[int]) -> None:
 
 @contextmanager
 def _as_traced(bucket: TrainedBucket) -> Iterator[None]:
-    """Gradients and casts are in the graph: what runs it is to add none."""
-    with torch.no_grad(), torch.autocast(bucket.device.type, enabled=False):
+    """Gradients and casts are in the graph: what runs it is to add none, in the same modes whoever calls.
+
+    Compiled code is compiled again in other modes, which in a capture would fail.
+    """
+    with torch.no_grad(), torch.autocast(bucket.device.type, enabled=False, cache_enabled=False):
         yield
 
 

@@ -149,8 +149,10 @@ class Recorder:
         dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
         padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
 
-        # On the caller's stream, which its backward is on as well.
-        result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
+        # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
+        # the capture: compiled code that it runs is compiled for the settings of a thread.
+        with torch.autograd.set_multithreading_enabled(False):
+            result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
         with torch.no_grad():
             bucket.load(leaves, reading.sizes)
         leaves = pytree.tree_leaves(result)
@@ -255,9 +257,11 @@ class Recorder:
 
 
 def said_in_a_line(error: Exception) -> str:
-    """An error's kind and the first line of its message.
+    """An error's kind and the first line of its message, or that of what it only announces.
 
     >>> said_in_a_line(ValueError("no"))
     'ValueError: no'
     """
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    lines = str(error).splitlines()
+    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return f"{type(error).__name__}: {first}"
