@@ -47,7 +47,7 @@ def measure(case: str, variant: str, tiny: bool, device: str) -> VaryingRow:
     _pass(way.answer, requests, device)
     walls, hosts = _pass(way.answer, requests, device)
     reserved = torch.cuda.memory_reserved() / 2**20 if device == "cuda" else None
-    ours = _of_runner(way, model, variant, asked, requests, device) if way.runner is not None else {}
+    ours = _of_runner(way, asked, requests, device) if way.runner is not None else {}
     return VaryingRow(
         case, variant, len(requests), len({r.shape[asked.dim] for r in requests}), first_pass_s,
         p50_ms=median(walls),
@@ -73,9 +73,7 @@ def _pass(answer: Answer, requests: list[Tensor], device: str) -> tuple[list[flo
     return walls, hosts
 
 
-def _of_runner(
-    way: Way, model: nn.Module, variant: str, case: Case, requests: list[Tensor], device: str
-) -> dict[str, Any]:
+def _of_runner(way: Way, case: Case, requests: list[Tensor], device: str) -> dict[str, Any]:
     """What a runner knows of itself, and what a call costs above its graph's replay."""
     stats = [part.stats() for part in (list(way.runner.programs.values()) or [way.runner])]
     found: dict[str, Any] = {
@@ -94,9 +92,9 @@ def _of_runner(
         calls += _pass(way.answer, [request], device)[0]
         replays += _pass(lambda _: bucket.graph.replay(), [request], device)[0]
     found["runner_ms"] = median(calls) - median(replays)
-    largest = VARIANTS[variant].make(model, case)
-    largest.answer(max(requests, key=Tensor.numel))
-    found["largest_mb"] = largest.runner.stats().pool_bytes / 2**20
+    way.runner.release()
+    way.answer(max(requests, key=Tensor.numel))
+    found["largest_mb"] = way.runner.stats().pool_bytes / 2**20
     return found
 
 
