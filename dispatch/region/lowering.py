@@ -144,20 +144,16 @@ def cross_entropy_of_layer(
     rows, layout = layer.rows, layer.rows.layout
     if layer.is_recorded or layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
         return None
-    if (
-        target.dtype is not torch.int64
-        or target.shape != rows.shape[:1]
-        or not rows.shape[0]
-        or not layer.weight.shape[0]
-    ):
+    hard = target.dtype is torch.int64 and target.shape == rows.shape[:1]
+    if not hard or not rows.shape[0] or not layer.weight.shape[0]:
         return None
+    if layer.dtype == torch.float64 != rows.dtype:
+        return None  # more was asked for than the kernels compute in
     hidden, weight = known(rows), known(layer.weight)
     bias = None if layer.bias is None else known(layer.bias)
     assert hidden is not None
     assert weight is not None
     options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
-    if layer.dtype == torch.float64 != rows.dtype:
-        return None  # more was asked for than the kernels compute in
     dtype = loss_dtype(layer.dtype, rows.device.type)
     flows = torch.is_grad_enabled() and layer.needs_grad
     return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)

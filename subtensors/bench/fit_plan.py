@@ -1,7 +1,8 @@
 """Rates of a device for the plan of chunked losses, fitted to rows of the `chunked` benchmark.
 
 The model's seconds are a sum of flops, bytes and chunks, each over its rate (`dispatch/chunk_plan.py`), so they are
-linear in the rates' inverses. These are the least squares of relative errors: each row is divided by its measured time.
+linear in the rates' inverses. The sum of relative errors is made least: each row is divided by its measured time, and
+squares are weighed by the error that the row had before, so that a row that something disturbed counts for little.
 """
 
 from __future__ import annotations
@@ -49,9 +50,16 @@ def fitted(rows: Sequence[LossRow]) -> Rates:
     """
     long = [row for row in rows if (plan_of(row, UNIT).schedule.rows or SHORTEST) >= SHORTEST]
     parts = [[plan_of(row, one).seconds / (row.step_ms * 1e-3) for one in ALONE] for row in long]
-    ones = torch.ones(len(parts), 1, dtype=torch.float64)
-    found = torch.linalg.lstsq(torch.tensor(parts, dtype=torch.float64), ones).solution.flatten().tolist()
-    return Rates(1 / found[0], 1 / found[1], found[2])
+    of_rows, ones = torch.tensor(parts, dtype=torch.float64), torch.ones(len(parts), 1, dtype=torch.float64)
+    weights = ones
+    for _ in range(ROUNDS):
+        found = torch.linalg.lstsq(of_rows * weights, weights).solution
+        weights = (of_rows @ found - 1).abs().clamp(min=1e-3).rsqrt()
+    flops, bandwidth, launch = found.flatten().tolist()
+    return Rates(1 / flops, 1 / bandwidth, launch)
+
+
+ROUNDS = 30
 
 
 UNIT = Rates(1.0, 1.0, 1.0)
