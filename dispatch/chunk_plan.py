@@ -44,8 +44,8 @@ class Rates:
     launch: float
 
 
-H200 = Rates(flops=694e12, bandwidth=4.28e12, launch=32.6e-6)
-"""Fitted by least squares of relative errors to the rows of docs/benchmarks/chunked.json."""
+H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
+"""Fitted to the rows of docs/benchmarks/chunked.json by `python -m subtensors.bench fit-plan`."""
 
 
 @dataclass(frozen=True)

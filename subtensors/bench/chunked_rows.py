@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -117,6 +118,8 @@ def _matches(mine: LossRow, peer: LossRow) -> bool:
 def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:
     """Write time against memory to a PNG: a panel a shape, a point a peer, a line through each of our orders' sizes."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
+    ways = list(dict.fromkeys(row.variant.partition("/")[0] for row in rows))
+    colours = dict(zip(ways, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
     drawing = Figure(figsize=(6 * len(shapes), 5), layout="constrained")
     drawing.suptitle(title, fontsize=9)
     panels: Sequence[Axes] = drawing.subplots(1, len(shapes), squeeze=False)[0]
@@ -126,7 +129,7 @@ def plot(rows: Sequence[LossRow], title: str, path: Path) -> None:
         for row in mine:
             lines.setdefault(row.variant.partition("/")[0], []).append((row.peak_mb or row.gradients_mb, row.step_ms))
         for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True), "o-" if len(points) > 1 else "s", label=name)
+            axes.plot(*zip(*points, strict=True), "o-" if len(points) > 1 else "s", label=name, color=colours[name])
         axes.axvline(mine[0].gradients_mb, color="grey", linestyle=":", label="gradients alone")
         axes.set(title=shape, xlabel="peak memory, MiB", ylabel="forward and backward, ms", xscale="log", yscale="log")
         axes.legend(fontsize=7)

@@ -206,7 +206,7 @@ def _milliseconds(step: Callable[[], None], device: str, steps: int = 8) -> floa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--variants", default="compile,chunk fast/2048,inside fast/2048", help="comma-separated")
+    parser.add_argument("--variants", default="compile,inside fast/896", help="comma-separated")
     parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")

@@ -61,14 +61,14 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
     Raises:
         RuleError: it would attach something to the tensor itself that belongs to the one that was chunked.
     """
+    if func in BY_KERNELS and (result := BY_KERNELS[func](kind, *args, **kwargs)) is not None:
+        return result
     if func is torch.Tensor.register_hook and prepares_backward(args[1]):
         return _prepare(*args)
     if func in _REFUSED:
         _refuse(func)
     if func in _OF_VALUES:
         return _on_values(func, args, kwargs)
-    if func in BY_KERNELS and (result := BY_KERNELS[func](kind, *args, **kwargs)) is not None:
-        return result
     drawn = _generators(args)
     try:
         return _recorded(kind, func, args, kwargs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from collections import OrderedDict
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell
-from subtensors.dispatch.torch_private import passes_gradients_on
+from subtensors.dispatch.torch_private import hook_of_a_leaf, passes_gradients_on
 
 
 class RecordedTensor(torch.Tensor):
@@ -66,7 +67,8 @@ def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
 def outer(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
     """A tensor of the cell, as its user sees it."""
     out = shell(kind, cell)
-    show_gradient(out)
+    if cell.needs_grad:
+        show_gradient(out)
     return out
 
 
@@ -77,7 +79,7 @@ def show_gradient(x: RecordedTensor) -> None:
         if needs != x.requires_grad:
             x.requires_grad_(needs)
             if needs:
-                x.register_hook(_unreachable)  # type: ignore[no-untyped-call]
+                hook_of_a_leaf(x, _REFUSING)
 
 
 def _unreachable(grad: Tensor) -> NoReturn:
@@ -85,3 +87,6 @@ def _unreachable(grad: Tensor) -> NoReturn:
         "a gradient reached a ChunkedTensor from outside its region, through an autograd.Function of your own perhaps: "
         "give that function the tensor's realize()"
     )
+
+
+_REFUSING: OrderedDict[int, Any] = OrderedDict({0: _unreachable})
