@@ -49,6 +49,25 @@ def test_every_elementwise_optimizer_is_captured_with_its_defaults(device: str, 
         pair.step(without=(1,) if step == 2 else ())
     pair.assert_equal()
     assert pair.capture.stats() == {"recordings": 2, "replays": 4, "eager_steps": 0}
+    assert all(isinstance(t, st.StaticAddressTensor) for state in pair.captured.state.values() for t in state.values())
+
+
+@OVERFLOWING
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Shampoo", "SOAP"])
+def test_state_of_matrix_optimizers_that_were_asked_for_replays_is_static_too(device: str, name: str) -> None:
+    trained = []
+    for graph in (False, True):
+        params = [nn.Parameter(torch.eye(4, device=device)), nn.Parameter(torch.ones(8, 2, device=device))]
+        opt = getattr(st.optim, name)(params, graph=graph)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            opt.step()
+        assert {isinstance(t, st.StaticAddressTensor) for s in opt.state.values() for t in s.values()} == {graph}
+        trained.append(params)
+    for p, q in zip(*trained, strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_an_optimizer_of_whole_matrices_says_why_it_is_not_captured(device: str) -> None:
