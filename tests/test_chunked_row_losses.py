@@ -150,6 +150,31 @@ def test_losses_a_row_take_any_upstream_gradient_and_a_second_backward() -> None
             torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_losses_a_row_are_the_plain_ones_in_every_mode(mode: Any) -> None:
+    case = linear_case()
+    h, w, target = case["h"], case["w"], case["target"]
+    with mode():
+        logits = F.linear(st.chunk(h, rows=5), w)
+        plain = F.linear(h, w)
+        scores = logits.log_softmax(-1)
+        for mine, theirs in (
+            (F.cross_entropy(logits, target, reduction="none"), F.cross_entropy(plain, target, reduction="none")),
+            (logits.logsumexp(-1), plain.logsumexp(-1)),
+            (logits.logsumexp(-1, keepdim=True), plain.logsumexp(-1, keepdim=True)),
+            (scores.gather(dim=-1, index=target[:, None]), plain.log_softmax(-1).gather(-1, target[:, None])),
+            (
+                scores.gather(-1, target[:, None].expand(-1, 3)),
+                plain.log_softmax(-1).gather(-1, target[:, None].expand(-1, 3)),
+            ),
+            (F.nll_loss(scores, target, reduction="sum"), F.nll_loss(plain.log_softmax(-1), target, reduction="sum")),
+        ):
+            torch.testing.assert_close(mine.realize() if isinstance(mine, st.ChunkedTensor) else mine, theirs)
+    out = torch.empty(12)
+    torch.logsumexp(F.linear(st.chunk(h, rows=5), w), -1, out=out)
+    torch.testing.assert_close(out, F.linear(h, w).logsumexp(-1))
+
+
 def test_weighted_losses_keep_a_chunk_of_logits_in_their_own_dtype_and_no_more() -> None:
     case = linear_case(64, 4, 96)
     h, w = case["h"].bfloat16().requires_grad_(), case["w"].bfloat16().requires_grad_()

@@ -91,10 +91,16 @@ def _entropy_of(
     return _shown(kind, lambda: recorded_cross_entropy(logits, wanted, dtype=dtype, **options))
 
 
-def _logsumexp(kind: Kind, input: Any, dim: Any = None, keepdim: bool = False) -> Tensor | None:
+def _logsumexp(kind: Kind, input: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor | None:
     """`torch.logsumexp` over the classes."""
     dims = [dim] if isinstance(dim, int) else dim
-    if not isinstance(input, RecordedTensor) or keepdim or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+    if (
+        not isinstance(input, RecordedTensor)
+        or keepdim
+        or others
+        or not isinstance(dims, (list, tuple))
+        or len(dims) != 1
+    ):
         return None
     value = cell_of(input).value
     return _shown(kind, lambda: recorded_log_sum_exp(value, dims[0], torch.is_grad_enabled()))
