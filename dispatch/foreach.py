@@ -151,6 +151,8 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
         return None
     operands = tuple(x.tensors if hasattr(x, "tensors") else x for x in values)
     lists = [x for x in operands if isinstance(x, list)]
+    if "0" in kinds and values[-1].requires_grad and torch.is_grad_enabled():
+        return None  # torch's backward of these overloads has no gradient for the tensor that all elements share
     signatures = list(zip(*[[(t.dtype, t.device, t.layout, type(t)) for t in x] for x in lists], strict=True))
     distinct = set(signatures)
     for signature in distinct:

@@ -235,3 +235,14 @@ def test_batching_is_left_to_calls_that_autograd_does_not_record() -> None:
     assert explain_call(torch.mm, *args) == "mapped element by element"
     with torch.no_grad():
         assert explain_call(torch.mm, *args) == "batched by shape (2 shapes)"
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.sub, torch.mul, torch.div])
+def test_a_number_that_all_elements_share_gets_its_gradient(function: Callable[..., Any], device: str) -> None:
+    parts = [torch.arange(1.0, n, device=device, requires_grad=True) for n in (3, 5)]
+    w = torch.tensor(3.0, device=device, requires_grad=True)
+    actual, expected = (
+        torch.autograd.grad(sum(t.square().sum() for t in results), [*parts, w])
+        for results in (function(st.TensorList(parts), w), [function(t, w) for t in parts])
+    )
+    torch.testing.assert_close(actual, expected)
