@@ -97,8 +97,6 @@ def run_overload(call: ListCall) -> Any:
     """
     overload: OpOverload = call.func  # type: ignore[assignment]
     _check_same_structure(call.lists)
-    for x in call.lists:
-        x._refuse_to_record()
     if overload_acts_on_values(overload):
         arena = _common_arena(call.lists)
         on_flats = arena is not None and _plain_operands_fit(call, arena)

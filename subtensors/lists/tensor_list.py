@@ -14,7 +14,7 @@ import torch
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import list_call
-from subtensors.lists import list_calls
+from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler
 from subtensors.lists.packing import Layout, pack
 from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree
@@ -55,20 +55,21 @@ class TensorList(torch.Tensor):
     _places: list[int] | None
     _aliases: dict[int, torch.Tensor]
     _records: bool
-    """Of a compiler's stand-in: did autograd follow an element of the list that it stands for, and still would?"""
+    """Of a compiler's stand-in: does autograd follow elements of the list that it stands for, and can't lead to it?"""
+    _edges: list[Any]
 
     @staticmethod
     def __new__(cls, x: object) -> TensorList:
         """The list of a pytree's tensors."""
         if isinstance(x, TensorList):
-            return copy.copy(x)
+            return followed.marked(copy.copy(x))
         tensors, treespec = flatten_tensors(list(x) if isinstance(x, (Iterator, KeysView, ValuesView)) else x)
         for path, t in zip(treespec.paths(), tensors, strict=True):
             if isinstance(t, TensorList):
                 raise TypeError(
                     f"an element of a TensorList is one tensor; {list(path)} is a TensorList: give its .tree()"
                 )
-        return _of_elements(tensors, treespec)
+        return followed.marked(_of_elements(tensors, treespec))
 
     def __init__(self, x: object) -> None:
         pass
@@ -76,11 +77,14 @@ class TensorList(torch.Tensor):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The elements, in the order of the pytree's leaves."""
-        if self._records:
-            self._refuse_to_record()
-        return self._held()
+        return followed.parted(self).elements() if followed.stands_in(self) else self.elements()
 
-    def _held(self) -> list[torch.Tensor]:
+    def held(self) -> list[torch.Tensor]:
+        """What the list holds: its flats while it is packed, else its elements."""
+        return self.elements() if self._flats is None else self._flats
+
+    def elements(self) -> list[torch.Tensor]:
+        """`tensors`, whatever autograd may miss."""
         if self._elements is None:
             assert self._arena is not None
             assert self._flats is not None
@@ -217,11 +221,11 @@ class TensorList(torch.Tensor):
         part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shapes = self._arena.shapes if self._arena and self._elements is None else [t.shape for t in self._held()]
+        shapes = self._arena.shapes if self._arena and self._elements is None else [t.shape for t in self.elements()]
         if self._arena and self._elements is None and self._flats:
             kinds = [(self._flats[g].dtype, self._flats[g].device) for g in self._arena.groups]
         else:
-            kinds = [(t.dtype, t.device) for t in self._held()]
+            kinds = [(t.dtype, t.device) for t in self.elements()]
         counts = Counter(zip(kinds, shapes, strict=True))
         groups = [
             f"{count} x {str(dtype).removeprefix('torch.')}{list(shape)} {device}"
@@ -283,32 +287,36 @@ class TensorList(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if func in _ALIASES_WHOLE:
                 raise RuleError(
                     f"{func.__name__} on a TensorList has no rule under torch.compile: the compiler would rebuild the "
                     f"alias from one shape, which a list does not have; call it outside the compiled function"
                 )
-            # The compiler's own tracing reaches __torch_dispatch__, where a packed list is its flats.
+            # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if torch_private.is_tracing():
-            # The compiler's own code asks what kind of tensor the list itself is.
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
+        call = list_call(func, args, kwargs or {}, TensorList)
+        if torch.compiler.is_compiling() or torch_private.is_tracing():
+            return followed.run_in_compiler(call)
+        return list_calls.run(call)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return list_calls.run_overload(list_call(func, args, kwargs or {}, TensorList))
+        call = list_call(func, args, kwargs or {}, TensorList)
+        followed.refuse_lost_gradients(call)
+        return list_calls.run_overload(call)
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
         arena = self.arena
-        records = self._records or (torch.is_grad_enabled() and any(t.requires_grad for t in self._elements or ()))
+        records = self._records or any(t.requires_grad for t in self._elements or self._flats or ())
+        if records and not followed.stands_in(self):
+            records = torch.is_grad_enabled() and not followed.follow(self)
         if arena is not None and self._flats is not None:
             return [f"flat_{i}" for i in range(len(self._flats))], (arena, records)
         for i in range(len(self)):
-            self._unrecorded(i)
+            followed.unrecorded(self, i)
         return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), records)
 
     @staticmethod
@@ -325,6 +333,10 @@ class TensorList(torch.Tensor):
             else _of_elements(inner, laid_out.treespec, size)
         )
         out._records = records
+        if records and not followed.stands_in(out):
+            raise RuleError(
+                "a compiled function can't return a TensorList that autograd follows: return its elements, list(x)"
+            )
         return out
 
     def __getattr__(self, name: str) -> Any:
@@ -332,29 +344,16 @@ class TensorList(torch.Tensor):
         if index.isdigit() and kind == "flat" and self._flats is not None:
             return self._flats[int(index)]
         if index.isdigit() and kind == "element":
-            return self._unrecorded(int(index))
+            return followed.unrecorded(self, int(index))
         raise AttributeError(f"'TensorList' object has no attribute {name!r}")
 
-    def _unrecorded(self, index: int) -> torch.Tensor:
-        """Element `index` for the compiler, which refuses inner tensors that record: a detached alias of one that does.
-
-        Aliases are kept, as the compiler also asks in its fake mode, where detach() on a real tensor is refused.
-        """
-        element = self._held()[index]
-        if not element.requires_grad:
-            return element
-        alias = self._aliases.get(index)
-        if alias is None or alias.data_ptr() != element.data_ptr() or alias.shape != element.shape:
-            alias = self._aliases[index] = element.detach()
-        return alias
-
-    def _refuse_to_record(self) -> None:
-        """Raise where autograd would follow the elements, and what stands for them here can't be followed."""
-        if self._records and torch.is_grad_enabled():
-            raise RuleError(
-                "torch.compile can't differentiate through a TensorList yet: compute under torch.no_grad(), inside the "
-                "compiled function or around it, or hand it the elements, tl.tree()"
-            )
+    def holding(self, held: list[torch.Tensor]) -> TensorList:
+        """A list of this structure, and of this layout while it is packed, that holds other tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            size = self.shape
+        if self._flats is None or self._arena is None:
+            return _of_elements(held, self.treespec, size)
+        return _of_flats(held, self._arena, size)
 
     def _stable_hash_for_caching(self) -> str:
         return f"{self._arena.stable_hash() if self._arena is not None else self.treespec} {self._records}"
@@ -371,7 +370,7 @@ def _shell(
     out.treespec = treespec
     out._elements = elements
     out._flats = out._arena = out._places = None
-    out._aliases, out._records = {}, False
+    out._aliases, out._records, out._edges = {}, False, []
     return out
 
 
