@@ -40,7 +40,7 @@ def _marking(attribute: Any) -> Any:
 def _marking_call(method: Callable[..., Any]) -> Any:
     """The method of tensors, each call of which is marked."""
 
-    @wraps(method)
+    @wraps(method, assigned=("__name__",))  # not the examples of torch's own documentation
     def call(t: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = method(t, *args, **kwargs)
         _mark(t)
