@@ -8,6 +8,7 @@ compared it with the unpadded program. Any other runs on the logical data.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,6 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import overload_name
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.padded.true_sizes import ROWS
-from subtensors.dispatch.rules import RuleTable
 
 
 class MustDecompose(Exception):
@@ -65,7 +65,8 @@ FUNCTIONS = frozenset(
     dropout2d dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
     instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax lp_pool1d lp_pool2d lp_pool3d
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss
-    triplet_margin_loss multi_margin_loss multilabel_margin_loss grid_sample linear_cross_entropy kl_div
+    triplet_margin_loss multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss grid_sample linear_cross_entropy kl_div
     multi_head_attention_forward nll_loss normalize pad gaussian_nll_loss
     poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
     tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss
@@ -76,7 +77,9 @@ FUNCTIONS = frozenset(
 
 EXCEPT: dict[str, Callable[[tuple[Any, ...], list[str]], bool]] = {
     # The mean over the batch divides by its size.
-    "torch.nn.functional.kl_div": lambda args, words: "batchmean" in words and _has_padded_batch(args[:1]),
+    "torch.nn.functional.kl_div": lambda args, words: "batchmean" in words and _counts_padding(args, 0),
+    # So does the mean over the classes by theirs.
+    "torch.nn.functional.multilabel_soft_margin_loss": lambda args, words: _counts_padding(args, -1),
 }
 """Calls of those that compute with sizes after all, by their arguments and the words among them."""
 
@@ -91,10 +94,10 @@ def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
 
 
-def _has_padded_batch(first: tuple[Any, ...]) -> bool:
-    """Has the first argument a batch of a bucket's size? The rows of a ragged one are all real."""
-    dims = getattr(first[0], "_dims", None) if first else None
-    return not dims or (is_padded(dims[0]) and [f.size for f in dims[0]] != [ROWS])
+def _counts_padding(args: tuple[Any, ...], d: int) -> bool:
+    """Is this dim of the first argument of a bucket's size? The rows of a ragged batch are all real."""
+    dims = getattr(args[0], "_dims", None) if args else None
+    return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [ROWS])
 
 
 def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:
@@ -117,13 +120,7 @@ COUNTING = {"mean": "mean", "_std_var": "std or var"}
 """Functions of `torch.masked` that divide by a count of `torch.ones(x.shape)` or of their mask."""
 
 
-def check_overload(op: OpOverload, table: RuleTable) -> None:
-    """Raise MustDecompose for an op that has no rule but simpler parts."""
-    if is_composite(op):
-        raise MustDecompose
-    table.lookup(op)
-
-
+@functools.cache
 def is_composite(op: OpOverload) -> bool:
     """May this op be taken apart?"""
     if op.namespace != "aten":

@@ -1,4 +1,4 @@
-"""The table of rules with every family registered, which importing a family does."""
+"""The table of rules with every family registered, which importing a family does, and what runs an op by it."""
 
 from subtensors.dispatch.padded import (
     attention,
@@ -20,7 +20,7 @@ from subtensors.dispatch.padded import (
     splitting,
     views,
 )
-from subtensors.dispatch.padded.engine import table
+from subtensors.dispatch.padded.engine import run, table
 
 __all__ = [
     "attention",
@@ -36,6 +36,7 @@ __all__ = [
     "random",
     "reductions",
     "row_wise",
+    "run",
     "selection",
     "softmax",
     "sorting",

@@ -25,11 +25,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
-from subtensors.dispatch.padded import composites, engine
+from subtensors.dispatch.padded import composites, rules
 from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.padded.rules import table
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.size_arithmetic import PaddedSize, is_watching, watched_shape
@@ -206,9 +205,9 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = mapped(Tensor, _inner, (args, kwargs))
-    if any(x.padded_dims for x in found(Padded, (inner_args, inner_kwargs))):
-        composites.check_overload(op, table)
-    out = engine.run(op, inner_args, inner_kwargs)
+    if composites.is_composite(op) and any(x.padded_dims for x in found(Padded, (inner_args, inner_kwargs))):
+        raise composites.MustDecompose
+    out = rules.run(op, inner_args, inner_kwargs)
     return mapped(Padded, wrap, out)
 
 
