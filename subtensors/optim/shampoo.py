@@ -172,12 +172,11 @@ class Shampoo(MatrixOptimizer):
             kept = zip(SIDES, (left, right), (left_root, right_root), strict=True)
             sides = [(side, moment, root) for side, moment, root in kept if moment is not None and root is not None]
             for side, moment, root in sides:
-                more = by_shape(lambda x, side=side: second_moment(x, side), matrices)
-                accumulate(moment, more, beta2, share)
+                # What is added has no name, so that it ends with the call: it is as large as the state.
+                accumulate(moment, by_shape(lambda x, side=side: second_moment(x, side), matrices), beta2, share)
                 if due:
                     exponent = -1 / (2 * len(sides))
-                    roots = by_shape(lambda a, e=exponent: matrix_power(a, e, eps), part(moment, due))
-                    part(root, due).copy_(roots)
+                    part(root, due).copy_(by_shape(lambda a, e=exponent: matrix_power(a, e, eps), part(moment, due)))
                 direction = by_shape(_products[side], direction, root)
             direction = as_shaped(direction, p)
         if grafting is not None:

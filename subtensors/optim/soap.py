@@ -169,8 +169,13 @@ class SOAP(MatrixOptimizer):
                 (direction,) = _turned_back([direction], basis, sides)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
-                more = by_shape(lambda x, side=side: second_moment(x, side), as_matrices(own))
-                accumulate(part(moment, places), more, beta, 1 - beta)
+                # What is added has no name, so that it ends with the call: it is as large as the state.
+                accumulate(
+                    part(moment, places),
+                    by_shape(lambda x, side=side: second_moment(x, side), as_matrices(own)),
+                    beta,
+                    1 - beta,
+                )
             if t == 0 or t % precondition_frequency == 0:
                 for (side, moment), q in zip(moments, basis, strict=True):
                     _renew(side, part(moment, places), q, squares, is_first=t == 0)
