@@ -14,8 +14,8 @@ from torch import Tensor
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.graph_numbers import GraphNumbers
+from subtensors.optim.group_numbers import step_signature
 from subtensors.optim.optimizer import Optimizer
-from subtensors.optim.recorded_step import step_signature
 
 
 class Optimizers:

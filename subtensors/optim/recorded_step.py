@@ -10,7 +10,6 @@ from __future__ import annotations
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.group_lists import GroupLists, is_immutable, kept_form, missing
+from subtensors.optim.group_numbers import another, are_numbers, number_at, number_paths, options_of, step_signature
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -68,13 +68,13 @@ class RecordedStep:
         self.gradients_alike = torch_private.MetadataGuard(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
-        self.options = [_options(group) for group in optimizer.param_groups]
+        self.options = [options_of(group) for group in optimizer.param_groups]
         self.values: list[list[Any]] = [[] for _ in optimizer.param_groups]
         """What each group held in the last step, where it is enough to see the same objects again; else nothing."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = _stream(self.device)
-        self.paths = [_number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
+        self.paths = [number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
         taken = [step_signature(optimizer, group, self.device) for group in optimizer.param_groups]
         self.signatures = [signature for signature, _, _ in taken]
         self.numbers = [numbers for _, numbers, _ in taken]
@@ -99,8 +99,8 @@ class RecordedStep:
         if self.is_whole:
             for group in optimizer.param_groups:
                 # Numbers are then known by identity, wherever the step hands them on.
-                group.update({name: _another(value) for name, value in group.items() if name != "params"})
-            self.options = [_options(group) for group in optimizer.param_groups]
+                group.update({name: another(value) for name, value in group.items() if name != "params"})
+            self.options = [options_of(group) for group in optimizer.param_groups]
         self.recording = recording = Recording(self.device)
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
@@ -169,7 +169,7 @@ class RecordedStep:
             values = self.values[i]
             if len(group) == len(values) and all(map(is_, group.values(), values)):
                 continue  # the very objects of the last step: none of them changed
-            if difference := self._take_options(optimizer, i, group):
+            if difference := self._takeoptions_of(optimizer, i, group):
                 return difference
         for batch in self.batches:
             if batch.has_moved():
@@ -182,15 +182,15 @@ class RecordedStep:
             return "a loss scale came or went"
         return ""
 
-    def _take_options(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
+    def _takeoptions_of(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
         """Hand the numbers of a group to the recording; why it can't take them, if it can't."""
         lists = self.lists[index]
         if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
             return f"group {index} keeps other state"
-        options = _options(group)
+        options = options_of(group)
         are_immutable = all(map(is_immutable, options))
-        if are_immutable and all(map(_are_numbers, options, self.options[index])):
-            numbers = [_at(group, path) for path in self.paths[index]]
+        if are_immutable and all(map(are_numbers, options, self.options[index])):
+            numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
         else:
             signature, numbers, hosts = step_signature(optimizer, group, self.device)
@@ -259,61 +259,3 @@ def _stream(device: torch.device) -> int:
 
 def _present(gradients: Gradients) -> list[Tensor]:
     return [g for own in gradients for g in own if g is not None]
-
-
-def _options(group: dict[str, Any]) -> list[Any]:
-    """What a group holds beside its parameters."""
-    return [value for name, value in group.items() if name != "params"]
-
-
-def _are_numbers(now: Any, before: Any) -> bool:
-    """Are these the same, or live numbers that differ in nothing else? One that is 0 may be left out of the maths."""
-    if now is before:
-        return True
-    if type(now) is tuple and type(before) is tuple and len(now) == len(before):
-        return all(type(n) is float for n in (*now, *before))
-    return type(now) is type(before) is float and now != 0 != before
-
-
-def _number_paths(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> list[tuple[Any, ...]]:
-    """Where in a group its live numbers are, in the order that the step takes them."""
-    values: Any = optimizer._values(group, device)
-    paths = optree.tree_paths(values, none_is_leaf=True)
-    leaves = optree.tree_leaves(values, none_is_leaf=True)
-    return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
-
-
-def _another(value: Any) -> Any:
-    """An equal number that is an object of its own, alone or in a tuple; other values as they are."""
-    if type(value) is tuple:
-        return tuple([_another(v) for v in value])
-    return value * 1.0 if type(value) is float else value
-
-
-def _at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
-    value = group[path[0]]
-    return float(value if len(path) == 1 else value[path[1]])
-
-
-def step_signature(
-    optimizer: Optimizer, group: dict[str, Any], device: torch.device
-) -> tuple[tuple[Any, ...], list[float], list[float]]:
-    """What of a group's options decides the launches, and the numbers that don't: live ones, and tensors on the CPU."""
-    numbers: list[float] = []
-    hosts: list[float] = []
-    signature: list[Any] = [(name, value) for name, value in group.items() if type(value) in (bool, str, type(None))]
-    values: Any = optimizer._values(group, device)
-    leaves: list[Any]
-    leaves, spec = optree.tree_flatten(values, none_is_leaf=True)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" != device.type:
-            signature.append((Tensor, leaf.dtype))
-            hosts.append(float(leaf.item()))
-        elif isinstance(leaf, Tensor):
-            signature.append((leaf.data_ptr(), leaf.dtype, leaf.device))
-        elif type(leaf) is float or type(leaf) is int:
-            signature.append(type(leaf))
-            numbers.append(leaf)
-        else:
-            signature.append(leaf)
-    return (spec, *signature), numbers, hosts
