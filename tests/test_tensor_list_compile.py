@@ -251,6 +251,15 @@ def test_gradients_flow_through_lists_that_come_into_compiled_code(
     assert counted.frame_count == compiled_once
 
 
+def test_a_list_that_the_result_does_not_depend_on_has_no_gradient() -> None:
+    x, unused = parameters(packed=False), parameters(packed=True)
+    torch.compile(lambda x, y: (y + y, sum((x * x).sum()))[1], fullgraph=True, backend="aot_eager")(
+        x, unused
+    ).backward()
+    assert all(torch.equal(t.grad, 2 * t) for t in x)
+    assert unused.grad == [None, None]
+
+
 def test_a_list_whose_elements_changed_is_followed_from_what_they_are_now() -> None:
     w = torch.ones(3, requires_grad=True)
     x = st.TensorList([w * 2, w * 3])

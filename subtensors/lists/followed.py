@@ -163,11 +163,14 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, x: Any, *elements: torch.Tensor) -> Any:
         """The list."""
         ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)  # torch would make a vector of zeros for a list
         return x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gradient of each element."""
+        if gradients[0] is None:
+            return None, *[None for _ in ctx.needs_input_grad[1:]]
         parts = gradients[0].tensors
         return None, *[g if need else None for g, need in zip(parts, ctx.needs_input_grad[1:], strict=True)]
 
