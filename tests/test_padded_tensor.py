@@ -232,6 +232,15 @@ def test_a_view_writes_into_what_it_views() -> None:
     assert x.dense[:, 5:].eq(7).all()
 
 
+def test_a_copy_takes_values_and_keeps_padding() -> None:
+    x = st.pad(torch.zeros(2, 5), {1: SEQ}, value=7)
+    source = st.pad(torch.ones(2, 5), {1: SEQ}, value=NAN)
+    for copied in (lambda: x.copy_(source), lambda: x.zero_().copy_(other=source)):
+        assert copied() is x
+        assert x.unpad().eq(1).all()
+        assert x.dense[:, 5:].eq(7).all()
+
+
 def test_leaf_gradients_are_padded_alike() -> None:
     x = st.pad(torch.ones(5), {0: SEQ}).requires_grad_()
     (x * 2).sum().backward()

@@ -105,7 +105,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
             f"unpad before it"
         )
-    if name == "copy_" and copied_whole(*args[:2]):
+    if name == "copy_" and len(args) > 1 and copied_whole(args[0], args[1]):
         return args[0]
     try:
         return _by_rules(func, args, kwargs)
