@@ -230,8 +230,9 @@ def test_the_pointwise_optimizers_are_measured_against_their_own_bytes(tmp_path:
 
 
 @pytest.fixture
-def _no_group_after() -> Iterator[None]:
+def _no_group_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ends the process group that a variant over sharded parameters begins."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
