@@ -73,6 +73,23 @@ def test_a_loss_is_that_of_the_real_elements(name: str, lengths: tuple[int, ...]
             torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_classes_may_be_padded_too(soft: bool) -> None:
+    batch = st.Dim("batch", max=8, buckets=[8])
+    source = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def contrastive(x: Any) -> Any:
+        similarity = x @ x.T
+        return F.cross_entropy(similarity, similarity.mT.softmax(-1) if soft else torch.arange(len(similarity)))
+
+    expected = contrastive(source)
+    padded_calls.fallbacks.clear()
+    actual = contrastive(st.pad(source, {0: batch}, value=math.nan))
+    assert not padded_calls.fallbacks
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, source), torch.autograd.grad(expected, source))
+
+
 def padded(rows: list[Tensor], poison: float) -> Any:
     if len({len(row) for row in rows}) == 1:
         return st.pad(torch.stack(rows), {1: SEQ}, value=poison)

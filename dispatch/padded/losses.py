@@ -37,8 +37,8 @@ def classes(call: Call) -> Any:
     x: Padded = call["self"]
     target: Padded = call["target"]
     at = 0 if x.dim() == 1 else 1
-    if x.is_padded(at):
-        raise refuse(call, "the classes themselves are padded")
+    if x.is_padded(at) and (call["weight"] is not None or call.get("label_smoothing")):
+        raise refuse(call, "the classes themselves are padded, and weighted or smoothed over")
     if target.dense.is_floating_point():
         return _by_probabilities(call, x, target, at)
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
@@ -47,6 +47,10 @@ def classes(call: Call) -> Any:
     target = Padded(target.dense, tuple(dims), sizes)
     ignored = target.filled(call["ignore_index"])
     scores = Padded(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes).filled(0)
+    real_classes = x.mask([at])
+    if real_classes is not None and call.op is aten.cross_entropy_loss.default:
+        # A padded class has no probability.
+        scores = torch.where(real_classes, scores, -math.inf)
     out = call.dense({"self": scores, "target": ignored})
     outs = out if isinstance(out, tuple) else (out,)
     reduced = call["reduction"] != _NONE
