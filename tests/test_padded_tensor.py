@@ -75,6 +75,8 @@ def test_a_hint_that_does_not_fit_pads_nothing() -> None:
     batch = st.pad(rows, {0: hint}, value=NAN)
     assert batch.shape == (2, 9)
     assert [row.tolist() for row in batch.unpad()] == [row.tolist() for row in rows]
+    images = [torch.randn(3, 9), torch.randn(9, 3)]
+    assert all(a.equal(b) for a, b in zip(st.pad(images, {0: hint, 1: hint}).unpad(), images, strict=True))
 
 
 def test_rows_of_a_batch_have_one_dtype() -> None:

@@ -149,7 +149,8 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
         lengths = tuple(row.shape[d] for row in rows)
         if not agreed.bind(dim, lengths, f"dim {d}"):
             # What a hint doesn't fit has a bucket of its own.
-            dims = {**dims, d: Dim(f"{dim.name}_of_{max(lengths)}", max=max(*lengths, 1), buckets=[max(*lengths, 1)])}
+            longest = max(*lengths, 1)
+            dims = {**dims, d: Dim(f"{dim.name}_{d}_of_{longest}", max=longest, buckets=[longest])}
             agreed.bind(dims[d], lengths, f"dim {d}")
     distinct = list(dict.fromkeys(dims.values()))
     host = tuple(agreed.sizes[dim] for dim in distinct)
