@@ -137,6 +137,8 @@ class _Task:
     upstream: Tensor | None
     weight_grad_dtype: torch.dtype
     kernels: bool | None
+    writes_whole_rows: bool = False
+    """Is the gradient written as soon as a row was read?"""
 
     @property
     def compute(self) -> torch.dtype:
@@ -152,7 +154,8 @@ class _Task:
     @cached_property
     def statistics(self) -> Statistics:
         """Those of the rows, as far as logits were seen."""
-        return Statistics.none(self.hidden.shape[0], self.compute, self.hidden.device)
+        memory = Statistics.unwritten if self.writes_whole_rows else Statistics.none
+        return memory(self.hidden.shape[0], self.compute, self.hidden.device)
 
     @cached_property
     def factors(self) -> GradientFactors:
@@ -199,29 +202,52 @@ class _Task:
 
 
 def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
-    count, width = task.hidden.shape
-    classes = task.weight.shape[0]
+    count, classes = task.hidden.shape[0], task.weight.shape[0]
     chunks = _parts(count, rows)
-    buffer, block = task.hidden.new_empty(min(rows, count) * classes), None
-    hidden_grad = task.hidden.new_empty(count, width) if task.needs.hidden else None
-    bias_grad = task.bias_grad()
-    if any(task.needs):
-        task.statistics = Statistics.unwritten(count, task.compute, task.hidden.device)
-    weight_sum = _weight_sum(task, rows, exact, len(chunks)) if task.needs.weight else None
+    buffer, block, sums = task.hidden.new_empty(min(rows, count) * classes), None, None
+    task.writes_whole_rows = any(task.needs)
     for begin, end in chunks:
         block = task.logits(buffer, (begin, end), (0, classes))
         if not any(task.needs):
             task.ops.fold(block, task.statistics)
             continue
         task.ops.fold_and_write_gradient(block, task.statistics, task.factors)
-        if hidden_grad is not None:
-            torch.mm(block.logits, task.weight, out=hidden_grad[begin:end])
-        if weight_sum is not None:
-            weight_sum.add(block.logits, task.hidden[begin:end])
-        if bias_grad is not None:
-            bias_grad += block.logits.sum(0, dtype=task.compute)
+        # Only now: while the host prepares what follows, the GPU has the first logits to do.
+        sums = sums or _RowSums(task, rows, exact, len(chunks))
+        sums.add(block.logits, begin, end)
+    sums = sums or _RowSums(task, rows, exact, len(chunks))
     del buffer, block  # a sum may want memory to be rounded into
-    return task.result(hidden_grad, None if weight_sum is None else weight_sum.take(), bias_grad)
+    return task.result(*sums.take())
+
+
+class _RowSums:
+    """The gradients of a loss that is gone through by rows.
+
+    Args:
+        task: what is computed.
+        rows: of a chunk.
+        exact: how the gradient of the weight adds up.
+        chunks: how many there are.
+    """
+
+    def __init__(self, task: _Task, rows: int, exact: bool, chunks: int) -> None:
+        self._task = task
+        self._hidden = task.hidden.new_empty(task.hidden.shape) if task.needs.hidden else None
+        self._bias = task.bias_grad()
+        self._weight = _weight_sum(task, rows, exact, chunks) if task.needs.weight else None
+
+    def add(self, gradient: Tensor, begin: int, end: int) -> None:
+        """Take in the gradient of the logits of rows [begin, end)."""
+        if self._hidden is not None:
+            torch.mm(gradient, self._task.weight, out=self._hidden[begin:end])
+        if self._weight is not None:
+            self._weight.add(gradient, self._task.hidden[begin:end])
+        if self._bias is not None:
+            self._bias += gradient.sum(0, dtype=self._task.compute)
+
+    def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden states, weight and bias."""
+        return self._hidden, None if self._weight is None else self._weight.take(), self._bias
 
 
 def _weight_sum(task: _Task, rows: int, exact: bool, chunks: int) -> ProductSum | WideSum:
