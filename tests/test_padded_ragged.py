@@ -162,3 +162,37 @@ def test_each_row_of_a_ragged_batch_is_as_alone_by_rule(name: str) -> None:
             cotangents = [torch.randn_like(e) for e in expected]
             wanted = torch.autograd.grad(expected, rows, cotangents)
             torch.testing.assert_close(torch.autograd.grad(actual, rows, cotangents), wanted)
+
+
+def check_compiled(name: str) -> None:
+    torch.compiler.reset()
+    program = PROGRAMS[name]
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    for i, lengths in enumerate(((5, 7, 3), (8, 2, 6))):
+        rows = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in lengths]
+        expected = [program(row[None])[0] for row in rows]
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(st.pad(rows, {0: SEQ}, value=math.nan))
+        actual = list(out.unpad() if isinstance(out, st.PaddedTensor) else out)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e)
+        if expected[0].requires_grad:
+            cotangents = [torch.randn_like(e) for e in expected]
+            given, wanted = (
+                torch.autograd.grad(
+                    torch.stack([(o * c).sum() for o, c in zip(outs, cotangents, strict=True)]).sum(), rows
+                )
+                for outs in (actual, expected)
+            )
+            torch.testing.assert_close(given, wanted)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS)[::12])
+def test_a_rule_compiles_once_for_all_lengths_of_a_ragged_batch(name: str) -> None:
+    check_compiled(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_rule_compiles_once_for_all_lengths_of_a_ragged_batch(name: str) -> None:
+    check_compiled(name)
