@@ -278,3 +278,15 @@ def test_transforms_of_torch_func_take_the_elements_and_name_them_when_given_the
     assert [t.shape for t in rows] == [torch.Size([4, 3]), torch.Size([4])]
     with pytest.raises(st.RuleError, match=r"torch.func the elements, tl.tree\(\)"):
         torch.func.grad(lambda x: sum((x**2).sum()))(p)
+
+
+def test_elements_of_a_subclass_are_the_elements_and_get_their_gradients() -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    marked = torch.nn.Parameter(torch.ones(2)).as_subclass(Marked)
+    plain = torch.ones(3, requires_grad=True)
+    x = st.TensorList([marked, plain])
+    assert x[0] is x.tensors[0] is marked
+    sum((x * x).sum()).backward()
+    assert torch.equal(plain.grad, torch.full((3,), 2.0))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.two_tensor import TwoTensor
 
 import subtensors as st
 
@@ -295,6 +296,14 @@ def test_gradients_through_a_list_that_begins_with_integers_are_refused() -> Non
     x = st.TensorList([torch.ones(2, dtype=torch.int64), torch.ones(2, requires_grad=True)])
     with pytest.raises(Exception, match="whose first element holds no floats"):
         torch.compile(lambda x: x[1] * 2, fullgraph=True, backend="aot_eager")(x)
+
+
+def test_gradients_through_a_list_of_a_subclass_are_refused() -> None:
+    values = [TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)]
+    x = st.TensorList([t.requires_grad_() for t in values])
+    for f in (lambda x: x[0] * 2, lambda x: sum((x * x).sum())):
+        with pytest.raises(Exception, match="holds tensors of a subclass"):
+            torch.compile(f, fullgraph=True, backend="aot_eager")(x)
 
 
 def parameters(packed: bool) -> st.TensorList:

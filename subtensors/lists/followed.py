@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import ListCall, list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
-from subtensors.dispatch.torch_private import is_transforming
+from subtensors.dispatch.torch_private import is_traced, is_transforming
 from subtensors.lists import list_calls
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def marked(x: TensorList) -> TensorList:
 
 
 def follow(x: TensorList) -> bool:
-    """Let autograd lead to the list from its elements, as they are now; False where the first holds no floats."""
-    if not x[0].is_floating_point():
+    """Let autograd lead to the list from its elements, as they are now; False where it can't."""
+    if not x[0].is_floating_point() or any(type(t) not in PLAIN_TYPES for t in x):
         return False
     edges = [t.grad_fn if t.grad_fn is not None else t for t in x.tensors]
     if is_followed(x) and len(edges) == len(x._edges) and all(a is b for a, b in zip(edges, x._edges, strict=True)):
@@ -125,7 +125,7 @@ def parted(x: TensorList) -> TensorList:
 def stands_in(x: TensorList) -> bool:
     """Does a list hold the compiler's stand-ins?"""
     held = x.held()
-    return bool(held) and type(held[0]) not in PLAIN_TYPES
+    return bool(held) and type(held[0]) not in PLAIN_TYPES and is_traced(held[0])
 
 
 def records(x: TensorList) -> bool:
@@ -137,8 +137,8 @@ def refuse_to_record(x: TensorList) -> None:
     """Raise where autograd should follow a list and can't."""
     if x._records:
         raise RuleError(
-            "torch.compile can't differentiate through a TensorList whose first element holds no floats: compute under "
-            "torch.no_grad(), or hand it the elements, tl.tree()"
+            "torch.compile can't differentiate through a TensorList whose first element holds no floats, or that holds "
+            "tensors of a subclass: compute under torch.no_grad(), or hand it the elements, tl.tree()"
         )
 
 

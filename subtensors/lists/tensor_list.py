@@ -14,6 +14,7 @@ import torch
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import list_call
+from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler
 from subtensors.lists.packing import Layout, pack
@@ -77,7 +78,7 @@ class TensorList(torch.Tensor):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The elements, in the order of the pytree's leaves."""
-        return followed.parted(self).elements() if followed.stands_in(self) else self.elements()
+        return followed.parted(self).elements() if self._records or followed.stands_in(self) else self.elements()
 
     def held(self) -> list[torch.Tensor]:
         """What the list holds: its flats while it is packed, else its elements."""
@@ -333,7 +334,7 @@ class TensorList(torch.Tensor):
             else _of_elements(inner, laid_out.treespec, size)
         )
         out._records = records
-        if records and not followed.stands_in(out):
+        if records and type(inner[0]) in PLAIN_TYPES:
             raise RuleError(
                 "a compiled function can't return a TensorList that autograd follows: return its elements, list(x)"
             )
