@@ -252,6 +252,15 @@ def test_gradients_flow_through_lists_that_come_into_compiled_code(
     assert counted.frame_count == compiled_once
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_gradients_flow_whatever_the_sizes_and_the_number_of_packed_tensors(dynamic: bool | None) -> None:
+    compiled = torch.compile(lambda x: sum((x * x).sum()), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for sizes in ((2, 3), (4, 5), (6, 7), (3, 4, 5), (8,), (2, 3)):
+        x = st.TensorList([torch.arange(float(n), requires_grad=True) for n in sizes]).pack()
+        compiled(x).backward()
+        assert all(torch.equal(t.grad, 2 * t) for t in x)
+
+
 def test_a_list_that_the_result_does_not_depend_on_has_no_gradient() -> None:
     x, unused = parameters(packed=False), parameters(packed=True)
     torch.compile(lambda x, y: (y + y, sum((x * x).sum()))[1], fullgraph=True, backend="aot_eager")(

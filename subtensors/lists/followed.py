@@ -114,11 +114,7 @@ def parted(x: TensorList) -> TensorList:
     if not is_followed(x):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(x.shape[0], torch.SymInt):
-            raise RuleError(
-                "gradients through a TensorList have no rule where the compiler leaves its sizes open: compile with "
-                "dynamic=False"
-            )
+        int(x.shape[0])  # how many elements there are is no size that the compiler may leave open
     return x.holding(list(Part.apply(x)))  # type: ignore[no-untyped-call]
 
 
