@@ -56,7 +56,7 @@ def draw_static(folder: Path) -> None:
     times, speeds = drawing.subplots(1, 2, width_ratios=[2, 1])
     plot.bars(times, steps, lambda row: row.wall_ms)
     times.set(title="one Adam step as a graph", ylabel="wall time, ms")
-    times.legend(fontsize=8)
+    drawing.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8)
     last = sleeps[-1]
     speed = {
         "first release": sleeps[0].release_gbps,
