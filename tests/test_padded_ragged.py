@@ -45,7 +45,8 @@ REDUCTIONS: dict[str, Program] = {
     "max": lambda x: x.max(1).values,
     "where max is": lambda x: x.max(1).indices,
     "argmin": lambda x: x.argmin(1),
-    "aminmax": lambda x: torch.aminmax(x, dim=1)[0],
+    # Which has a gradient in newer versions of torch only.
+    "aminmax": lambda x: torch.aminmax(x.detach(), dim=1)[0],
     "prod": lambda x: x.prod(1),
     "any": lambda x: (x > 1).any(1),
     "count_nonzero": lambda x: torch.count_nonzero(x > 0, dim=1),
