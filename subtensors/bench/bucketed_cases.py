@@ -53,7 +53,7 @@ class Case:
         source = random.Random(0)
         smallest, largest = (2, 6) if tiny and self.dim == 0 else self.sizes
         made = []
-        for _ in range(min(10, self.requests // 4) if tiny else self.requests):
+        for _ in range(min(10, self.requests // 2) if tiny else self.requests):
             shape = list(self.shape(tiny))
             shape.insert(self.dim, source.randint(smallest, largest))
             made.append(self._request(shape, device))
@@ -117,7 +117,7 @@ def _encoder(rows: int) -> Case:
 
 
 def _generator(make: Callable[[bool], nn.Module]) -> Case:
-    return Case(make, "input_ids", 1, (16, 448), 64, 512, lambda tiny: (1,), new_tokens=64, requests=12)
+    return Case(make, "input_ids", 1, (16, 448), 64, 512, lambda tiny: (1,), new_tokens=64, requests=6)
 
 
 CASES: dict[str, Case] = {
