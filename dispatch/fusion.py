@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.calls import Call, interprets_kernels
+from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import (
     Addresses,
     ColumnGuard,
     Columns,
     Elements,
-    PerBlock,
     Repeated,
     addresses_of,
     distinct,
@@ -31,11 +29,10 @@ from subtensors.dispatch.columns import (
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
 from subtensors.dispatch.kernel_group import KernelGroup
-from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.routes import Route, route_of
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
-from subtensors.kernels.lowering import DTYPES
-from subtensors.kernels.program import Extent, Parameter, Scalar
+from subtensors.kernels.program import Scalar
 from subtensors.kernels.tuning import default_tiling, tune, tuned_tiling
 
 logger = logging.getLogger("subtensors.fused")
@@ -197,7 +194,7 @@ class Fusion:
             if isinstance(group, MappedGroup):
                 continue
             assert isinstance(group, KernelGroup | TorchGroup)
-            device = _route([c[indices[0]] for c in columns], columns).device
+            device = route_of([c[indices[0]] for c in columns], columns).device
             label = f"{device}: {group.trace.program}"
             if label in chosen:
                 continue
@@ -250,7 +247,7 @@ class Fusion:
 
     def _first_trace(self, call: Call) -> Trace:
         columns = call.columns(self.name)
-        return self._trace(call, _route([c[0] for c in columns], columns))
+        return self._trace(call, route_of([c[0] for c in columns], columns))
 
     def _plan(self, call: Call, columns: Columns) -> tuple[_Plan, Addresses]:
         """The plan that fits, and where the columns are as far as that took a look at it."""
@@ -268,7 +265,7 @@ class Fusion:
         return plan, [None] * len(columns)
 
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
-        routes: dict[_Route, list[int]] = {}
+        routes: dict[Route, list[int]] = {}
         copies = False
         reason = ""
         if torch_private.is_transforming():
@@ -276,7 +273,7 @@ class Fusion:
         elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c)):
             reason = "autograd records it"
         for index, row in enumerate(zip(*columns, strict=True)):
-            route = _Route(reason) if reason else _route(row, columns)
+            route = Route(reason) if reason else route_of(row, columns)
             if self.exchange is not None:
                 # Processes exchange group by group, and strides, which differ between them, must not make groups.
                 copies, route = copies or route.copies, replace(route, copies=False)
@@ -291,7 +288,7 @@ class Fusion:
         mapped = MappedGroup(self._apply_to(call), "groups of elements overlap in memory")
         return _Plan([ColumnGuard(c) for c in columns], groups, mapped)
 
-    def _make_group(self, call: Call, route: _Route, columns: Columns) -> Group:
+    def _make_group(self, call: Call, route: Route, columns: Columns) -> Group:
         mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")
         if self.exchange is not None and (route.reason or not route.triton):
             raise RuleError(f"{self.name} of parts of tensors: {route.reason or f'no kernels on {route.device}'}")
@@ -317,7 +314,7 @@ class Fusion:
             )
         return KernelGroup(traced, kernels, columns, mapped, route.copies, self.exchange)
 
-    def _trace(self, call: Call, route: _Route) -> Trace:
+    def _trace(self, call: Call, route: Route) -> Trace:
         key = (call.key, route.parameters, route.device)
         if key not in self._traces:
             self._traces[key] = trace(
@@ -340,68 +337,8 @@ class Fusion:
         return apply
 
 
-@dataclass(frozen=True)
-class _Route:
-    """What the elements of one group have in common."""
-
-    reason: str = ""
-    """Why the function itself must be called; empty when the traced program will do."""
-    device: str = "cpu"
-    parameters: tuple[Parameter, ...] = ()
-    triton: bool = False
-    copies: bool = False
-
-
 def _part(columns: Columns, indices: list[int]) -> Columns:
     return [Repeated(c[: len(indices)]) if isinstance(c, Repeated) else [c[i] for i in indices] for c in columns]
-
-
-def _route(row: Sequence[Tensor], columns: Columns) -> _Route:
-    """How the element with these tensors can run."""
-    if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
-        return _Route(reason="an element is not a plain strided tensor")
-    on_host = [
-        t.dim() == 0 and t.device.type == "cpu" and isinstance(c, Repeated) for t, c in zip(row, columns, strict=True)
-    ]
-    devices = {t.device for t, host in zip(row, on_host, strict=True) if not host} or {torch.device("cpu")}
-    if len(devices) > 1:
-        return _Route(reason="an element's tensors are on several devices")
-    is_scales = [isinstance(c, PerBlock) for c in columns]
-    sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
-    if any(t.shape != sized[0].shape for t in sized):
-        return _Route(reason="an element's tensors have several shapes")
-    expanded = _expanded(row, is_scales)
-    device = devices.pop()
-    triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
-    parameters = tuple(
-        Parameter(
-            f"x{i}",
-            t.dtype,
-            Extent.BLOCK if scales else Extent.ELEMENT if t.dim() else Extent.TENSOR,
-            expanded[i],
-            on_host=host and device.type != "cpu",
-        )
-        for i, (t, host, scales) in enumerate(zip(row, on_host, is_scales, strict=True))
-    )
-    triton = triton and all(p.dtype in DTYPES for p in parameters)
-    sized = [t for t, scales, e in zip(row, is_scales, expanded, strict=True) if t.dim() > 0 and not scales and not e]
-    alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or torch_private.is_dense(sized[0]))
-    return _Route("", str(device), parameters, triton, copies=triton and not alike)
-
-
-def _expanded(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
-    """For each tensor, along what of its matrices it repeats its values; beside others only that lie row after row."""
-    kinds = ["" if scales or t.dim() < 2 else _repeats(t) for t, scales in zip(row, is_scales, strict=True)]
-    others = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
-    return kinds if others and all(t.is_contiguous() for t in others) else [""] * len(row)
-
-
-def _repeats(t: Tensor) -> str:
-    """Is this a value a row, or a value a column, of contiguous matrices, expanded to all of each?"""
-    for kind, dim in (("row", -1), ("column", -2)):
-        if t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():
-            return kind
-    return ""
 
 
 def _merge(parts: list[tuple[list[int], Leaves]], count: int) -> Leaves:

@@ -30,6 +30,7 @@ from subtensors.dispatch import fusion as fusion_module
 from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.routes import route_of
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.program import Program
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
@@ -144,7 +145,7 @@ def test_devices_of_two_kinds_have_kernels_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(fusion_module, "KernelGroup", lambda trace, kernels, *rest: kernels)
     decay, columns = Fusion(halve), [pair()]
     call = Call((columns[0],), {})
-    route = replace(fusion_module._route([columns[0][0]], columns), triton=True)
+    route = replace(route_of([columns[0][0]], columns), triton=True)
     kernels: list[Kernels] = [
         decay._make_group(call, replace(route, device=device), columns)  # type: ignore[misc]
         for device in ("meta", "cpu", "meta")
