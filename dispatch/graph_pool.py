@@ -81,7 +81,7 @@ class GraphPool:
                 torch_capture.captured(graph, self.device, self._handle),
             ):
                 out = program()
-        except BaseException:
+        except BaseException:  # raised again, once the stream and the pool are in order
             self._leave_a_stuck_stream()
             self._forget_if_empty()
             raise

@@ -67,8 +67,7 @@ def chunk(call: Call) -> list[Padded]:
     if not x.is_padded(d):
         return _static_parts(call, x, d)
     _refuse_rows(call, x, d)
-    lengths = [-(-n // chunks) for n in _known(call, x, d)]
-    counts = [-(-n // length) if n else chunks for n, length in zip(_known(call, x, d), lengths, strict=True)]
+    counts = [-(-n // -(-n // chunks)) if n else chunks for n in _known(call, x, d)]
     whole = prefix_size(x, d)
     size = sympy.floor((whole + chunks - 1) / chunks)
     parts = range(_same_for_all(call, x, d, counts))

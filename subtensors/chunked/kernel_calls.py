@@ -30,6 +30,12 @@ aten = torch.ops.aten
 Kind = type[RecordedTensor]
 
 
+def _is_recorded_loss(input: Any, target: Any, size_average: Any, reduce: Any, reduction: str) -> bool:
+    """Is this a loss of recorded scores against a tensor, by the reductions that torch still has?"""
+    is_known = size_average is reduce is None and reduction in ("mean", "sum", "none")
+    return is_known and isinstance(input, RecordedTensor) and isinstance(target, Tensor)
+
+
 def _cross_entropy(
     kind: Kind,
     input: Any,
@@ -42,8 +48,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """`F.cross_entropy`: with the head, where logits are a linear layer of what was chunked; otherwise by rows."""
-    named = size_average is reduce is None and reduction in ("mean", "sum", "none")
-    if not named or not isinstance(input, RecordedTensor) or not isinstance(target, Tensor):
+    if not _is_recorded_loss(input, target, size_average, reduce, reduction):
         return None
     cell = cell_of(input)
     if type(cell) is LinearCell and weight is None and type(target) is Tensor:
@@ -64,8 +69,7 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> Tensor | None:
     """`F.nll_loss` of a log-softmax: a cross entropy."""
-    named = size_average is reduce is None and reduction in ("mean", "sum", "none")
-    if not named or not isinstance(input, RecordedTensor) or not isinstance(target, Tensor):
+    if not _is_recorded_loss(input, target, size_average, reduce, reduction):
         return None
     scores = cell_of(input).value
     logits = logits_of(scores)
