@@ -28,7 +28,10 @@ def draw_chunked(folder: Path) -> None:
 
 
 def draw_padded(folder: Path) -> None:
-    """Each op's time over that of the dense op on the whole bucket, half of which is padding: a panel a mode."""
+    """Each op's time over that of the dense op on the whole bucket, half of which is padding: a panel a mode.
+
+    A line through the type's point spans its times at all fills.
+    """
     found = padded_ops.load(folder / "padded_ops.json")
     cases = list(dict.fromkeys(row.case for row in found))
     drawing = Figure(figsize=(12, 5), layout="constrained")
@@ -39,6 +42,13 @@ def draw_padded(folder: Path) -> None:
         for number, variant in enumerate(dict.fromkeys(row.variant for row in mine)):
             points = [(cases.index(row.case), row.over_dense) for row in mine if row.variant == variant and row.ms]
             axes.plot(*zip(*points, strict=True), "os^Dv"[number % 5], label=variant)
+        for number, case in enumerate(cases):
+            spans = [
+                row.over_dense
+                for row in found
+                if (row.mode, row.case, row.variant) == (mode, case, "PaddedTensor") and row.over_dense
+            ]
+            axes.vlines(number, min(spans), max(spans), color="C0", alpha=0.5, zorder=0)
         axes.axhline(1, color="grey", linestyle=":", label="dense")
         axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
         axes.set(title=mode, yscale="log")
