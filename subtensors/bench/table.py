@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def describe(rows: Sequence[Measured]) -> str:
-    """Where and when rows were measured, one line a device and set of versions.
+    """Where and when rows were measured, one line a device and set of versions: one date, where all are of one day.
 
     >>> from subtensors.bench.rows import Setting
     >>> setting = Setting("CPU", "2.13.0", None, "2026-01-01 00:00", tiny=True)
@@ -21,12 +21,14 @@ def describe(rows: Sequence[Measured]) -> str:
     CPU, torch 2.13.0, no triton, 2026-01-01 00:00 UTC
     Tiny sizes: the figures mean nothing.
     """
-    latest: dict[str, str] = {}
+    dates: dict[str, list[str]] = {}
     for setting in (row.setting for row in rows):
         triton = f"triton {setting.triton}" if setting.triton else "no triton"
-        place = f"{setting.device}, torch {setting.torch}, {triton}"
-        latest[place] = max(setting.date, latest.get(place, ""))
-    lines = [f"{place}, {date} UTC" for place, date in latest.items()]
+        dates.setdefault(f"{setting.device}, torch {setting.torch}, {triton}", []).append(setting.date)
+    lines = []
+    for place, measured in dates.items():
+        first, last = min(measured), max(measured)
+        lines.append(f"{place}, {last if first[:10] == last[:10] else f'{first} to {last}'} UTC")
     if any(row.setting.tiny for row in rows):
         lines.append("Tiny sizes: the figures mean nothing.")
     return "\n".join(lines)
