@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from numbers import Integral, Real
 from typing import Any
 
 import optree
@@ -36,6 +37,8 @@ class Form:
         self.statics = [i for i, kind in enumerate(kinds) if kind is None]
         """Which leaves are part of what is traced."""
         self.number_types: list[type[float] | type[int]] = [kinds[i] for i in self.numbers]
+        self.are_pythons = all(issubclass(types[i], kinds[i]) for i in self.numbers)
+        """Are the numbers Python's own, or such as numpy's?"""
         self.first_list = next((i for i, t in enumerate(types) if issubclass(t, Elements)), None)
 
 
@@ -44,9 +47,9 @@ def _kind(leaf_type: type) -> Any:
         return Tensor
     if issubclass(leaf_type, bool | str | torch.dtype | torch.device | None):
         return None
-    for number in (float, int):
+    for number, kind in ((Integral, int), (Real, float)):
         if issubclass(leaf_type, number):
-            return number
+            return kind
     raise TypeError(
         f"an argument of fused maths is a list of tensors, a tensor, a number, a bool, a str or None; "
         f"got {leaf_type.__name__}"
@@ -107,7 +110,9 @@ class Call:
 
     def numbers(self) -> list[float]:
         """The live numbers."""
-        return [self.leaves[i] for i in self.form.numbers]
+        if self.form.are_pythons:
+            return [self.leaves[i] for i in self.form.numbers]
+        return [kind(self.leaves[i]) for i, kind in zip(self.form.numbers, self.form.number_types, strict=True)]
 
     def columns(self, name: str) -> Columns:
         """One list of tensors an argument, all of one length.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,14 @@ def test_keyword_and_nested_arguments_are_told_apart() -> None:
     assert torch.equal(fusion(p)[0], torch.zeros(2))
 
 
-def test_a_number_of_numpy_is_a_number() -> None:
-    assert torch.equal(Fusion(lambda p, x: p * x)(Elements([torch.ones(2)]), np.float64(0.5))[0], torch.full((2,), 0.5))
+@pytest.mark.parametrize(
+    "number", [np.float64(0.5), np.float32(0.5), np.int64(3), np.uint8(3), Fraction(1, 2)], ids=repr
+)
+def test_a_number_of_another_library_is_a_number_that_stays_live(number: Any) -> None:
+    fusion = Fusion(lambda p, x: p * x)
+    for factor in (number, number + number):
+        assert torch.equal(fusion(Elements([torch.ones(2)]), factor)[0], torch.full((2,), float(factor)))
+    assert fusion.traces == 1
 
 
 @each_lowering

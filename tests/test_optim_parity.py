@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
@@ -150,10 +151,11 @@ def test_twenty_steps_end_where_torch_does_for_every_sample_of_optim_db(
         ("Adam", {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.9), torch.tensor([0.99]))}),
         ("AdamW", {"lr": torch.tensor(0.01), "amsgrad": True, "weight_decay": 1}),
         ("Adam", {"lr": 1, "betas": (0.0, 0.9)}),
+        ("Adam", {"lr": np.float32(0.01), "weight_decay": np.int64(1)}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_tensor_and_integer_hyperparameters_do_what_they_do_in_torch(
+def test_hyperparameters_of_any_kind_of_number_do_what_they_do_in_torch(
     name: str, kwargs: dict[str, Any], dtype: torch.dtype
 ) -> None:
     make, make_theirs = makers(name, kwargs)
@@ -194,6 +196,19 @@ def test_complex_parameters_end_where_torch_does(
     for p, state in optimizer.state.items():
         assert {t.dtype for name, t in state.items() if name not in ("step", "mu_product", "eta", "mu")} == {dtype}
         assert p.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_gradient_that_is_conjugated_where_it_lies_is_read_as_its_conjugate(name: str, device: str) -> None:
+    gradient = torch.tensor([1 + 2j, -3j], device=device)
+    ends = []
+    for grad in (gradient.conj(), gradient.conj().resolve_conj()):
+        p = Parameter(torch.ones_like(gradient))
+        p.grad = grad
+        getattr(st.optim, name)([p], lr=0.1, max_norm=1.0).step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+    assert ends[0].isfinite().all()
 
 
 def test_a_group_of_several_dtypes_ends_where_torch_does(device: str) -> None:

@@ -88,9 +88,9 @@ class Batch:
             if self.shards.have_changed():
                 self._last = None
             parts = self.shards.of_gradients(own)
-            return as_real(parts) if self.is_complex else parts
+            return as_real(map(Tensor.resolve_conj, parts)) if self.is_complex else parts
         if self.is_complex:
-            return as_real(own)
+            return as_real(map(Tensor.resolve_conj, own))
         return Elements(own, like=self.params if self.has_plain_gradients else None)
 
     def call(self, options: list[Any], gradients: Elements, *arguments: Any) -> Call:

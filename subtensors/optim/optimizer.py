@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from numbers import Real
 from operator import attrgetter
 from typing import Any, ClassVar, Unpack
 
@@ -313,11 +314,11 @@ class Optimizer(Stepping):
 
 
 def _live(value: Any, device: torch.device) -> Any:
-    """A value as the fused call takes it: an int as a float, a tensor of one element without dimensions."""
+    """A value as the fused call takes it: a number as a float, a tensor of one element without dimensions."""
     if isinstance(value, Tensor):
         value = value.reshape(())
         # From the host its value is handed over; one on a device is read there.
         return value if value.device.type == "cpu" else value.to(device, non_blocking=True)
     if isinstance(value, tuple | list):
         return tuple([_live(v, device) for v in value])
-    return float(value) if type(value) is int else value
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
