@@ -187,6 +187,18 @@ class PlaceGuard(AddressGuard):
         return not self._matrices or self._layouts.matches([tensors[i] for i in self._matrices])
 
 
+class SameGuard(AddressGuard):
+    """Are these tensors what those were, `MetadataGuard`, and where they were?"""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._metadata = MetadataGuard(tensors)
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Is every tensor the same in both?"""
+        return super().matches(tensors) and self._metadata.matches(tensors)
+
+
 _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 

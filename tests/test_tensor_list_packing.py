@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +154,54 @@ def test_a_packed_list_is_packed_again_when_it_is_unpickled() -> None:
     loaded = pickle.loads(pickle.dumps(tl))
     assert loaded.arena is not None
     assert all(torch.equal(a, b) for a, b in zip(tl.tensors, loaded.tensors, strict=True))
+
+
+def test_a_packed_list_follows_what_its_elements_become() -> None:
+    p = model().pack()
+    for t in p:
+        t.requires_grad_(False)
+    assert explain_call(torch.add, p, 1) == "on the packed flats (2 groups)"
+    p[1].requires_grad_()
+    assert explain_call(torch.add, p, 1) != "on the packed flats (2 groups)"
+    (p * 2)[1].sum().backward()
+    assert p[1].grad is not None
+    with torch.inference_mode():
+        assert explain_call(torch.add, p, 1) == "on the packed flats (2 groups)"
+    square = torch.nn.Parameter(torch.arange(4.0).view(2, 2))
+    q = st.TensorList([square]).pack()
+    assert q.arena is not None
+    square.data = square.data.t()
+    assert q.arena is None
+    with torch.no_grad():
+        assert (q + 0)[0].tolist() == [[0, 2], [1, 3]]
+
+
+def test_elements_that_nobody_else_knows_become_views_when_they_are_asked_for() -> None:
+    state = st.TensorList([torch.full((2, n), float(n)) for n in (3, 5)]).pack()
+    assert state._elements is None  # there is none to look at
+    assert state.arena is not None
+    assert state[1] is state[1]
+    assert [t.tolist() for t in state.add_(1)] == [[[4.0] * 3] * 2, [[6.0] * 5] * 2]
+    state[0].data = torch.zeros(2, 3)
+    assert state.arena is None
+    assert state[0].sum() == 0
+
+
+@pytest.mark.parametrize("tie", ["name", "weak reference", "attribute", "autograd", "a graph", "the list's own list"])
+def test_elements_that_somebody_may_name_stay_themselves(tie: str) -> None:
+    tl = st.TensorList([torch.ones(2), torch.ones(3)])
+    names: list[Any] = []
+    if tie == "name":
+        names.append(tl[1])
+    elif tie == "weak reference":
+        names.append(weakref.ref(tl[1]))
+    elif tie == "attribute":
+        tl[1].note = "mine"
+    elif tie == "autograd":
+        tl[1].requires_grad_()
+    elif tie == "a graph":
+        names.append(torch.ones(3, requires_grad=True) * tl[1])
+    else:
+        names.append(tl.tensors)
+    first = id(tl[1])
+    assert id(tl.pack()[1]) == first

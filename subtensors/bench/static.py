@@ -55,8 +55,8 @@ def _reduce_overhead_packed(parameters: list[Tensor]) -> Step:
     """Adam's maths over packed lists: the compiler is shown one tensor of each, and told that it stays."""
     from subtensors.lists.tensor_list import TensorList
 
-    columns = [parameters, [p.grad for p in parameters], *([torch.zeros_like(p) for p in parameters] for _ in range(2))]
-    p, g, m, v = (TensorList(column).pack() for column in columns)
+    p, g = TensorList(parameters).pack(), TensorList([p.grad for p in parameters]).pack()
+    m, v = (TensorList([torch.zeros_like(p) for p in parameters]).pack() for _ in range(2))
     count = torch.zeros((), device=parameters[0].device)
     for t in (p, g, m, v, count):
         torch._dynamo.mark_static_address(t)

@@ -116,7 +116,7 @@ def _check_same_structure(lists: Sequence[TensorList]) -> None:
 def _common_arena(lists: Sequence[TensorList]) -> Layout | None:
     if any(x._arena is not lists[0]._arena for x in lists):
         return None
-    return lists[0].arena if all(x.arena is not None for x in lists) else None
+    return lists[0]._arena if all(x.arena is not None for x in lists) else None
 
 
 def _fits_flats(call: ListCall, arena: Layout) -> bool:
@@ -124,7 +124,7 @@ def _fits_flats(call: ListCall, arena: Layout) -> bool:
         return False
     if call.func in (torch.where, torch.Tensor.where) and len(call.args) + len(call.kwargs) < 3:
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for x in call.lists for t in x._elements or ()):
+    if torch.is_grad_enabled() and any(x._elements is not None and x.wants_grad() for x in call.lists):
         return False
     return _plain_operands_fit(call, arena)
 

@@ -7,6 +7,8 @@ that lists of one structure and different dtypes have one layout, and every elem
 from __future__ import annotations
 
 import hashlib
+import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -14,6 +16,7 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
+from subtensors.dispatch.torch_private import SameGuard, use_count
 from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64
@@ -97,6 +100,49 @@ class Layout:
         ]
 
 
+class Places:
+    """Where the elements of a packed list are; once all were looked at, C++ sees whether that still holds.
+
+    Args:
+        layout: how they lie in the flats.
+        flats: of the list.
+
+    Example:
+        >>> import optree
+        >>> t = [torch.ones(2), torch.zeros(3)]
+        >>> flats, layout = pack(t, optree.tree_structure([0, 1]))
+        >>> places = Places(layout, flats)
+        >>> places.hold(t)
+        True
+        >>> t[1].data = torch.zeros(3)
+        >>> places.hold(t)
+        False
+    """
+
+    wants_grad = False
+    """At the last look, did an element require grad?"""
+
+    def __init__(self, layout: Layout, flats: Sequence[torch.Tensor]) -> None:
+        self._layout = layout
+        self._addresses = layout.addresses(flats)
+        self._seen: SameGuard | None = None
+
+    def hold(self, elements: Sequence[torch.Tensor]) -> bool:
+        """Is each element where it was packed, and laid out as it was?"""
+        if self._seen is not None and self._seen.matches(elements):
+            return True
+        self._seen = None
+        are_there = (
+            list(map(torch.Tensor.data_ptr, elements)) == self._addresses
+            and tuple(map(torch.Tensor.stride, elements)) == self._layout.strides
+            and tuple([t.shape for t in elements]) == self._layout.shapes
+        )
+        if are_there:
+            self._seen = SameGuard(elements)
+            self.wants_grad = any(t.requires_grad for t in elements)
+        return are_there
+
+
 def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], Layout]:
     """Move the tensors into one new flat a device and dtype, each becoming a view of its place there.
 
@@ -137,6 +183,29 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
         for place, t in zip(places, tensors, strict=True):
             t.data = place
     return flats, layout
+
+
+def are_private(tensors: list[torch.Tensor]) -> bool:
+    """Does nobody hold these tensors but this list, which nobody else holds, and is there no more to each than values?
+
+    >>> are_private([torch.ones(2)])
+    True
+    >>> held = torch.ones(2)
+    >>> are_private([held])
+    False
+    """
+    [unshared] = map(sys.getrefcount, [object()])
+    if any(count != unshared for count in map(sys.getrefcount, tensors)):
+        return False
+    return not any(
+        type(t) is not torch.Tensor
+        or t.requires_grad
+        or t.grad is not None
+        or vars(t)
+        or weakref.getweakrefcount(t)
+        or use_count(t) != 1
+        for t in tensors
+    )
 
 
 def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[int, int]:

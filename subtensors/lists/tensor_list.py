@@ -17,7 +17,7 @@ from subtensors.dispatch.mapping import list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler
-from subtensors.lists.packing import Layout, pack
+from subtensors.lists.packing import Layout, Places, are_private, pack
 from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class TensorList(torch.Tensor):
     _elements: list[torch.Tensor] | None
     _flats: list[torch.Tensor] | None
     _arena: Layout | None
-    _places: list[int] | None
+    _places: Places | None
     _aliases: dict[int, torch.Tensor]
     _records: bool
     """Of a compiler's stand-in: does autograd follow elements of the list that it stands for, and can't lead to it?"""
@@ -151,7 +151,10 @@ class TensorList(torch.Tensor):
         """
         if self.arena is None and len(self):
             self._flats, self._arena = pack(self.tensors, self.treespec)
-            self._places = self._arena.addresses(self._flats)
+            self._places = Places(self._arena, self._flats)
+            # Views made of the flats when they are asked for are as good as elements that nobody could name.
+            elements, self._elements = self.elements().copy(), None
+            self._elements = None if are_private(elements) else elements
         return self
 
     @property
@@ -170,18 +173,19 @@ class TensorList(torch.Tensor):
         return self._flats
 
     def _in_place(self, arena: Layout) -> bool:
-        elements = self._elements
-        assert elements is not None
-        if self._flats is not None and type(self._flats[0]) is not torch.Tensor:
+        assert self._elements is not None
+        assert self._flats is not None
+        if type(self._flats[0]) is not torch.Tensor:
             return True  # the compiler's stand-ins have no address, and no one can set their .data
         if self._places is None:
-            assert self._flats is not None
-            self._places = arena.addresses(self._flats)
-        return (
-            list(map(torch.Tensor.data_ptr, elements)) == self._places
-            and tuple(map(torch.Tensor.stride, elements)) == arena.strides
-            and tuple([t.shape for t in elements]) == arena.shapes
-        )
+            self._places = Places(arena, self._flats)
+        return self._places.hold(self._elements)
+
+    def wants_grad(self) -> bool:
+        """Does an element require grad? Of a packed list, as it was when `arena` was asked for last."""
+        if self._arena is not None and self._places is not None:
+            return self._places.wants_grad
+        return any(t.requires_grad for t in self._elements or self._flats or ())
 
     def __len__(self) -> int:
         return self.treespec.num_leaves
@@ -311,7 +315,7 @@ class TensorList(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
         arena = self.arena
-        records = self._records or any(t.requires_grad for t in self._elements or self._flats or ())
+        records = self._records or self.wants_grad()
         if records and not followed.stands_in(self):
             records = torch.is_grad_enabled() and not followed.follow(self)
         if arena is not None and self._flats is not None:
