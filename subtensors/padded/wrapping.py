@@ -44,8 +44,8 @@ class Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient as a PaddedTensor."""
-        return wrapped(Padded(gradients[0], ctx.dims, ctx.sizes))
+        """The gradient as a PaddedTensor; autograd adds such up where torch does not look at conjugate bits."""
+        return wrapped(Padded(gradients[0].resolve_conj().resolve_neg(), ctx.dims, ctx.sizes))
 
 
 class Wrap(torch.autograd.Function):
