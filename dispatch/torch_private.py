@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -132,19 +131,6 @@ class MetadataGuard:
         """For each tensor the first place where it stands; None when all differ. The C++ loop wants distinct ones."""
         first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
         return None if len(first) == len(tensors) else [first[id(t)] for t in tensors]
-
-
-def take_new_accumulator(leaf: torch.Tensor) -> None:
-    """Have autograd make another node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
-
-    The node that there is belongs to the stream it was made on, for as long as any graph holds it. Torch drops it where
-    data of another dtype is set. Hooks are the tensor's own, and stay.
-    """
-    data = leaf.data
-    leaf.data = torch.empty(
-        0, dtype=torch.float16 if leaf.dtype != torch.float16 else torch.float32, device=leaf.device
-    )
-    leaf.data = data
 
 
 class AddressGuard:
@@ -399,56 +385,6 @@ def is_transforming() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def prepares_backward(hook: object) -> bool:
-    """Is a tensor's hook FSDP2's own, which gathers weights for backward and passes the gradient on unseen?
-
-    Checked on 2.11, 2.13.
-
-    >>> prepares_backward(print)
-    False
-    """
-    owner = type(getattr(hook, "__self__", None))
-    is_fsdp = owner.__module__.startswith("torch.distributed.fsdp._fully_shard.")
-    return is_fsdp and getattr(hook, "__name__", "") == "_pre_backward"
-
-
-def passes_gradients_on(function: object) -> bool:
-    """Is a node of autograd's graph FSDP2's own, which gives its input back and passes its gradient on?
-
-    Checked on 2.11, 2.13.
-
-    >>> passes_gradients_on(torch.ones(1, requires_grad=True).exp().grad_fn)
-    False
-    """
-    return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
-
-
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
-    """Have a leaf call hooks with its gradient, as `register_hook` would, but of a table that many leaves share.
-
-    Checked on 2.11, 2.13.
-
-    >>> leaf, seen = torch.ones(2, requires_grad=True), []
-    >>> hook_of_a_leaf(leaf, OrderedDict({0: seen.append}))
-    >>> leaf.sum().backward()
-    >>> seen
-    [tensor([1., 1.])]
-    """
-    tensor._backward_hooks = hooks  # type: ignore[assignment]
-
-
-def saves_through_hooks() -> bool:
-    """Are there hooks on what autograd saves, such as those of activation checkpointing? Checked on 2.11, 2.13.
-
-    >>> saves_through_hooks()
-    False
-    >>> with torch.autograd.graph.save_on_cpu():
-    ...     saves_through_hooks()
-    True
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -153,9 +153,11 @@ def same_shape(call: Call) -> Padded:
 def as_pairs(call: Call) -> Padded:
     """A last dim of two real numbers, or none."""
     x: Padded = call["self"]
-    out = call.dense()
+    # The wrapper of a conjugate does not say so, and torch would take it for a tensor that is not conjugated.
+    out = call.dense({"self": x.dense.resolve_conj()})
     if out.dim() > x.dim():
-        return result(out, [*x.dims, *static_dims([2])], x.sizes)
+        paired = result(out, [*x.dims, *static_dims([2])], x.sizes)
+        return replace(paired, view="copy" if x.dense.is_conj() else "")
     if x.is_padded(x.dim() - 1):
         raise refuse(call, "its last dim holds real and imaginary parts, and cannot be padded")
     return result(out, x.dims[:-1], x.sizes)

@@ -24,7 +24,7 @@ from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.state import leaves_behind
 from subtensors.bucketed.whole_step import SideEffects
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import autograd_private
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import size_of
@@ -157,7 +157,7 @@ class TrainedBucket(Bucket):
         started = time.perf_counter()
         for t in self.fixed():
             if id(t) not in self.own and type(t) in (Tensor, nn.Parameter):
-                torch_private.take_new_accumulator(t)
+                autograd_private.take_new_accumulator(t)
         self.effects = SideEffects(self.state)
         with self.effects.recorded():
             self.graph, outputs = pool.capture(self._forward)

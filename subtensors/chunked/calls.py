@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from subtensors.chunked.kernel_calls import BY_KERNELS
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, shell, show_gradient, whole_of
+from subtensors.dispatch.autograd_private import prepares_backward
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
@@ -31,7 +32,7 @@ from subtensors.dispatch.region.graph import (
 )
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
-from subtensors.dispatch.torch_private import prepares_backward, schema_of
+from subtensors.dispatch.torch_private import schema_of
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.autograd_private import hook_of_a_leaf, passes_gradients_on
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell
-from subtensors.dispatch.torch_private import hook_of_a_leaf, passes_gradients_on
 
 
 class RecordedTensor(torch.Tensor):

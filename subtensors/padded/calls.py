@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from subtensors.dispatch import torch_private
+from subtensors.dispatch.autograd_private import run_backward
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.padded import composites, rules
@@ -39,9 +40,9 @@ from subtensors.padded.writes import copied_whole, write_back, write_real
 _OF_THE_WRAPPER = frozenset(
     """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_complex
     is_floating_point is_signed is_conj is_neg is_inference is_coalesced is_same_size is_shared is_pinned
-    is_distributed data_ptr untyped_storage storage storage_type get_device backward register_hook
+    is_distributed data_ptr untyped_storage storage storage_type get_device register_hook
     register_post_accumulate_grad_hook retain_grad requires_grad_ type __len__ __hash__ __dlpack_device__
-    _is_view _is_zerotensor has_names dim_order is_set_to grad sym_size _backward_hooks _typed_storage
+    _is_view _is_zerotensor has_names dim_order is_set_to sym_size _backward_hooks _typed_storage
     is_tensor is_nonzero_ result_type can_cast""".split()
 )
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
@@ -88,6 +89,8 @@ _state = _State()
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that has a PaddedTensor among its arguments."""
     name = getattr(func, "__name__", "")
+    if func is Tensor.backward or func is torch.autograd.grad:
+        return run_backward(func, args, kwargs)
     if name in _OF_THE_WRAPPER or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
         if name == "__get__" and _attribute(func) == "layout":
             # Two frames up, past `__torch_function__`, is who asks.

@@ -1,0 +1,100 @@
+"""What torch keeps private of autograd's graph: one function each, with the versions checked."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def take_new_accumulator(leaf: torch.Tensor) -> None:
+    """Have autograd make another node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
+
+    The node that there is belongs to the stream it was made on, for as long as any graph holds it. Torch drops it where
+    data of another dtype is set. Hooks are the tensor's own, and stay.
+    """
+    data = leaf.data
+    leaf.data = torch.empty(
+        0, dtype=torch.float16 if leaf.dtype != torch.float16 else torch.float32, device=leaf.device
+    )
+    leaf.data = data
+
+
+def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.backward` or `torch.autograd.grad` for a type that overrides torch's functions. Checked on 2.11, 2.13.
+
+    Torch hands both to the type, which can only go on with its overrides switched off; then the backward of an autograd
+    function that a user wrote would meet the type with its ops taken apart. Edges of the graph are no type's.
+
+    Args:
+        function: one of the two.
+        args, kwargs: as torch hands them to `__torch_function__`.
+    """
+    if function is torch.Tensor.backward:
+        words = {{"gradient": "grad_tensors"}.get(name, name): value for name, value in kwargs.items()}
+        return torch.autograd.backward(*args, **words)
+    outputs, inputs = ([x] if isinstance(x, torch.Tensor) else list(x) for x in args)
+    if kwargs.get("is_grads_batched") or not all(getattr(x, "requires_grad", True) for x in (*outputs, *inputs)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    return function(list(map(_edge, outputs)), list(map(_edge, inputs)), **kwargs)
+
+
+def _edge(x: Any) -> Any:
+    """Where the gradient of a tensor of a type arrives; any other as it is."""
+    if type(x) in (torch.Tensor, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(x)
+
+
+def prepares_backward(hook: object) -> bool:
+    """Is a tensor's hook FSDP2's own, which gathers weights for backward and passes the gradient on unseen?
+
+    Checked on 2.11, 2.13.
+
+    >>> prepares_backward(print)
+    False
+    """
+    owner = type(getattr(hook, "__self__", None))
+    is_fsdp = owner.__module__.startswith("torch.distributed.fsdp._fully_shard.")
+    return is_fsdp and getattr(hook, "__name__", "") == "_pre_backward"
+
+
+def passes_gradients_on(function: object) -> bool:
+    """Is a node of autograd's graph FSDP2's own, which gives its input back and passes its gradient on?
+
+    Checked on 2.11, 2.13.
+
+    >>> passes_gradients_on(torch.ones(1, requires_grad=True).exp().grad_fn)
+    False
+    """
+    return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
+
+
+def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
+    """Have a leaf call hooks with its gradient, as `register_hook` would, but of a table that many leaves share.
+
+    Checked on 2.11, 2.13.
+
+    >>> leaf, seen = torch.ones(2, requires_grad=True), []
+    >>> hook_of_a_leaf(leaf, OrderedDict({0: seen.append}))
+    >>> leaf.sum().backward()
+    >>> seen
+    [tensor([1., 1.])]
+    """
+    tensor._backward_hooks = hooks  # type: ignore[assignment]
+
+
+def saves_through_hooks() -> bool:
+    """Are there hooks on what autograd saves, such as those of activation checkpointing? Checked on 2.11, 2.13.
+
+    >>> saves_through_hooks()
+    False
+    >>> with torch.autograd.graph.save_on_cpu():
+    ...     saves_through_hooks()
+    True
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
