@@ -26,10 +26,10 @@ class Elements(list[Tensor]):
         is_fixed: neither the tensors nor their memory change while this object lives, and autograd has saved
             none of them that does not require grad. Then the list is known by identity, and not even addresses
             are read again. The memory is kept for as long.
-        keeps_layout: a tensor whose address is what it was in the last call with this list has the shape,
-            strides and dtype it had then, as parameters do. Then addresses are all that is read again.
+        keeps_layout: a tensor whose address is what it was in the last call with this list has the shape and dtype it
+            had then, as parameters do. Then addresses are all that is read again, and how matrices lie there.
         like: the list that promises so for this one, as a list of parameters does for their gradients, of which
-            there is a new list in each step. It can't promise for strides, since who assigns a gradient chooses those.
+            there is a new list in each step.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ColumnGuard:
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if is_fixed(column) else None
         self._metadata = torch_private.MetadataGuard(distinct(column))
-        self._places: weakref.WeakKeyDictionary[Elements, torch_private.AddressGuard] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[Elements, torch_private.PlaceGuard] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: Addresses) -> bool:
         """Is every tensor like the one in its place?
@@ -127,12 +127,11 @@ class ColumnGuard:
         if places is None or not places.matches(column):
             if not self._metadata.matches(column):
                 return False
-            guard = torch_private.AddressGuard if column is holder else torch_private.PlaceGuard
-            places = self._places[holder] = guard(column)
+            places = self._places[holder] = torch_private.PlaceGuard(column)
         addresses.append(places.addresses)
         return True
 
-    def places(self, column: Sequence[Tensor]) -> torch_private.AddressGuard | None:
+    def places(self, column: Sequence[Tensor]) -> torch_private.PlaceGuard | None:
         """Where the tensors of this column were last seen; None where an address does not tell all about them."""
         holder = _promising(column)
         return None if holder is None else self._places.get(holder)

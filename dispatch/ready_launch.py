@@ -1,9 +1,9 @@
 """A call that was made before: what of it must still be looked at before its launch is made again.
 
 A step of an optimizer is the same fused call as the last one, with gradients and numbers of its own. Its lists are the
-same objects, and the promises of their holders (`columns.Elements`) leave the addresses of parameters and gradients as
-all that can have changed. So when a call has ended in one launch, the call that follows it in the same form compares
-those, and nothing else of what `Fusion` looks at in general.
+same objects, and the promises of their holders (`columns.Elements`) leave the addresses of parameters and gradients,
+and how matrices lie there, as all that can have changed. So when a call has ended in one launch, the call that follows
+it in the same form compares those, and nothing else of what `Fusion` looks at in general.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from subtensors.dispatch.columns import ColumnGuard, Columns, is_fixed
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.sleeping import Sleep
-from subtensors.dispatch.torch_private import AddressGuard
+from subtensors.dispatch.torch_private import PlaceGuard
 
 if TYPE_CHECKING:
     from subtensors.dispatch.calls import Call
@@ -31,7 +31,7 @@ class ReadyLaunch:
     """The call's."""
     edition: object
     """Of the kernels of the function; another one once they were tuned."""
-    places: list[tuple[int, AddressGuard]]
+    places: list[tuple[int, PlaceGuard]]
     """The leaves that may have moved, and where they were."""
     group: KernelGroup
     binding: Binding

@@ -150,7 +150,7 @@ class AddressGuard:
 
     def first_elsewhere(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The first of as many tensors that does not start where the one in its place did; None when all do."""
-        if self.matches(tensors):
+        if AddressGuard.matches(self, tensors):
             return None
         return next(i for i, (t, at) in enumerate(zip(tensors, self.addresses, strict=True)) if t.data_ptr() != at)
 

@@ -153,26 +153,30 @@ TRANSPOSES = {
     "p.grad = p.grad.t()": lambda p: setattr(p, "grad", p.grad.t()),
     "p.grad.t_()": lambda p: p.grad.t_(),
     "p.grad.data = p.grad.t()": lambda p: setattr(p.grad, "data", p.grad.t()),
+    "p.data = p.data.t()": lambda p: setattr(p, "data", p.data.t()),
+    "p.t_()": lambda p: p.t_(),
+    "p.data as another matrix": lambda p: setattr(p, "data", p.data.as_strided((4, 4), (1, 4))),
 }
 
 
 @pytest.mark.parametrize("how", ["eager", "captured", "packed"])
 @pytest.mark.parametrize("count", [2, 20])
 @pytest.mark.parametrize("transpose", TRANSPOSES)
-def test_a_gradient_that_is_transposed_where_it_is_is_read_as_it_then_is(
+def test_what_is_transposed_where_it_is_is_read_and_written_as_it_then_is(
     device: str, transpose: str, count: int, how: str
 ) -> None:
-    values = torch.arange(9.0, device=device).view(3, 3)
-    ours, theirs = ([nn.Parameter(torch.zeros(3, 3, device=device)) for _ in range(count)] for _ in range(2))
+    values = torch.arange(16.0, device=device).view(4, 4)
+    ours, theirs = ([nn.Parameter(values.sin()) for _ in range(count)] for _ in range(2))
     for p in (*ours, *theirs):
         p.grad = values.clone()
-    opt, reference = st.optim.SGD(ours, lr=1.0), torch.optim.SGD(theirs, lr=1.0)
+    opt, reference = (kind.SGD(p, lr=1.0, momentum=0.5) for kind, p in ((st.optim, ours), (torch.optim, theirs)))
     if how != "eager":
-        opt.capture(packed=how == "packed")
+        opt.capture(packed=how == "packed")  # type: ignore[attr-defined]
     for step in range(4):
         if step == 2:
-            for params in (ours, theirs):
-                TRANSPOSES[transpose](params[1])
+            with torch.no_grad():
+                for params in (ours, theirs):
+                    TRANSPOSES[transpose](params[1])
         opt.step()
         reference.step()
     assert all(map(torch.equal, ours, theirs))

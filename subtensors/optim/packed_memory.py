@@ -104,6 +104,7 @@ class PackedMemory:
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._changes)
+        self._guard = torch_private.PlaceGuard(self.params if self._are_few else [])
         self._mark = self._changes.mark
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()
@@ -118,7 +119,7 @@ class PackedMemory:
             self._sharers.counts() == self._counts
             and _addresses(self._ends) == self._places
             and self._has_gradients_at_a_glance()
-            and (not self._are_few or _addresses(self.params) == self.addresses)
+            and (not self._are_few or self._guard.matches(self.params))
         )
 
     def _has_gradients_at_a_glance(self) -> bool:

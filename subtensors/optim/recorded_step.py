@@ -60,7 +60,7 @@ class RecordedStep:
         self.mark = optimizer.state.changes.mark
         self.modes = _modes()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_places = torch_private.AddressGuard(self.params)
+        self.param_places = torch_private.PlaceGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_places = torch_private.AddressGuard(self.state)
         own = _present(gradients)
@@ -143,6 +143,8 @@ class RecordedStep:
         """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
         if (index := self.param_places.first_elsewhere(self.params)) is not None:
             return f"parameter {index} of the step"
+        if not self.param_places.matches(self.params):
+            return "the layout of a parameter"
         if (index := self.state_places.first_elsewhere(self.state)) is not None:
             return f"state tensor {index} of the step"
         return ""
