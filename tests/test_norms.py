@@ -118,6 +118,22 @@ def test_a_norm_that_is_not_finite_is_returned_or_refused(bad: float, lowering: 
     assert p.grad.isnan().any() or bad == float("inf")
 
 
+def test_whatever_makes_a_list_has_a_norm_and_is_clipped() -> None:
+    model = torch.nn.Linear(3, 2)
+    for given_as in (
+        lambda: st.TensorList(model.parameters()),
+        model.parameters,
+        lambda: dict(model.named_parameters()),
+    ):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 2.0)
+        assert torch.equal(st.clip_grad_norm_(given_as(), 1.0), torch.tensor(32.0).sqrt())
+        torch.testing.assert_close(st.total_norm([p.grad for p in model.parameters()]), torch.tensor(1.0))
+    assert torch.equal(st.total_norm(torch.tensor([3.0, 4.0])), torch.tensor(5.0))
+    with pytest.raises(TypeError, match=r"'lr'"):
+        st.total_norm({"lr": 0.1})
+
+
 def test_no_gradients_have_norm_zero() -> None:
     assert torch.equal(st.total_norm(st.TensorList([])), torch.nn.utils.get_total_norm([]))
     assert st.clip_grad_norm_(st.TensorList([torch.zeros(2, requires_grad=True)]), 1.0) == 0

@@ -13,11 +13,11 @@ from subtensors.dispatch.fusion import Fusion
 from subtensors.lists.tensor_list import TensorList
 
 
-def total_norm(tensors: TensorList, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+def total_norm(tensors: object, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """The norm of all elements of all tensors, as if they were one vector.
 
     Args:
-        tensors: real or complex floating-point tensors of any shapes and dtypes.
+        tensors: real or complex floating-point tensors of any shapes and dtypes: a TensorList, or what makes one.
         norm_type: the p of the p-norm; inf is the largest magnitude.
         error_if_nonfinite: raise when the norm is NaN or inf; that waits for the device.
 
@@ -34,17 +34,18 @@ def total_norm(tensors: TensorList, norm_type: float = 2.0, error_if_nonfinite: 
 
     Source: `torch.nn.utils.get_total_norm`, whose numbers it gives.
     """
-    return _total_norm(tensors.tensors, norm_type, error_if_nonfinite)
+    return _total_norm(_elements(tensors), norm_type, error_if_nonfinite)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: TensorList, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: object, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale the gradients of all parameters so that their total norm is at most `max_norm`.
 
     Args:
-        parameters: tensors whose `.grad` is scaled in place; those without one are skipped.
+        parameters: tensors whose `.grad` is scaled in place, those without one skipped: a TensorList, or what makes
+            one, such as `model.parameters()`.
         max_norm: the largest total norm.
         norm_type: the p of the p-norm.
         error_if_nonfinite: raise when the norm is NaN or inf; that waits for the device.
@@ -64,7 +65,7 @@ def clip_grad_norm_(
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose numbers it gives.
     """
-    gradients = [t.grad for t in parameters.tensors if t.grad is not None]
+    gradients = [t.grad for t in _elements(parameters) if t.grad is not None]
     norm = _total_norm(gradients, norm_type, error_if_nonfinite)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in dict.fromkeys(g.device for g in gradients):
@@ -84,6 +85,10 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
             "pass error_if_nonfinite=False to scale by it all the same"
         )
     return total
+
+
+def _elements(tensors: object) -> list[Tensor]:
+    return (tensors if isinstance(tensors, TensorList) else TensorList(tensors)).tensors
 
 
 def _real(tensor: Tensor, norm_type: float) -> Tensor:
