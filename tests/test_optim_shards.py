@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 spreads over processes: they train as one process would, over gloo and over NCCL."""
+"""Parameters that FSDP2 spreads over processes, or DDP repeats: they train as in one process, over gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import subtensors as st
 from subtensors.dispatch.calls import interprets_kernels
 from subtensors.kernels.launch import Grid
+from tests.data_parallel_training import a_repeated_model_trains_as_one_does_on_all_data
 from tests.kernels_on_cpu import kernels_on_cpu
 from tests.own_optimizer import own_optimizer
 from tests.process_end import end_of_process
@@ -367,6 +368,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     matrices_are_gathered_for_a_step_and_only_for_it()
     a_step_runs_as_much_python_for_many_parameters_as_for_few()
     what_cannot_be_done_to_shards_is_refused()
+    a_repeated_model_trains_as_one_does_on_all_data(model, device)
     end_of_process()
 
 
@@ -376,8 +378,17 @@ def test_two_processes_train_a_sharded_model_as_one_trains_the_whole(tmp_path: P
     mp.spawn(_process, args=("gloo", 2, str(tmp_path)), nprocs=2)
 
 
+GPUS = torch.cuda.device_count()
+
+
 @pytest.mark.gpu
-def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_trains_the_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(1, marks=pytest.mark.skipif(GPUS > 1, reason="there are GPUs for two processes")),
+        pytest.param(2, marks=pytest.mark.skipif(GPUS < 2, reason="there is one GPU at most")),
+    ],
+)
+def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_trains_the_whole(count: int, tmp_path: Path) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    count = min(torch.cuda.device_count(), 2)
     mp.spawn(_process, args=("nccl", count, str(tmp_path)), nprocs=count)
