@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,24 @@ def answer_in_compiler(
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for name in functions:
         handlers[getattr(torch, name)] = asked_of(name, handlers[getattr(torch, name)])
+
+
+def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
+    """Let compiled code read `.grad` of tensors of these types as of torch's own. Checked on 2.11, 2.13.
+
+    Dynamo breaks the graph at it for every subclass.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
+
+    rule = TensorWithTFOverrideVariable.var_getattr
+
+    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+        if name == "grad" and variable.class_type in kinds:
+            return TensorVariable.var_getattr(variable, tx, name)
+        return rule(variable, tx, name)
+
+    setattr(TensorWithTFOverrideVariable, "var_getattr", var_getattr)  # noqa: B010
 
 
 def is_symbolic(value: Any) -> bool:

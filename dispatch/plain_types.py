@@ -4,5 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from subtensors.dispatch import dynamo_private, torch_private
+
 PLAIN_TYPES: set[type[torch.Tensor]] = {torch.Tensor, torch.nn.Parameter}
 """Exactly these types, not their subclasses: a subclass may mean something else by its memory."""
+
+
+def read_as_plain(kind: type[torch.Tensor]) -> None:
+    """Count a subclass of ours among them, here and in torch."""
+    PLAIN_TYPES.add(kind)
+    torch_private.treat_as_plain(kind)
+
+
+dynamo_private.show_gradients(PLAIN_TYPES)

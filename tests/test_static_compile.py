@@ -89,6 +89,22 @@ def test_compiled_training_is_plain_training(device: str) -> None:
     assert losses[0] == losses[1]
 
 
+def test_compiled_code_reads_writes_and_assigns_the_gradient_of_a_static_parameter(device: str) -> None:
+    w = st.static(nn.Parameter(torch.ones(3, device=device)))
+
+    @torch.compile(fullgraph=True)
+    def clip(w: Tensor) -> Tensor:
+        w.grad.mul_(0.5)  # type: ignore[union-attr]
+        total = w.grad.sum()  # type: ignore[union-attr]
+        w.grad = w.grad + 1  # type: ignore[operator]
+        return total
+
+    for value in (2.0, 4.0):
+        w.grad = torch.full_like(w, value)
+        assert clip(w).item() == 1.5 * value
+        assert w.grad.tolist() == [value / 2 + 1] * 3
+
+
 def test_a_compiled_mover_is_refused() -> None:
     s = st.static(torch.ones(4))
     for move in (lambda t: t.resize_(100), lambda t: torch.add(torch.ones(100), 1, out=t)):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch import torch_private
-from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.plain_types import read_as_plain
 from subtensors.optim.watched_state import Changes
 
 _CHANGES = "_changes"
@@ -128,5 +127,4 @@ def _unwatched_alias(t: Tensor) -> Tensor:
 
 
 for _kind in _OWN:
-    PLAIN_TYPES.add(_kind)
-    torch_private.treat_as_plain(_kind)
+    read_as_plain(_kind)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
-from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.plain_types import PLAIN_TYPES, read_as_plain
 from subtensors.dispatch.sleeping import Asleep, refuse_sleeper
 from subtensors.kernels.address import bytes_at
 
@@ -330,7 +330,6 @@ class _Placed(torch.autograd.Function):
 
 
 torch.serialization.add_safe_globals([_rebuild])
-torch_private.treat_as_plain(StaticAddressTensor)
-PLAIN_TYPES.add(StaticAddressTensor)
+read_as_plain(StaticAddressTensor)
 # Sharing memory between processes moves it, so that a copy is what is shared.
 ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))
