@@ -169,8 +169,8 @@ class Stepping(SavedState):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if any(map(is_sharded, params)):
             raise RuleError(
-                "capture() takes parameters that are whole, and one is a DTensor, of which this process has a part: leave "
-                "out capture() and graph=True; an eager step is one fused call over the parts that are here"
+                "capture() takes parameters that are whole, and one is a DTensor, of which a part is here: leave out "
+                "capture() and graph=True; an eager step is one fused call over those parts"
             )
         self._forget()  # packing asks that nobody else holds a parameter
         self._capture = Capture(check, PackedMemory(params) if packed and params else None)
