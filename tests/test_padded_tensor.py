@@ -215,10 +215,13 @@ def test_rows_of_a_ragged_batch_are_taken_with_their_lengths() -> None:
     assert x[torch.arange(3), torch.tensor([-1, -1, -2])].tolist() == [4.0, 2.0, 5.0]
 
 
+@pytest.mark.parametrize("lengths", [(5, 7, 2), (7,)])
 @pytest.mark.parametrize("needs_weights", [True, False])
-def test_attention_whose_heads_lie_beside_the_rows_is_that_of_each_row(needs_weights: bool) -> None:
+def test_attention_whose_heads_lie_beside_the_rows_is_that_of_each_row(
+    needs_weights: bool, lengths: tuple[int, ...]
+) -> None:
     attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
-    rows = [torch.randn(n, 8, dtype=torch.float64) for n in (5, 7, 2)]
+    rows = [torch.randn(n, 8, dtype=torch.float64) for n in lengths]
     x = st.pad(rows, {0: SEQ}, value=NAN)
     out, weights = attention(x, x, x, need_weights=needs_weights)
     for i, row in enumerate(rows):

@@ -265,7 +265,7 @@ def _scalar(x: Padded, d: int) -> bool:
     """Is the true size of this dim one number, and its real part its beginning?"""
     if not x.is_padded(d) or x.sizes is None:
         return True
-    return len(x.dims[d]) == 1 and not x.sizes.is_ragged(x.dims[d][0].size) and not is_rows(x, d)
+    return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and not is_rows(x, d)
 
 
 def is_rows(x: Padded, d: int) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
 from subtensors.dispatch.size_expressions import Size, size_on_host
-from subtensors.dispatch.size_factors import Factor, Factors, size_of, static
+from subtensors.dispatch.size_factors import Factor, Factors, merged, size_of, static
 
 Number = int | float | bool
 
@@ -81,10 +81,11 @@ class Padded:
         return self.dense.requires_grad and torch.is_grad_enabled()
 
     def size(self, dim: int) -> Tensor | int:
-        """The true size of a dim: () or (rows,) int64 on the device, or an int where it is static."""
+        """The true size of a dim: () or, of several rows, (rows,) int64 on the device; an int where it is static."""
         if not self.is_padded(dim) or self.sizes is None:
             return self.shape[dim]
-        return self.sizes.of(size_of(self.dims[dim]))
+        size = self.sizes.of(size_of(self.dims[dim]))
+        return size[0] if self.sizes.rows == 1 and size.dim() else size
 
     def mask(self, only: Iterable[int] | None = None) -> Tensor | None:
         """True where data is real.
@@ -205,7 +206,9 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
     assert [math.prod(f.bucket for f in d) for d in dims] == list(dense.shape), (dims, dense.shape)
     if sizes is not None and sizes.rows is not None:
         factors = [factor for factors in dims for factor in factors]
-        if any(sizes.is_ragged(factor.size) for factor in factors):
+        if sizes.rows == 1:
+            dims = _of_one_row(dims)
+        elif any(sizes.is_ragged(factor.size) for factor in factors):
             dims = tuple(_rows_apart(d, sizes.rows) for d in dims)
             if sum(factor.size == ROWS for d in dims for factor in d) != 1:
                 raise Inexpressible(
@@ -222,6 +225,18 @@ def _rows_apart(factors: Factors, rows: int) -> Factors:
         (Factor(rows, ROWS), static(f.bucket // rows)) if f.size == ROWS * (f.bucket // rows) else (f,) for f in factors
     ]
     return tuple(part for each in parts for part in each)
+
+
+def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
+    """The dims of a batch of one row: its lengths are numbers, wherever a reshape put the dim of the row itself."""
+    own = (Factor(1, ROWS),)
+    if sum(f.size.has(ROWS) for factors in dims for f in factors) == 1 and own in dims:
+        return tuple(dims)
+    at = next((d for d, f in enumerate(dims) if f == own), None)
+    without = [merged([Factor(f.bucket, sympy.sympify(f.size).subs(ROWS, 1)) for f in factors]) for factors in dims]
+    if at is None:
+        at = next((d for d, factors in enumerate(without) if not factors), None)
+    return tuple(own if d == at else factors or (static(1),) for d, factors in enumerate(without))
 
 
 def prefix_size(value: Padded, dim: int) -> Size:
@@ -275,7 +290,7 @@ def _real_positions(factor: Factor, sizes: TrueSizes, position: int, rows_at: in
     index = index.view(shape)
     if size.dim() == 0:
         return index < size
-    if not sizes.is_ragged(factor.size):
+    if not sizes.differs_by_row(factor.size):
         return index < size[0]
     if rows_at is None:
         raise Inexpressible("the rows of a ragged batch are gone, and its lengths with them")

@@ -125,6 +125,10 @@ class TrueSizes:
         """May this size differ from row to row?"""
         return self.rows is not None and any(symbol in size.free_symbols for symbol in self.symbols)
 
+    def differs_by_row(self, size: Size) -> bool:
+        """Is there more than one row for this size to differ between?"""
+        return self.rows != 1 and self.is_ragged(size)
+
     def clone(self) -> TrueSizes:
         """The same sizes in memory of their own."""
         return TrueSizes(self.symbols, self.buckets, self.values.clone(), self._host)

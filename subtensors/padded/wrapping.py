@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 
 
@@ -83,7 +84,7 @@ def count_of(x: PaddedTensor, dim: int) -> Tensor:
     """`PaddedTensor.count`."""
     if not -x._dense.dim() <= dim < x._dense.dim():
         raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
-    size = value_of(x).size(dim % x._dense.dim())
-    if isinstance(size, int):
-        return torch.full((), size, dtype=torch.int64, device=x._dense.device)
-    return size.clone()
+    value, d = value_of(x), dim % x._dense.dim()
+    if value.sizes is None or not value.is_padded(d):
+        return torch.full((), value.shape[d], dtype=torch.int64, device=x._dense.device)
+    return value.sizes.of(size_of(value.dims[d])).clone()
