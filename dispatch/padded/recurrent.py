@@ -1,0 +1,110 @@
+"""Recurrent networks: what is real comes before the padding, so only the last states have to be told from it.
+
+The last hidden state is the output at the true end. The last cell of an LSTM is none of its outputs: so padding keeps
+the cell, by one more feature of the input that is 1 in padding and whose weights hold the forget gate open and the
+input gate shut,
+
+    c_t = sigmoid(f + 1e4) c_(t-1) + sigmoid(i - 1e4) g = c_(t-1),
+
+which is exact, and so is its gradient. Backwards in time a layer runs forward over the real steps in reversed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.nests import found
+from subtensors.dispatch.padded.padded_value import Padded, result, static_dims
+from subtensors.dispatch.padded.pointwise import met
+
+aten = torch.ops.aten
+
+SATURATED = 1e4
+"""A sigmoid of this is 1 in every dtype, and of its negative 0; float16 holds it."""
+
+
+@table.register(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def recurrent(call: Call) -> tuple[Padded, ...]:
+    """The outputs of the last layer, and the last states of all."""
+    time = 1 if call["batch_first"] else 0
+    x, states = _of_one_batch(call, call["input"], found(Padded, call["hx"]), 1 - time)
+    hidden = [static_dims([s.shape[2]])[0] for s in states]
+    if not x.is_padded(time):
+        given: Any = [s.filled(0) for s in states]
+        out, *ends = call.dense({"input": x.filled(0), "hx": given if isinstance(call["hx"], list) else given[0]})
+        dims = [*x.dims[:2], *static_dims([out.shape[2]])]
+        last = [
+            result(e, [s.dims[0], x.dims[1 - time], h], x.sizes) for e, s, h in zip(ends, states, hidden, strict=True)
+        ]
+        return tuple(o.gradient_masked() for o in (result(out, dims, x.sizes), *last))
+    directions = 2 if call["bidirectional"] else 1
+    each = len(call["params"]) // (call["num_layers"] * directions)
+    ends = [[] for _ in states]
+    for layer in range(call["num_layers"]):
+        sides = []
+        for k in range(layer * directions, (layer + 1) * directions):
+            begin = [s.filled(0)[k : k + 1] for s in states]
+            weights = [w.dense for w in call["params"][k * each : (k + 1) * each]]
+            out, *last = _layer(call, x, begin, weights, time, backwards=k % directions == 1)
+            sides.append(out)
+            for all_of_it, end in zip(ends, last, strict=True):
+                all_of_it.append(end)
+        x = apply(aten.cat.default, sides, 2) if directions > 1 else sides[0]
+        if call["dropout"] and call["train"] and layer < call["num_layers"] - 1:
+            x = apply(aten.dropout.default, x, call["dropout"], True)
+    return x, *(apply(aten.stack.default, end, 0) for end in ends)
+
+
+def _layer(
+    call: Call, x: Padded, states: list[Tensor], weights: list[Tensor], time: int, backwards: bool
+) -> list[Padded]:
+    """The outputs of one layer in one direction, and its last states."""
+    steps = apply(aten.flip.default, x, [time]) if backwards else x
+    dense = steps.filled(0)
+    is_lstm = len(states) == 2
+    if is_lstm:
+        mask = steps.mask([time])
+        assert mask is not None
+        is_padding = mask.logical_not().expand(*x.shape[:2], 1).to(dense.dtype)
+        dense = torch.cat([dense, is_padding], 2)
+        gate = weights[1].new_full((weights[1].shape[0] // 4, 1), SATURATED)
+        others = torch.zeros_like(gate)
+        weights = [torch.cat([weights[0], torch.cat([-gate, gate, others, others])], 1), *weights[1:]]
+    begin: Any = states if is_lstm else states[0]
+    out, *last = call.op(
+        dense, begin, weights, call["has_biases"], 1, 0.0, call["train"], False, call["batch_first"]
+    )  # fmt: skip
+    outputs = result(out, [*x.dims[:2], *static_dims([out.shape[2]])], x.sizes).gradient_masked()
+    ends = [apply(aten.select.int, outputs, time, -1)]
+    if is_lstm:
+        cell = last[1].squeeze(0)
+        ends.append(result(cell, [x.dims[1 - time], *static_dims([cell.shape[1]])], x.sizes).gradient_masked())
+    return [apply(aten.flip.default, outputs, [time]) if backwards else outputs, *ends]
+
+
+@table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
+def cell(call: Call) -> Any:
+    """One step."""
+    x, states = _of_one_batch(call, call["input"], found(Padded, call["hx"]), 0)
+    given: Any = [s.filled(0) for s in states]
+    out = call.dense({"input": x.filled(0), "hx": given if len(states) > 1 else given[0]})
+    outs = out if isinstance(out, tuple) else (out,)
+    wrapped = [result(o, [x.dims[0], *static_dims([o.shape[1]])], x.sizes).gradient_masked() for o in outs]
+    return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+
+
+def _of_one_batch(call: Call, x: Padded, states: Sequence[Padded], at: int) -> tuple[Padded, list[Padded]]:
+    """The input and the states, padded alike in their batch, which is a dim `at` of the input."""
+    weights = [w for w in call.values if w is not x and all(w is not s for s in states)]
+    features = [x.is_padded(x.dim() - 1), *(s.is_padded(d) for s in states for d in range(s.dim()) if d != s.dim() - 2)]
+    if any(features) or any(w.padded_dims for w in weights):
+        raise refuse(call, "its features, its layers or its weights are padded")
+    sizes = call.sizes()
+    batch = met([x.dims[at], *(s.dims[-2] for s in states)], sizes)
+    together = Padded(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
+    return together, [Padded(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]
