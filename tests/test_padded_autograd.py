@@ -71,24 +71,6 @@ def test_gradients_are_those_of_finite_differences(n: int, m: int) -> None:
     assert torch.autograd.gradcheck(program, (t, w))
 
 
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_a_padded_row_without_deviation_leaves_the_weight_its_gradient(norm: str) -> None:
-    width = st.Dim("width", max=8, buckets=4)
-    t = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    function = getattr(torch.nn.functional, norm)
-    x = st.pad(t, {0: SEQ, 1: width}, value=NAN)
-    actual = function(x, (x.shape[1],), st.pad(w, {0: width}, value=NAN), eps=0.0).unpad()
-    expected = function(t, (3,), w, eps=0.0)
-    torch.testing.assert_close(actual, expected)
-    for a, e in zip(
-        torch.autograd.grad(actual.square().sum(), [t, w]),
-        torch.autograd.grad(expected.square().sum(), [t, w]),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e)
-
-
 def test_autocast_casts_as_it_does_without_padding() -> None:
     weight = torch.randn(4, 3, requires_grad=True)
     t = torch.randn(2, 5, 3)

@@ -123,17 +123,6 @@ def test_values_that_occur_are_those_of_real_elements() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_a_ragged_batch_is_normalised_instance_by_instance() -> None:
-    rows = [torch.randn(3, n, dtype=torch.float64, requires_grad=True) for n in (5, 9, 2)]
-    out = F.instance_norm(st.pad(rows, {1: SEQ}, value=NAN))
-    for actual, row in zip(out.unpad(), rows, strict=True):
-        expected = F.instance_norm(row[None])[0]
-        torch.testing.assert_close(actual, expected)
-        cotangent = torch.randn_like(expected)
-        wanted = torch.autograd.grad(expected, row, cotangent)
-        torch.testing.assert_close(torch.autograd.grad(actual, row, cotangent, retain_graph=True), wanted)
-
-
 def test_positions_made_of_a_padded_size_are_real_where_the_data_is() -> None:
     source = torch.randn(2, 5, 3)
     x = st.pad(source, {1: SEQ}, value=NAN)

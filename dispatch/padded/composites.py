@@ -67,7 +67,7 @@ FUNCTIONS = frozenset(
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss
     triplet_margin_loss multi_margin_loss multilabel_margin_loss
     multilabel_soft_margin_loss grid_sample linear_cross_entropy kl_div
-    multi_head_attention_forward nll_loss normalize pad gaussian_nll_loss
+    multi_head_attention_forward gumbel_softmax local_response_norm unfold nll_loss normalize pad gaussian_nll_loss
     poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
     tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss
     max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d

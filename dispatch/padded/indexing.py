@@ -22,16 +22,6 @@ from subtensors.dispatch.size_factors import Factors, bucket_of
 aten = torch.ops.aten
 
 
-@table.register(aten.embedding)
-def embedding(call: Call) -> Padded:
-    """A row of the table an index."""
-    weight, indices = call["weight"], call["indices"]
-    if weight.is_padded(0):
-        raise refuse(call, "the table itself is padded")
-    out = call.dense({"weight": weight.dense, "indices": indices.filled(0)})
-    return result(out, [*indices.dims, weight.dims[1]], call.sizes()).gradient_masked()
-
-
 @table.register(aten.index_select)
 def index_select(call: Call) -> Padded:
     """Positions of a dim."""
@@ -174,16 +164,6 @@ def index_write(call: Call) -> Padded:
     if isinstance(source, Padded):
         changed["source"] = source.filled(0)
     return _cut(call.dense(changed), x, d, call)
-
-
-@table.register(aten.one_hot)
-def one_hot(call: Call) -> Padded:
-    """A row of zeros with a one where an index says."""
-    x: Padded = call["self"]
-    if call["num_classes"] < 0:
-        raise refuse(call, "without num_classes the result is as wide as the greatest value")
-    out = call.dense({"self": x.filled(0)})
-    return result(out, [*x.dims, *static_dims([call["num_classes"]])], x.sizes)
 
 
 @table.register(aten.take)

@@ -87,8 +87,7 @@ def batch_norm(call: Call) -> Padded:
     if not call["training"] and not followed:
         return result(call.dense(), x.dims, x.sizes)
     if not call["training"]:
-        normal = (x.filled(0) - _at(average, x)) * torch.rsqrt(_at(spread, x) + call["eps"])
-        return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
+        return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = [d for d in range(x.dim()) if d != 1]
     normal, mean, squares = _normalised(x, over, call["eps"])
     if average is not None:
@@ -102,11 +101,23 @@ def batch_norm(call: Call) -> Padded:
 
 @table.register(aten.instance_norm)
 def instance_norm(call: Call) -> Padded:
-    """Over the positions, for each channel of each sample."""
+    """Over the positions, for each channel of each sample; running statistics are means over the samples."""
     x: Padded = call["input"]
-    if x.is_padded(1) or call["running_mean"] is not None or not call["use_input_stats"]:
-        raise refuse(call, "the channels are padded, or it keeps running statistics")
-    normal, _, _ = _normalised(x, list(range(2, x.dim())), call["eps"])
+    if x.is_padded(1):
+        raise refuse(call, "the channels are padded")
+    average, spread = call["running_mean"], call["running_var"]
+    if not call["use_input_stats"]:
+        return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
+    over = list(range(2, x.dim()))
+    normal, mean, squares = _normalised(x, over, call["eps"])
+    if average is not None:
+        count = _count(x, over)
+        for running, seen in ((average.dense, mean), (spread.dense, squares * (count / (count - 1)))):
+            dims = (x.dims[0], *static_dims([x.shape[1]]))
+            samples = Padded(seen.detach().reshape(x.shape[:2]), dims, x.sizes)
+            with torch.no_grad():
+                share = samples.filled(0).sum(0, keepdim=True) / _count(samples, [0])
+                running.lerp_(share[0].to(running.dtype), call["momentum"])
     return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
 
 
@@ -167,5 +178,7 @@ def _channels(x: Padded) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-def _at(statistic: Padded, x: Padded) -> Tensor:
-    return statistic.dense.view(_channels(x))
+def _by_given(x: Padded, mean: Padded, var: Padded, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps), statistics of the channels."""
+    average, spread = (statistic.dense.view(_channels(x)) for statistic in (mean, var))
+    return (x.filled(0) - average) * torch.rsqrt(spread + eps)

@@ -32,6 +32,7 @@ from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_pa
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.padded.rewritten import REWRITTEN
 from subtensors.padded.size_arithmetic import PaddedSize, is_watching, watched_shape
 from subtensors.padded.wrapping import followed, wrapped
 from subtensors.padded.writes import copied_whole, write_back, write_real
@@ -111,7 +112,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "copy_" and len(args) > 1 and copied_whole(args[0], args[1]):
         return args[0]
     try:
-        return _by_rules(func, args, kwargs)
+        return REWRITTEN[func](*args, **kwargs) if func in REWRITTEN else _by_rules(func, args, kwargs)
     except RuleError as missing:
         if name == "__setitem__" and isinstance(args[0], PaddedTensor):
             from subtensors.padded.assignment import assign
@@ -228,13 +229,13 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     if not recording and _writes_anything(op, targets, args, kwargs, running):
         op(*mapped(PaddedTensor, lambda t: t._dense, args), **mapped(PaddedTensor, lambda t: t._dense, kwargs))
         return targets[0]
-    through_views = [target for target in targets if id(target) not in running.outer and target._view]
-    if through_views and recording:
+    through_views = {id(target): target for target in targets if id(target) not in running.outer and target._view}
+    if recording and any(target._dense.requires_grad for target in through_views.values()):
         raise Inexpressible(f"{op} writes through a view of what autograd follows")
-    if any(target._view == "copy" for target in through_views):
+    if any(target._view == "copy" for target in through_views.values()):
         raise Inexpressible(f"{op} writes through a view that had to be copied")
     if recording:
-        for target in targets:
+        for target in (t for t in targets if id(t) not in through_views):
             # The op keeps its operands for the backward, and the new value is to stand in their memory.
             target._dense = target._dense.clone()
     outs = {a.name for a in op._schema.arguments if a.is_out}
@@ -242,7 +243,9 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     values = found(Tensor, out)
     for target, new in zip(targets, values, strict=False):
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
-        if target in through_views:
+        if id(target) in through_views:
+            if value.records:
+                raise Inexpressible(f"{op} writes what autograd follows through a view")
             write_real(target, value)
             continue
         if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
