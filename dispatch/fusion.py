@@ -29,6 +29,7 @@ from subtensors.dispatch.columns import (
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
 from subtensors.dispatch.kernel_group import KernelGroup
+from subtensors.dispatch.refusals import name_of
 from subtensors.dispatch.routes import Route, route_of
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
@@ -102,7 +103,7 @@ class Fusion:
         self, function: Callable[..., Any], tiling: Tiling | None = None, exchange: Exchange | None = None
     ) -> None:
         self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = name_of(function)
         self.tiling, self.exchange = tiling, exchange
         self.traces = 0
         """How often the function was traced."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -24,6 +25,7 @@ ADVICE = {
     OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
     OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
     OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
+    OpClass.SCATTER_GATHER: "choose with torch.where(condition, a, b), or call it on the TensorList itself",
     OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
 }
 """What to do instead of calling an op of a class in fused maths."""
@@ -41,6 +43,13 @@ def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost line of the user's own source, as `file:line: text`."""
     own = [f for f in traceback.StackSummary.extract(iter(frames)) if _is_users(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called; what is no function by what it is made of."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def refuse(reason: str, advice: str) -> NoReturn:

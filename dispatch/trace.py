@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
-from subtensors.dispatch.op_classes import OpClass, op_class
-from subtensors.dispatch.refusals import ADVICE, refuse, refuse_op, refuse_value, source_line
+from subtensors.dispatch.op_classes import OpClass, functional_form, op_class
+from subtensors.dispatch.refusals import ADVICE, name_of, refuse, refuse_op, refuse_value, source_line
 from subtensors.dispatch.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.kernels import blockwise
 from subtensors.kernels.lowering import INTEGERS, can_lower
@@ -33,6 +33,8 @@ aten = torch.ops.aten
 _VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
 
 _TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.FACTORY, OpClass.REDUCTION})
+_WRITABLE = _TRACEABLE | {OpClass.COPY, OpClass.VIEW}
+_OWN_SHAPE = "it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor"
 
 
 @dataclass
@@ -102,6 +104,8 @@ class _Tracer(TorchDispatchMode):
         instruction = self._instruction(func, arguments) if self._is_simple(func) else None
         if instruction is not None and can_lower(instruction):
             return self._emit(instruction)
+        if instruction is None and op_class(func) is OpClass.FACTORY and not self.depth:
+            refuse(*_OWN_SHAPE)
         decomposition = torch_private.decomposition_of(func)
         if decomposition is not None:
             recorded = len(self.instructions)
@@ -156,15 +160,18 @@ class _Tracer(TorchDispatchMode):
 
     def _mutate(self, func: OpOverload, arguments: list[Any]) -> Any:
         target = arguments[0]
-        functional = _functional(func)
+        functional = functional_form(func)
         if op_class(func) is OpClass.RANDOM:
             refuse(f"{func} is random", ADVICE[OpClass.RANDOM])
         if functional is None or not isinstance(target, Traced):
             refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
+        if func.namespace == "aten" and op_class(func) not in _WRITABLE:
+            refuse_op(func)
         # Torch's own check that the result may be cast back, and that the shapes allow it.
         positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         func(*positional, **keywords)
-        result = self._apply(functional, arguments)
+        named = dict(zip((a.name for a in func._schema.arguments), arguments, strict=True))
+        result = self._apply(functional, _schema_order(functional, [], named))  # it may take them in another order
         if result.dtype != target.dtype:
             if not torch.can_cast(result.dtype, target.dtype):  # some ops' meta functions leave that to their kernels
                 raise RuntimeError(f"{func}: {result.dtype} can't be cast to {target.dtype}, which it writes to")
@@ -184,7 +191,7 @@ class _Tracer(TorchDispatchMode):
         if extent is None or (extent is Extent.BLOCK and func._opname not in (*blockwise.OPS, "copy")):
             return None
         if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
-            refuse("it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor")
+            refuse(*_OWN_SHAPE)
         operands = tuple(self._operand(a) for a in arguments)
         compute = result.dtype
         if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
@@ -296,13 +303,6 @@ def _schema_order(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     return [given.get(a.name, a.default_value) for a in func._schema.arguments]
 
 
-def _functional(func: OpOverload) -> OpOverload | None:
-    """The op that returns what this one writes; None when it has no such twin."""
-    namespace, _, name = func._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, func._overloadname, None) if packet is not None else None
-
-
 @contextmanager
 def _explained() -> Any:
     """Say which line needed the value of a live number."""
@@ -349,7 +349,8 @@ def trace(
         except RuleError:
             raise
         except Exception as error:  # the function's own, with the line that raised it
-            error.add_note(f"while the maths was traced\n  at {source_line(traceback.walk_tb(error.__traceback__))}")
+            line = source_line(traceback.walk_tb(error.__traceback__))
+            error.add_note(f"while the maths was traced, on stand-ins with a shape of their own\n  at {line}")
             raise
     outputs: list[int] = []
 
@@ -359,18 +360,18 @@ def trace(
                 return Returned(i, is_parameter=True)
         if isinstance(leaf, Traced) and leaf.extent is Extent.BLOCK:
             raise RuleError(
-                f"fused maths returns tensors, and {function.__name__} numbers per block: store them instead"
+                f"fused maths returns tensors, and {name_of(function)} numbers per block: store them instead"
             )
         if isinstance(leaf, Traced):
             outputs.append(leaf.cell.value)
             return Returned(len(outputs) - 1, is_parameter=False)
         if leaf is None:
             return None
-        raise RuleError(f"fused maths returns tensors, got {type(leaf).__name__} from {function.__name__}")
+        raise RuleError(f"fused maths returns tensors, got {type(leaf).__name__} from {name_of(function)}")
 
     results = _map_nest(returned, result)
     program = Program(
-        name=function.__name__,
+        name=name_of(function),
         parameters=tuple(parameters),
         instructions=tuple(tracer.instructions),
         scalars=tuple(s.type for s in tracer.scalars.values()),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -56,6 +60,38 @@ def test_a_list_of_one_and_of_two_thousand_tensors(lowering: Lowering) -> None:
         with lowering.running():
             Fusion(sgd)(Elements(p), Elements(torch.ones_like(t) for t in p), 0.5)
         assert all((t == i - 0.5).all() for i, t in enumerate(p))
+
+
+class Doubled(torch.nn.Module):
+    """Maths as a module."""
+
+    def forward(self, p: Tensor) -> Tensor:
+        return p * 2
+
+
+@st.fused
+def tripled(p: Tensor) -> Tensor:
+    return p * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "factor"),
+    [
+        (functools.partial(torch.mul, other=2), "mul", 2),
+        (Doubled(), "Doubled", 2),
+        (Doubled().forward, "forward", 2),
+        (tripled, "tripled", 3),
+    ],
+)
+def test_whatever_can_be_called_can_be_fused(function: Callable[[Tensor], Tensor], name: str, factor: int) -> None:
+    fused = st.fused(function)
+    x = st.TensorList([torch.ones(2), torch.ones(3)])
+    assert torch.equal(fused(x)[1], torch.full((3,), float(factor)))
+    assert fused.explain(x).startswith(f"{name}: 2 elements")
+
+
+def test_a_fused_function_is_pickled_and_copied_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(tripled)) is copy.deepcopy(tripled) is tripled
 
 
 @each_lowering

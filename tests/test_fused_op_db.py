@@ -39,7 +39,9 @@ def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
         except Exception:  # as above
             return "refused by torch", ""
         # Loud, if not a refusal of our own: it says where.
-        says_where = isinstance(error, TypeError) or "while the maths was traced" in str(error.__notes__)
+        says_where = isinstance(error, TypeError) or "while the maths was traced" in str(
+            getattr(error, "__notes__", "")
+        )
         return "raised", "" if says_where else repr(error)
     groups = [type(g).__name__ for plans in fusion._plans.values() for plan in plans for _, g in plan.groups]
     if groups == ["MappedGroup"]:
@@ -74,6 +76,11 @@ def test_no_op_of_op_db_is_silently_wrong() -> None:
             counts[how] += 1
             if complaint:
                 wrong[info.full_name] = complaint
+            if how == "TorchGroup" and info.inplace_variant is not None:
+                in_place, complaint = _run(info.inplace_variant, sample, Lowering.TORCH)
+                counts[f"in place: {in_place}"] += 1
+                if complaint or in_place not in ("TorchGroup", "refused by torch"):
+                    wrong[f"{info.full_name} in place"] = complaint or in_place
             if how != "TorchGroup" or torch.cuda.is_available():
                 continue
             with Lowering.INTERPRETER.running():
@@ -83,4 +90,5 @@ def test_no_op_of_op_db_is_silently_wrong() -> None:
                 wrong[f"{info.full_name} in kernels"] = complaint
     assert not wrong
     assert counts["TorchGroup"] > 250
+    assert counts["in place: TorchGroup"] > 100
     assert torch.cuda.is_available() or counts["interpreter: KernelGroup"] > 200

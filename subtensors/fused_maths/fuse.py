@@ -37,7 +37,7 @@ class Fused(Generic[P, R]):
         """Do the maths to every element of the lists among the arguments."""
         if torch.compiler.is_compiling():
             return self._compiling(*args, **kwargs)
-        args, kwargs, lists = _open_lists(self.__name__, args, kwargs)  # type: ignore[assignment, attr-defined]
+        args, kwargs, lists = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
         result = self.fusion(*args, **kwargs)
         return optree.tree_map(lambda leaf: _close_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[arg-type, return-value]
 
@@ -51,7 +51,7 @@ class Fused(Generic[P, R]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """What a call with these arguments runs: groups of elements, kernels, and why anything is slower."""
-        args, kwargs, _ = _open_lists(self.__name__, args, kwargs)  # type: ignore[assignment, attr-defined]
+        args, kwargs, _ = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
         return self.fusion.explain(*args, **kwargs)
 
     def tune(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Tiling]:
@@ -76,8 +76,12 @@ class Fused(Generic[P, R]):
             ...     print(tiling)
             Tiling(block=512, warps=2)
         """
-        args, kwargs, _ = _open_lists(self.__name__, args, kwargs)  # type: ignore[assignment, attr-defined]
+        args, kwargs, _ = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
         return self.fusion.tune(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # What a decorator made stands where the function would: pickle finds it by its name.
+        return getattr(self, "__qualname__", (Fused, (self.function,)))
 
     @property
     def traces(self) -> int:
