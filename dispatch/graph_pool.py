@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,7 +38,6 @@ class GraphPool:
         self._last_number = torch_private.current_stream(device)
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._has_workspaces = False
         captures.watch(device)
         weakref.finalize(self, captures.when_idle, partial(_reset, self.graphs)).atexit = False
 
@@ -56,7 +55,7 @@ class GraphPool:
         """Capture a program; other threads may go on using the device.
 
         Args:
-            program: what to capture; it has been `run` before.
+            program: what to capture; it, or the like of it, has been `run` before.
 
         Returns:
             The graph, and what the program returned: tensors in the pool, which hold nothing before a replay.
@@ -69,8 +68,7 @@ class GraphPool:
             raise RuntimeError("a graph can't be captured while the current stream is part of another one")
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
-        if not self._has_workspaces:
-            self.run(self._make_workspaces)
+        self.run(self._make_workspaces)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -90,10 +88,9 @@ class GraphPool:
         return graph, out
 
     def _make_workspaces(self) -> None:
-        """Have cuBLAS and cuBLASLt make theirs for this stream, where a program was not run on it; they keep them."""
+        """Have cuBLAS and cuBLASLt make theirs for this stream, if they have none or were told to give them up."""
         ones = torch.ones(8, 8, device=self.device)
         torch.addmm(ones[0], ones @ ones, ones)
-        self._has_workspaces = True
 
     def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """For each tensor that is in the pool the same one without a claim on its memory.
@@ -116,6 +113,14 @@ class GraphPool:
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
             self.stream = torch.cuda.Stream(self.device)
+
+    def is_current(self) -> bool:
+        """Is the pool's device the current one?"""
+        return self.device.index == torch.cuda.current_device()
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """The pool's device is the current one meanwhile."""
+        return torch.cuda.device(self.device)
 
     def order(self) -> None:
         """Have the current stream wait for the replays on another one, if the last was there."""
@@ -140,6 +145,10 @@ class GraphPool:
     def bytes(self) -> int:
         """The device memory that the pool holds."""
         return torch_capture.pool_bytes(self._handle) if self._handle is not None else 0
+
+    def held_bytes(self) -> int:
+        """The part of it that tensors hold: what a program keeps of its capture, once its results are `unowned`."""
+        return torch_capture.held_bytes(self._handle) if self._handle is not None else 0
 
 
 def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:

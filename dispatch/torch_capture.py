@@ -109,8 +109,16 @@ def pool_bytes(pool: tuple[int, int]) -> int:
 
 def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
     """Where the segments of a private pool begin and end. Checked on 2.11."""
-    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == pool]
-    return [(s["address"], s["address"] + s["total_size"]) for s in segments]
+    return [(s["address"], s["address"] + s["total_size"]) for s in _segments(pool)]
+
+
+def held_bytes(pool: tuple[int, int]) -> int:
+    """How much memory of a private pool belongs to tensors. Checked on 2.11."""
+    return sum(s["active_size"] for s in _segments(pool))
+
+
+def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == pool]
 
 
 def traced(

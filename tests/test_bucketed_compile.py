@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.dispatch import compiler_private
+from subtensors.dispatch.compiler_private import CompiledGraph
 from subtensors.dispatch.shape_template import NoTemplate, Number, Template, grid
 
 SEQ = st.Dim("seq", max=64, buckets=8)
@@ -121,3 +123,60 @@ def test_state_is_written_once_by_the_first_call_and_not_by_traces(device: str) 
         torch.testing.assert_close(run(x), plain(x))
         assert net.calls.item() == plain.calls.item()
         assert torch.equal(net.seen, plain.seen)
+
+
+@torch.no_grad()
+def test_sizes_that_the_compiler_tells_apart_are_compiled_apart() -> None:
+    seen = []
+
+    def telling_apart(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.append(bool(inputs[0].shape[0] > 16))
+        return graph
+
+    run = st.bucketed(lambda x: x.softmax(0), {"x": {0: SEQ}}, compile={"backend": telling_apart})
+    for n in (20, 40, 3, 64, 12):
+        x = torch.randn(n, dtype=torch.float64)
+        torch.testing.assert_close(run(x), x.softmax(0))
+    assert seen == [True, False]
+    assert run.stats().recompiles == 1
+
+
+@torch.no_grad()
+def test_compiled_code_reads_the_values_that_parameters_have_now(device: str, options: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).to(device, torch.float64)
+    run = st.bucketed(net, {"input": {1: SEQ}}, compile=options or True)
+    for n in (5, 20, 7):
+        x = torch.randn(2, n, 3, dtype=torch.float64, device=device)
+        torch.testing.assert_close(run(x), net(x))
+        for p in net.parameters():
+            p.add_(0.5)
+    assert run.stats().recompiles == 0
+
+
+@torch.no_grad()
+def test_casts_of_the_caller_are_compiled_in_once(device: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device)
+    run = st.bucketed(net, {"input": {1: SEQ}}, compile=options or True)
+    for n in (5, 20, 7, 33):
+        x = torch.randn(2, n, 8, device=device)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast(device, dtype=dtype):
+                found, expected = run(x), net(x)
+            assert found.dtype == expected.dtype == dtype
+            torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(run(x), net(x))
+
+
+def test_a_mode_that_captures_by_itself_leaves_that_to_the_runner() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: [x + 1])
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        seen.append(options)
+        return graph
+
+    code = CompiledGraph(graph, [torch.ones(4)], [(0, 0)], {"backend": backend, "options": {"a": 1}})
+    assert code(torch.ones(4))[0].sum() == 8
+    assert seen == [{"options": {"a": 1}}]
+    assert compiler_private._backend({"mode": "max-autotune"}).config["triton.cudagraphs"] is False

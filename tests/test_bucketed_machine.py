@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from pretend_graphs import pretend
 from torch import Tensor, nn
 
 import subtensors as st
@@ -142,6 +143,12 @@ def test_calls_in_any_order(device: str) -> None:
 
     OnDevice.device = device
     run_state_machine_as_test(OnDevice, settings=settings(stateful_step_count=12))
+
+
+def test_calls_in_any_order_are_replayed_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = pretend(monkeypatch)
+    run_state_machine_as_test(Calls, settings=settings(stateful_step_count=12))
+    assert sum(pool.captures > pool.runs for pool in pools)
 
 
 def check_flat(seen: list[tuple[int, int]]) -> None:

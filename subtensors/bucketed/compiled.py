@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.outputs import Output, Outputs
-from subtensors.dispatch import torch_capture
+from subtensors.dispatch import compiler_private
+from subtensors.dispatch.compiler_private import CompiledGraph
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.shape_template import NoTemplate, Place, Template, grid
 from subtensors.dispatch.size_factors import Factor
@@ -42,50 +43,63 @@ class Compiled:
         self.options = options
         self.dims = bucket.reading.dims
         self.places = places_of(bucket.reading)
-        self._one: tuple[Template, Callable[..., Any]] | None = None
-        self._each: dict[tuple[int, ...], tuple[Template, Callable[..., Any]]] = {}
+        self._one: Template | None = None
+        self._each: dict[tuple[int, ...], Template] = {}
         self._is_one: bool | None = None
-        self.compilations = 0
+        self._code: list[CompiledGraph] = []
+        self._of_sizes: dict[tuple[int, ...], CompiledGraph] = {}
+        if bucket.device.type == "cuda":
+            compiler_private.start_workers()
+
+    @property
+    def compilations(self) -> int:
+        """How many there were."""
+        return len(self._code)
 
     def run(self, bucket: Bucket) -> Outputs:
         """The program, compiled, on a bucket's static inputs."""
-        template, function = self._for(bucket)
-        before = torch_capture.compilations()
-        inputs = bucket.inputs()
-        if self._one is not None:
-            for source, static in zip(bucket.reading.sources, bucket.statics, strict=True):
-                for d in (d for d, k in enumerate(source.which) if k >= 0):
-                    torch._dynamo.maybe_mark_dynamic(static, d)
-        tensors = function(*inputs)
-        self.compilations += torch_capture.compilations() - before
-        return assembled(tensors, template.extra(bucket.reading.buckets))
+        sizes = bucket.reading.buckets
+        template = self._template(bucket)
+        # Casts are in the graph: in the caller's autocast there would be more.
+        with torch.autocast(bucket.device.type, enabled=False, cache_enabled=False):
+            if sizes not in self._of_sizes:
+                self._of_sizes[sizes] = self._compiled(template, bucket)
+            tensors = self._of_sizes[sizes](*bucket.inputs())
+        return assembled(tensors, template.extra(sizes))
 
-    def _for(self, bucket: Bucket) -> tuple[Template, Callable[..., Any]]:
+    def _template(self, bucket: Bucket) -> Template:
         sizes = bucket.reading.buckets
         if self._is_one is None:
-            self._is_one = self._make_one(bucket)
+            self._one = self._make_one(bucket)
+            self._is_one = self._one is not None
         if self._one is not None:
             return self._one
         if sizes not in self._each:
-            template = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, [sizes], self.places)
-            self._each[sizes] = template, self._compiled(template)
+            self._each[sizes] = self._traced(bucket, [sizes])
         return self._each[sizes]
 
-    def _make_one(self, bucket: Bucket) -> bool:
+    def _make_one(self, bucket: Bucket) -> Template | None:
         points = trace_points(self.dims, bucket.reading.buckets)
-        if points is None:
-            return False
+        if points is None or self.options.get("dynamic") is False:
+            return None
         try:
-            template = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+            return self._traced(bucket, points)
         except NoTemplate as difference:
             _log.warning("compiled once a bucket: %s", difference)
-            return False
-        self._one = template, self._compiled(template)
-        return True
+            return None
 
-    def _compiled(self, template: Template) -> Callable[..., Any]:
-        function: Callable[..., Any] = torch.compile(template.module, **self.options)
-        return function
+    def _traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> Template:
+        return Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+
+    def _compiled(self, template: Template, bucket: Bucket) -> CompiledGraph:
+        """The code for a bucket: that of another one where it serves."""
+        inputs = bucket.inputs()
+        found = next((code for code in self._code if self._one is not None and code.serves(inputs)), None)
+        if found is None:
+            open_dims = [(i, d) for i, s in enumerate(bucket.reading.sources) for d, k in enumerate(s.which) if k >= 0]
+            found = CompiledGraph(template.module, inputs, open_dims if self._one is not None else [], self.options)
+            self._code.append(found)
+        return found
 
 
 def places_of(reading: Reading) -> list[Place]:

@@ -71,6 +71,7 @@ def calls_to_warm(
 @contextmanager
 def kept_state(state: State) -> Iterator[None]:
     """Buffers and random generators are afterwards as they were before."""
+    held = state.held()
     with torch.no_grad():
         kept = [(buffer, buffer.clone()) for buffer in state.buffers()]
     devices = sorted({t.device.index for t in state.tensors() if t.is_cuda})
@@ -78,6 +79,7 @@ def kept_state(state: State) -> Iterator[None]:
         try:
             yield
         finally:
+            state.put_back(held)
             with torch.no_grad():
                 for buffer, values in kept:
                     buffer.copy_(values)

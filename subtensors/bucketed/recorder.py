@@ -23,6 +23,7 @@ from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
 from subtensors.byte_sizes import in_units
+from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
@@ -65,6 +66,8 @@ class Recorder:
         """Has the program written to what it reads?"""
         self.evictions = 0
         self._compiled: dict[Any, Compiled | CompiledGradients] = {}
+        self._captures_unrun: dict[Any, bool] = {}
+        """Of programs that were captured at some size: can they be captured at another one without being run first?"""
         self._recompiles = 0
 
     @property
@@ -124,11 +127,60 @@ class Recorder:
             oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_recorded), None)
             self.buckets.pop(oldest, None)
 
-    def run_and_record(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
-        """Run the program once, which answers the call, and record it for those to come.
+    def first_answer(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+        """Answer the first call of a bucket, and record it for those to come.
 
         Where it can't be recorded, the bucket's refusal says why.
         """
+        family = reading.family_key
+        if self._captures_unrun.get(family) and not torch.backends.cudnn.benchmark:
+            found = self._record_unrun(bucket, reading, leaves)
+            if found is not None:
+                return found()
+            self._captures_unrun[family] = False
+        return self._run_and_record(bucket, reading, leaves)
+
+    def _record_unrun(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Callable[[], Any] | None:
+        """Record a program that was recorded at another size, without running it at this one.
+
+        Libraries are ready since then, and a replay answers the call. What needs a run at every size, to tune something
+        or to make what it keeps, is not for that.
+
+        Returns:
+            Gives the result, once; None where there is no graph.
+        """
+        self._make_room(bucket)
+        bucket.allocate()
+        assert bucket.pool is not None
+        versions, held = self.state.versions(), bucket.pool.held_bytes()
+        self._record(bucket)
+        self._note_writes(versions)
+        if bucket.refusal:
+            bucket.refusal = ""
+            return None
+        self._note_recorded(bucket)
+        with bucket.pool.as_current():
+            bucket.pool.order()
+            self.replays.tick()
+            bucket.load(leaves, reading.sizes)
+            bucket.replay(reading.host)
+            assert bucket.outputs is not None
+            outputs = bucket.outputs
+            leaves = [cut() for cut in outputs.cuts(reading.host)]
+        if bucket.pool.held_bytes() > held:
+            self._leave_pool(bucket.pool)
+            self._captures_unrun[reading.family_key] = False
+        return lambda: outputs.assembled(leaves)
+
+    def _leave_pool(self, pool: GraphPool) -> None:
+        """Give up a pool's graphs, since the program keeps what it made in a capture: they would overwrite it."""
+        _log.info("%s keeps tensors that it made while it was captured: it is run before each capture", self.name)
+        for bucket in self.recorded():
+            if bucket.pool is pool:
+                bucket.forget()
+
+    def _run_and_record(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+        """Run the program once, which answers the call, and record it."""
         self._make_room(bucket)
         bucket.allocate()
         before = self.state.versions()
@@ -137,12 +189,23 @@ class Recorder:
         else:
             bucket.load(leaves, reading.sizes)
             result = bucket.run_once(reading.host)
-        self.writes_state = self.writes_state or before is None or before != self.state.versions()
+        self._note_writes(before)
         self.state.optimizers.look()  # the first step makes their state
+        held = bucket.pool.held_bytes() if bucket.pool is not None else 0
         self._record(bucket)
-        self.buckets[reading.bucket_key] = bucket
-        bucket.last_call = next(self.clock)
+        self._note_recorded(bucket)
+        if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:
+            self._captures_unrun.setdefault(reading.family_key, bucket.pool.held_bytes() <= held)
         return result
+
+    def _note_recorded(self, bucket: Bucket) -> None:
+        """Remember a bucket that was called, as the last of all."""
+        self.buckets[bucket.reading.bucket_key] = bucket
+        bucket.last_call = next(self.clock)
+
+    def _note_writes(self, before: list[int] | None) -> None:
+        """Has the program written to its state since these were its versions?"""
+        self.writes_state = self.writes_state or before is None or before != self.state.versions()
 
     def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
@@ -165,8 +228,11 @@ class Recorder:
 
     def _record(self, bucket: Bucket) -> None:
         """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""
+        held = self.state.held()
         try:
             bucket.record()
+            if replaced := self.state.put_back(held):
+                raise RuleError(f"it replaces {replaced}, and a graph can only write to it")
         except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
             bucket.refusal = said_in_a_line(error)
             bucket.forget()
@@ -241,6 +307,7 @@ class Recorder:
         # Compiled code holds the tensors that it was compiled with.
         self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
         self._compiled.clear()
+        self._captures_unrun.clear()
         for bucket in self.buckets.values():
             if isinstance(bucket, TrainedBucket):
                 bucket.gradients_code = self._compilation(bucket, CompiledGradients)

@@ -198,11 +198,7 @@ class Bucketed:
         bucket.last_call = next(self.recorder.clock)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
             return self._followed(bucket, visit, leaves, reading)
-        if bucket.pool is None or bucket.device.index == torch.cuda.current_device():
-            results = self._replayed(bucket, visit, leaves, reading)
-        else:
-            with torch.cuda.device(bucket.device):
-                results = self._replayed(bucket, visit, leaves, reading)
+        results = self._replayed(bucket, visit, leaves, reading)
         # The device is busy with the replay meanwhile.
         if not (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
             self.recorder.restart(moved)
@@ -213,6 +209,12 @@ class Bucketed:
         return bucket.outputs.assembled(results)
 
     def _replayed(self, bucket: Bucket, visit: Visit, leaves: list[Any], reading: Reading) -> list[Any]:
+        if bucket.pool is None or bucket.pool.is_current():
+            return self._replayed_here(bucket, visit, leaves, reading)
+        with bucket.pool.as_current():
+            return self._replayed_here(bucket, visit, leaves, reading)
+
+    def _replayed_here(self, bucket: Bucket, visit: Visit, leaves: list[Any], reading: Reading) -> list[Any]:
         if bucket.pool is not None:
             bucket.pool.order()
         self.recorder.replays.tick()
@@ -256,12 +258,12 @@ class Bucketed:
     # --- recording --------------------------------------------------------------------------------------------------
 
     def _first(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a call by running the program once, and record it for those to come."""
+        """Answer a bucket's first call, and record it for those to come."""
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
         assert reading is not None
         try:
-            result = self.recorder.run_and_record(bucket, reading, leaves)
+            result = self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
             bucket.refusal = said_in_a_line(error)
             bucket.forget() if bucket.is_allocated else None
@@ -313,7 +315,7 @@ class Bucketed:
         if bucket.is_recorded or bucket.refusal:
             return
         try:
-            self.recorder.run_and_record(bucket, reading, leaves)
+            self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # as in a call, which will say so
             bucket.refusal = said_in_a_line(error)
         if bucket.refusal:

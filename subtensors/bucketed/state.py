@@ -79,6 +79,17 @@ class State:
             return "a module changed between training and evaluation"
         return self.optimizers.moved()
 
+    def held(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Where the modules hold parameters and buffers, and which these are."""
+        return [(held, dict(held)) for m in self.modules for held in (m._parameters, m._buffers)]
+
+    def put_back(self, before: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+        """Undo what was replaced since: the name of the first such parameter or buffer, "" where none was."""
+        replaced = [name for held, kept in before for name in kept if held.get(name) is not kept[name]]
+        for held, kept in before:
+            held.update(kept)
+        return replaced[0] if replaced else ""
+
     def refuse_sleepers(self) -> None:
         """AddressError where the memory of a tensor is away."""
         refuse_sleepers((self._tensors,))

@@ -1,0 +1,99 @@
+"""What torch keeps private of compiling a graph of ops that was traced already, with the versions checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph", "disable")
+"""Those of `torch.compile` that a traced graph has a use for, or no need of."""
+
+
+def start_workers() -> None:
+    """Have the processes that compile kernels start meanwhile: it takes them seconds. Checked on 2.11, 2.13."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+class CompiledGraph:
+    """A traced graph as compiled code, for inputs of many sizes. Checked on 2.11, 2.13.
+
+    It goes to the backend as it is. `torch.compile` would run its Python once more to find the same ops, which takes
+    seconds for a large model, and look at every parameter before each call.
+
+    Args:
+        module: the graph, which returns a list of tensors; those that it holds are read anew by each call.
+        inputs: of some sizes.
+        open_dims: which input, which of its dims: those whose sizes are left open. Sizes that are equal are taken for
+            one and the same.
+        options: of `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Tensor],
+        open_dims: Collection[tuple[int, int]],
+        options: dict[str, Any],
+    ) -> None:
+        from torch._dynamo.source import ConstantSource
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        graph, self._held = _with_tensors_as_inputs(module)
+        self._sizes = ShapeEnv()
+        stand_ins = FakeTensorMode(shape_env=self._sizes)
+        self._inputs = []
+        for i, t in enumerate([*inputs, *self._held]):
+            kinds = [DimDynamic.DUCK if (i, d) in open_dims else DimDynamic.STATIC for d in range(t.dim())]
+            context = StatelessSymbolicContext(dynamic_sizes=kinds)  # type: ignore[var-annotated]
+            source = ConstantSource(f"t{i}")
+            self._inputs.append(stand_ins.from_tensor(t.detach(), symbolic_context=context, source=source))
+        self._code: Callable[..., Sequence[Tensor]] = _backend(options)(graph, self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Run it."""
+        return list(self._code(*inputs, *self._held))
+
+    def serves(self, inputs: Sequence[Tensor]) -> bool:
+        """Does what the compiler took for granted of the open sizes hold for these inputs?"""
+        return self._sizes.evaluate_guards_for_args(self._inputs, [*inputs, *self._held])
+
+
+def _backend(options: dict[str, Any]) -> Callable[..., Any]:
+    """What `torch.compile` would call with a graph and its inputs."""
+    backend = options.get("backend") or "inductor"
+    if options.get("disable"):
+        backend = "eager"
+    mode, more = options.get("mode"), options.get("options")
+    if backend != "inductor":
+        return torch._TorchCompileWrapper(backend, mode, more, True)
+    inductor = torch._TorchCompileInductorWrapper(mode, more, True)
+    # The caller captures; some modes would as well.
+    inductor.config["triton.cudagraphs"] = False
+    return inductor
+
+
+def _with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A copy of a graph that takes the tensors it held after its inputs, and these.
+
+    As constants their values might be compiled in.
+    """
+    graph = fx.Graph()
+    made = {node: graph.node_copy(node) for node in module.graph.find_nodes(op="placeholder")}
+    held: dict[int, tuple[Tensor, fx.Node]] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        found: Any = module
+        for name in str(node.target).split("."):
+            found = getattr(found, name)
+        if id(found) not in held:
+            held[id(found)] = found, graph.placeholder(f"held_{len(held)}")
+        made[node] = held[id(found)][1]
+    for node in module.graph.nodes:
+        if node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    return fx.GraphModule({}, graph), [tensor for tensor, _ in held.values()]
