@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
+from subtensors.bucketed.recorder import Recorder
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 class Counted:
-    """How often buckets were recorded and replayed, counted where that is done."""
+    """How often buckets were recorded, and replayed to answer other calls than the first; counted where it is done."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.recorded = self.replayed = 0
-        record, replay = bucket_module.Bucket.record, bucket_module.Bucket.replay
+        record, replay, first = bucket_module.Bucket.record, bucket_module.Bucket.replay, Recorder.first_answer
 
         def counting_record(bucket: Any) -> None:
             self.recorded += 1
@@ -31,8 +32,15 @@ class Counted:
             self.replayed += 1
             replay(bucket, *args)
 
+        def uncounted_first(recorder: Any, *args: Any) -> Any:
+            replayed = self.replayed
+            answer = first(recorder, *args)
+            self.replayed = replayed
+            return answer
+
         patch.setattr(bucket_module.Bucket, "record", counting_record)
         patch.setattr(bucket_module.Bucket, "replay", counting_replay)
+        patch.setattr(Recorder, "first_answer", uncounted_first)
 
     def take(self) -> tuple[int, int]:
         """Recordings and replays since the last time."""

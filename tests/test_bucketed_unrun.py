@@ -164,3 +164,47 @@ def test_a_program_that_replaces_its_buffers_has_no_graph(device: str, pools: li
         torch.testing.assert_close(run(x), x.softmax(1) * calls)
         assert net.calls.item() == calls
     assert "RuleError: it replaces calls, and a graph can only write to it" in run.stats().fallbacks
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_what_a_program_writes_to_its_arguments_is_the_callers(
+    compiled: bool, device: str, pools: list[PretendPool]
+) -> None:
+    def program(x: Tensor, cache: Tensor) -> Tensor:
+        x.mul_(2)
+        cache.add_(x.sum(1))
+        return x * cache[:, None]
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, compile=compiled and {"backend": "aot_eager"})
+    caches = torch.ones(2, 2, 3, dtype=torch.float64, device=device)
+    run.warmup(data(5, device), caches[0], progress=False)
+    assert bool((caches == 1).all())
+    for n in (5, 30, 7, 12, 20, 31):
+        x = data(n, device)
+        given, plain = x.clone(), x.clone()
+        torch.testing.assert_close(run(given, caches[0]), program(plain, caches[1]))
+        torch.testing.assert_close(given, plain)
+        torch.testing.assert_close(caches[0], caches[1])
+    padded = st.pad(x, {1: SEQ})
+    torch.testing.assert_close(run(padded, caches[0]), program(x, caches[1]))
+    torch.testing.assert_close(padded.unpad(), x)
+
+
+def test_what_a_step_writes_to_its_arguments_is_the_callers(device: str) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
+
+    def program(x: Tensor, seen: Tensor) -> Tensor:
+        x.mul_(2)
+        seen.add_(1)
+        return x @ weight
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    seen = torch.zeros(1, device=device)
+    for calls, n in enumerate((5, 7, 30), 1):
+        x = data(n, device)
+        given = x.clone()
+        run(given, seen).sum().backward()
+        assert torch.equal(given, x * 2)
+        assert seen.item() == calls
+    assert weight.grad is not None

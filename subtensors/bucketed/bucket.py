@@ -59,6 +59,8 @@ class Bucket:
         self.refusal = ""
         """Why it can't be recorded, once that is known."""
         self.is_allocated = False
+        self.written: set[int] = set()
+        """Which of the sources the program writes to."""
         self.last_call = 0
         """When it was last called, on the runner's clock."""
 
@@ -94,6 +96,13 @@ class Bucket:
         for caller in self.reading.caller:
             found.append(leaves[caller.leaf]._sizes.values)
         self._load(found, sizes)
+
+    def write_back(self, leaves: Sequence[Any]) -> None:
+        """Copy what the program wrote to its arguments to those of the call."""
+        for i in self.written:
+            given = leaves[self.reading.sources[i].leaf]
+            own = given._dense if type(given) is PaddedTensor else given
+            own.copy_(self.statics[i][tuple(map(slice, own.shape))])
 
     def inputs(self) -> list[Tensor]:
         """The static inputs: those of sources, the caller's true sizes, and the call's own."""
@@ -141,7 +150,10 @@ class Bucket:
                 leaves[source.leaf] = wrap(Padded(static, tuple(dims), own, fill=0))
             else:
                 leaves[source.leaf] = static
-        return Outputs.of(self.call(leaves), list(self.others.values()))
+        versions = [static._version for static in statics]
+        outputs = Outputs.of(self.call(leaves), list(self.others.values()))
+        self.written |= {i for i, v in enumerate(versions) if statics[i]._version != v}
+        return outputs
 
     def _run(self, host: dict[Any, HostSize] | None) -> Outputs:
         if self.compiled is not None:

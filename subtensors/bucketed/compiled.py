@@ -46,6 +46,7 @@ class Compiled:
         self._one: Template | None = None
         self._each: dict[tuple[int, ...], Template] = {}
         self._is_one: bool | None = None
+        self._written: set[int] = set()
         self._code: list[CompiledGraph] = []
         self._of_sizes: dict[tuple[int, ...], CompiledGraph] = {}
         if bucket.device.type == "cuda":
@@ -65,6 +66,7 @@ class Compiled:
             if sizes not in self._of_sizes:
                 self._of_sizes[sizes] = self._compiled(template, bucket)
             tensors = self._of_sizes[sizes](*bucket.inputs())
+        bucket.written |= self._written
         return assembled(tensors, template.extra(sizes))
 
     def _template(self, bucket: Bucket) -> Template:
@@ -89,7 +91,9 @@ class Compiled:
             return None
 
     def _traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> Template:
-        return Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+        made = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+        self._written |= bucket.written
+        return made
 
     def _compiled(self, template: Template, bucket: Bucket) -> CompiledGraph:
         """The code for a bucket: that of another one where it serves."""

@@ -166,11 +166,12 @@ class Recorder:
             bucket.replay(reading.host)
             assert bucket.outputs is not None
             outputs = bucket.outputs
-            leaves = [cut() for cut in outputs.cuts(reading.host)]
+            results = [cut() for cut in outputs.cuts(reading.host)]
+            bucket.write_back(leaves)
         if bucket.pool.held_bytes() > held:
             self._leave_pool(bucket.pool)
             self._captures_unrun[reading.family_key] = False
-        return lambda: outputs.assembled(leaves)
+        return lambda: outputs.assembled(results)
 
     def _leave_pool(self, pool: GraphPool) -> None:
         """Give up a pool's graphs, since the program keeps what it made in a capture: they would overwrite it."""
@@ -189,10 +190,12 @@ class Recorder:
         else:
             bucket.load(leaves, reading.sizes)
             result = bucket.run_once(reading.host)
+            bucket.write_back(leaves)
         self._note_writes(before)
         self.state.optimizers.look()  # the first step makes their state
         held = bucket.pool.held_bytes() if bucket.pool is not None else 0
-        self._record(bucket)
+        if not bucket.refusal:
+            self._record(bucket)
         self._note_recorded(bucket)
         if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:
             self._captures_unrun.setdefault(reading.family_key, bucket.pool.held_bytes() <= held)
@@ -217,13 +220,20 @@ class Recorder:
         with torch.autograd.set_multithreading_enabled(False):
             result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
         with torch.no_grad():
+            for x, own in zip(padded, leaves, strict=True):
+                if x is not own and x._dense._version:
+                    own.copy_(x.unpad())
+        with torch.no_grad():
             bucket.load(leaves, reading.sizes)
         leaves = pytree.tree_leaves(result)
         bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if bucket.is_differentiable:
             # What returns no gradients may be a whole step, which is not to be taken twice.
-            with kept_state(self.state):
-                bucket.run_once(reading.host)
+            try:
+                with kept_state(self.state):
+                    bucket.run_once(reading.host)
+            except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
+                self._refuse(bucket, error)
         return result
 
     def _record(self, bucket: Bucket) -> None:
@@ -234,8 +244,7 @@ class Recorder:
             if replaced := self.state.put_back(held):
                 raise RuleError(f"it replaces {replaced}, and a graph can only write to it")
         except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
-            bucket.refusal = said_in_a_line(error)
-            bucket.forget()
+            self._refuse(bucket, error)
             return
         if self.memory_limit is None or self.bytes() <= self.memory_limit:
             return
@@ -250,6 +259,10 @@ class Recorder:
         if self.bytes() > self.memory_limit:
             bucket.refusal = f"it needs {in_units(self.bytes())}, beyond memory_limit={in_units(self.memory_limit)}"
             bucket.forget()
+
+    def _refuse(self, bucket: Bucket, error: Exception) -> None:
+        bucket.refusal = said_in_a_line(error)
+        bucket.forget()
 
     def record_again(self, bucket: Bucket) -> None:
         """Record a bucket that was evicted between a call's forward and its backward."""

@@ -223,7 +223,10 @@ class Bucketed:
         if visit.outputs is not bucket.outputs:
             visit.outputs = bucket.outputs
             visit.cuts = bucket.outputs.cuts(reading.host) if bucket.outputs is not None else []
-        return [cut() for cut in visit.cuts]
+        results = [cut() for cut in visit.cuts]
+        if bucket.written:
+            bucket.write_back(leaves)
+        return results
 
     def _followed(self, bucket: TrainedBucket, visit: Visit, leaves: list[Any], reading: Reading) -> Any:
         """A replay that is a node of the caller's autograd graph."""
@@ -314,6 +317,8 @@ class Bucketed:
             return
         if bucket.is_recorded or bucket.refusal:
             return
+        copied = {source.leaf for source in reading.sources}
+        leaves = [x.clone() if i in copied else x for i, x in enumerate(leaves)]
         try:
             self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # as in a call, which will say so

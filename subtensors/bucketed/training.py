@@ -110,6 +110,8 @@ class TrainedBucket(Bucket):
         """Raise NotDifferentiable where no gradients of these results can be recorded."""
         if any(s.requires_grad and s.dims is not None for s in self.reading.sources):
             raise NotDifferentiable("a PaddedTensor among the arguments wants a gradient: hand over the plain tensor")
+        if self.written:
+            raise NotDifferentiable("it writes to its arguments")
         for leaf in outputs.leaves:
             if leaf.rows is not None or any(len(factors) > 1 for factors in leaf.dims or ()):
                 raise NotDifferentiable("a result is a ragged batch, or flattened: its gradients have no one shape")
