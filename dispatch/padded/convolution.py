@@ -69,12 +69,13 @@ def average_pool(call: Call) -> Padded:
     x: Padded = call["self"]
     rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
+    ceil, counts_border = call["ceil_mode"], call["count_include_pad"]
     if not any(x.is_padded(d) for d in over):
         out = call.dense()
-    elif call["ceil_mode"]:
-        raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
-    elif call["count_include_pad"] or call.get("divisor_override"):
+    elif call.get("divisor_override") or (counts_border and not ceil):
         out = call.dense({"self": x.filled(0, over)})
+    elif counts_border and any(_each(call["padding"], rank)):
+        raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
     else:
         dtype = accumulated(x.dense.dtype)
         mask = x.mask(over)
@@ -83,7 +84,7 @@ def average_pool(call: Call) -> Padded:
         )
         sums, counts = (call.dense({"self": t, "count_include_pad": True}) for t in (x.filled(0, over).to(dtype), ones))
         out = (sums / counts).to(x.dense.dtype)
-    return result(out, _pooled(call, x, out, rank, ceil=False), x.sizes).gradient_masked()
+    return result(out, _pooled(call, x, out, rank, ceil), x.sizes).gradient_masked()
 
 
 def _pooled(call: Call, x: Padded, out: Tensor, rank: int, ceil: bool) -> list[Factors]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
@@ -140,42 +139,36 @@ def repeat_interleave(call: Call) -> Padded:
     return result(out, _with(x.dims, d, padded_dim(out.shape[d], multiplied(size, count))), x.sizes, x.fill)
 
 
+@table.register(aten.rot90)
+def rot90(call: Call) -> Padded:
+    """Two dims turned by right angles."""
+    x: Padded = call["self"]
+    a, b = (d % x.dim() for d in call["dims"])
+    turns = call["k"] % 4
+    if turns % 2:
+        x = apply(aten.transpose.int, x, a, b)
+    flipped = [[], [a], [a, b], [b]][turns]
+    return apply(aten.flip.default, x, flipped)  # type: ignore[no-any-return]
+
+
+@table.register(aten.diag_embed)
+def diag_embed(call: Call) -> Padded:
+    """The last dim along a diagonal of the last two, zeros around it."""
+    x: Padded = call["self"]
+    if [call["dim1"] % (x.dim() + 1), call["dim2"] % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
+        raise refuse(call, "its diagonal is not of the last dims")
+    out = call.dense()
+    if not x.is_padded(x.dim() - 1):
+        return result(out, [*x.dims[:-1], *static_dims(out.shape[-2:])], x.sizes)
+    side = padded_dim(out.shape[-1], prefix_size(x, x.dim() - 1) + abs(call["offset"]))
+    return result(out, [*x.dims[:-1], side, side], x.sizes).gradient_masked()
+
+
 @table.register(aten.tril, aten.triu)
 def triangle(call: Call) -> Padded:
     """Zero above or below a diagonal: positions count from the start, where the real ones are."""
     x: Padded = call["self"]
     return x.like(call.dense(), 0 if x.fill == 0 else None)
-
-
-@table.register(aten.constant_pad_nd, aten.pad)
-def constant_pad(call: Call) -> Padded:
-    """A constant around the real part: it stands in the padding too, so that it follows the true end."""
-    x: Padded = call["self"]
-    if call.get("mode", "constant") != "constant":
-        raise refuse(call, "the border that it repeats moves with the true size")
-    widths = list(call["pad"])
-    value = call["value"] or 0
-    dims = list(x.dims)
-    touched = []
-    for i in range(len(widths) // 2):
-        d = x.dim() - 1 - i
-        left, right = widths[2 * i], widths[2 * i + 1]
-        bucket = x.shape[d] + left + right
-        if not x.is_padded(d):
-            dims[d] = (static(bucket),)
-        elif left or right:
-            size = prefix_size(x, d)
-            if size.has(ROWS):
-                raise refuse(call, "it adds rows to a ragged batch")
-            touched.append(d)
-            dims[d] = padded_dim(
-                bucket, sympy.Max(0, size + left + right) if min(left, right) < 0 else size + left + right
-            )
-    dense = x.filled(value, touched) if touched else x.dense
-    out = torch.constant_pad_nd(dense, widths, value)
-    moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
-    # Cut off at the end, real positions of the whole are padding of the part, and take no gradient from there.
-    return moved.gradient_masked() if touched else moved
 
 
 def _with(dims: Any, at: int, factors: Factors) -> list[Factors]:

@@ -29,8 +29,7 @@ MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_chole
     linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm cholesky_solve triangular_solve
     linalg_solve_triangular pinverse geqrf"""
 IMAGE_OPS = {
-    1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d
-        diag_embed""",
+    1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d""",
     2: """upsample_bilinear2d upsample_nearest2d _upsample_nearest_exact2d upsample_bicubic2d _upsample_bilinear2d_aa
         _upsample_bicubic2d_aa adaptive_max_pool2d reflection_pad2d replication_pad2d max_unpool2d""",
     3: """upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d adaptive_max_pool3d reflection_pad3d

@@ -2,6 +2,7 @@
 
 from subtensors.dispatch.padded import (
     attention,
+    borders,
     contractions,
     convolution,
     copies,
@@ -15,6 +16,7 @@ from subtensors.dispatch.padded import (
     random,
     recurrent,
     reductions,
+    resizing,
     row_wise,
     selection,
     softmax,
@@ -26,6 +28,7 @@ from subtensors.dispatch.padded.engine import run, table
 
 __all__ = [
     "attention",
+    "borders",
     "contractions",
     "convolution",
     "copies",
@@ -39,6 +42,7 @@ __all__ = [
     "random",
     "recurrent",
     "reductions",
+    "resizing",
     "row_wise",
     "run",
     "selection",
