@@ -29,6 +29,8 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "a quarter turn": lambda x: torch.rot90(x, 1, (2, 3)),
     "half a turn": lambda x: x.rot90(-2, (3, 2)),
     "a diagonal": lambda x: torch.diag_embed(x[..., 0], offset=1),
+    "channels side by side": lambda x: F.pixel_shuffle(torch.cat([x, x * 2, -x, x], 1), 2),
+    "what a convolution looks at": lambda x: F.unfold(x, (2, 3), padding=1, stride=(2, 1)),
     "means with a shorter last window": lambda x: F.avg_pool2d(x, 2, ceil_mode=True),
     "means within a border": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
 }

@@ -329,3 +329,44 @@ def test_a_row_of_no_elements_has_nan_for_its_median_and_quantiles() -> None:
     x = st.pad([torch.ones(0), torch.tensor([3.0, 1.0, 2.0])], {0: SEQ}, value=7)
     for out in (x.median(1).values, x.nanmedian(1).values, x.quantile(0.5, 1), x.nanquantile(0.5, 1)):
         torch.testing.assert_close(out, torch.tensor([NAN, 2.0]), equal_nan=True)
+
+
+SCALES = torch.tensor([0.1, 0.2, 0.3])
+OF_REAL_ELEMENTS: dict[str, Callable[[Any], Any]] = {
+    "covariance": lambda x: torch.cov(x[0].mT),
+    "covariance of positions": lambda x: torch.cov(x[0], correction=0),
+    "correlation": lambda x: torch.corrcoef(x[0].mT),
+    "variance of complex numbers": lambda x: torch.complex(x, x * x).var(1),
+    "spread of complex numbers": lambda x: torch.std_mean(torch.complex(x, x * x), 1),
+    "rounding to a scale": lambda x: torch.fake_quantize_per_tensor_affine(x.float(), 0.1, 0, -128, 127),
+    "rounding to scales": lambda x: torch.fake_quantize_per_channel_affine(
+        x.float(), SCALES, torch.zeros(3, dtype=torch.int32), 2, -128, 127
+    ),
+    "local response": lambda x: F.local_response_norm(x.mT, 2),
+    "systems of equations": lambda x: torch.linalg.solve(x.unsqueeze(-1) * x.unsqueeze(-2) + torch.eye(3), x),
+    "draws that are certain": lambda x: torch.multinomial((x[..., 0] == x[..., 0].amax(1, keepdim=True)).double(), 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_REAL_ELEMENTS)
+def test_a_rule_sees_real_elements_only(name: str) -> None:
+    program = OF_REAL_ELEMENTS[name]
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    for i, n in enumerate((5, 8, 2)):
+        source = torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True)
+        expected = program(source)
+        for run in (program, compiled):
+            padded_calls.fallbacks.clear()
+            with torch._dynamo.config.patch(error_on_recompile=i > 0):
+                actual = run(st.pad(source, {1: SEQ}, value=NAN))
+            assert not padded_calls.fallbacks
+            actual = tuple(map(real, actual)) if isinstance(actual, tuple) else real(actual)
+            torch.testing.assert_close(actual, expected)
+            outs, wanted = ([o] if isinstance(o, Tensor) else o for o in (actual, expected))
+            if not wanted[0].requires_grad:
+                continue
+            given, alone = (
+                torch.autograd.grad(torch.stack([o.abs().square().sum() for o in t]).sum(), source, retain_graph=True)
+                for t in (outs, wanted)
+            )
+            torch.testing.assert_close(given, alone)

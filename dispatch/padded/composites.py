@@ -31,7 +31,7 @@ class NotDecomposed(RuleError):
 
 OPS = frozenset(
     """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid dsplit nanmean
-    linalg_vecdot
+    linalg_vecdot corrcoef diag diagflat linalg_solve linalg_solve_ex
     dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
     fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
     hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d

@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import rows_dim
-from subtensors.dispatch.padded.padded_value import FINITE, Fill, Inexpressible, Padded, is_padded, result, static_dims
+from subtensors.dispatch.padded.padded_value import (
+    FINITE,
+    Fill,
+    Inexpressible,
+    Padded,
+    is_padded,
+    plain,
+    result,
+    static_dims,
+)
 from subtensors.dispatch.padded.pointwise import is_padded_alike, met
+from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of
 
@@ -83,6 +93,19 @@ def bilinear(call: Call) -> Padded:
     whole = [Padded(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
     out = call.dense(dict(zip(("input1", "input2"), whole, strict=True)))
     return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
+
+
+@table.register(aten.cov)
+def covariance(call: Call) -> Padded:
+    """Products of distances from the means of rows, over the number of real columns less the correction."""
+    x: Padded = call["self"]
+    if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
+        raise refuse(call, "its columns have weights, or its numbers are no real ones")
+    rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
+    distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
+    product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
+    out = product.dense / (real_count(rows, [1]) - call["correction"]).clamp(min=0)
+    return product.like(out) if rows.shape[0] > 1 else plain(out.reshape(()))
 
 
 def contract(

@@ -19,7 +19,7 @@ from subtensors.dispatch.padded.gathering import rows_dim
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.reductions import accumulated, least
 from subtensors.dispatch.size_expressions import convolved, deconvolved
-from subtensors.dispatch.size_factors import Factors
+from subtensors.dispatch.size_factors import Factor, Factors, merged
 
 aten = torch.ops.aten
 
@@ -49,6 +49,24 @@ def convolution(call: Call) -> Padded:
         else:
             size = convolved(size, kernel, stride, padding, dilation)
         dims.append(padded_dim(out.shape[d], size))
+    return result(out, dims, x.sizes).gradient_masked()
+
+
+@table.register(aten.im2col.default)
+def windows(call: Call) -> Padded:
+    """What a convolution would look at, a column a position."""
+    x: Padded = call["self"]
+    first = x.dim() - 2
+    if x.is_padded(first - 1):
+        raise refuse(call, "its channels are padded")
+    out = call.dense({"self": x.filled(0, range(first, x.dim()))})
+    positions: list[Factor] = []
+    for i, d in enumerate((first, first + 1)):
+        kernel, *steps = (call[name][i] for name in ("kernel_size", "stride", "padding", "dilation"))
+        size = prefix_size(x, d) if x.is_padded(d) else x.shape[d]
+        bucket = int(convolved(x.shape[d], kernel, *steps))
+        positions += padded_dim(bucket, convolved(size, kernel, *steps))
+    dims = [*x.dims[: first - 1], *static_dims([out.shape[first - 1]]), merged(positions) or static_dims([1])[0]]
     return result(out, dims, x.sizes).gradient_masked()
 
 

@@ -164,6 +164,24 @@ def diag_embed(call: Call) -> Padded:
     return result(out, [*x.dims[:-1], side, side], x.sizes).gradient_masked()
 
 
+@table.register(aten.pixel_shuffle.default)
+def pixel_shuffle(call: Call) -> Padded:
+    """Channels side by side in an image that is so many times as high and wide."""
+    x, times = call["self"], call["upscale_factor"]
+    channels = x.dim() - 3
+    if x.is_padded(channels):
+        raise refuse(call, "the channels are padded")
+    out = call.dense()
+    dims = [*x.dims[:channels], *static_dims(out.shape[channels:])]
+    for d in (channels + 1, channels + 2):
+        if x.is_padded(d):
+            size = prefix_size(x, d)
+            if size.has(ROWS):
+                raise refuse(call, "it repeats the rows of a ragged batch")
+            dims[d] = padded_dim(out.shape[d], multiplied(size, times))
+    return result(out, dims, x.sizes, x.fill)
+
+
 @table.register(aten.tril, aten.triu)
 def triangle(call: Call) -> Padded:
     """Zero above or below a diagonal: positions count from the start, where the real ones are."""

@@ -39,7 +39,7 @@ _DIVIDES = frozenset("floor_divide remainder fmod div".split())
 aten = torch.ops.aten
 
 
-@table.register(OpClass.POINTWISE)
+@table.register(OpClass.POINTWISE, aten.fake_quantize_per_tensor_affine)
 def pointwise(call: Call) -> Any:
     """Run the op on the storages, which broadcast as the logical tensors do."""
     operands = call.values
@@ -52,6 +52,15 @@ def pointwise(call: Call) -> Any:
     out = call.dense(named)
     fill = _fill_after(call, operands)
     return mapped(Tensor, lambda t: result(t, dims, sizes, fill), out)
+
+
+@table.register(aten.fake_quantize_per_channel_affine)
+def quantized_by_channel(call: Call) -> Padded:
+    """Rounded to a scale of its channel's own."""
+    x: Padded = call["self"]
+    if x.is_padded(call["axis"] % x.dim()):
+        raise refuse(call, "the channels are padded")
+    return x.like(call.dense())
 
 
 @table.register(aten.copy.default)

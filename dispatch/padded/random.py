@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import bucket_of
 
@@ -32,6 +32,19 @@ def drawn(call: Call) -> Any:
         return result(t, dims, sizes)
 
     return mapped(Tensor, wrapped, out)
+
+
+@table.register(aten.multinomial)
+def multinomial(call: Call) -> Padded:
+    """Positions drawn by their weights, of which padding has none."""
+    x: Padded = call["self"]
+    at = x.dim() - 1
+    for size in host_sizes(x, at) or ():
+        if not call["replacement"] and call["num_samples"] > size:
+            raise RuntimeError(f"cannot sample {call['num_samples']} of {size} positions without replacement")
+    weights = Padded(x.repeated([d for d in x.padded_dims if d != at]), x.dims, x.sizes).filled(0, [at])
+    out = call.dense({"self": weights})
+    return result(out, [*x.dims[:at], *static_dims([out.shape[at]])], x.sizes)
 
 
 @table.register(aten.native_dropout)

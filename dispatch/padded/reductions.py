@@ -108,8 +108,6 @@ def variance(call: Call) -> Any:
     keepdim = call["keepdim"]
     if not _padded_among(x, gone):
         return wrap_reduced(call.dense(), x, gone, keepdim)
-    if x.dense.is_complex():
-        raise refuse(call, "the variance of complex numbers has no masked form here")
     correction = 1 if call["correction"] is None else call["correction"]
     if call.op is aten.var.correction:
         by_kernel = _by_kernel(call, x, gone, correction=correction)
@@ -121,11 +119,13 @@ def variance(call: Call) -> Any:
     average = values.sum(gone, keepdim=True) / count
     mask = x.mask(gone)
     distance = values - average if mask is None else torch.where(mask, values - average, 0)
-    squares = (distance * distance).sum(gone, keepdim=True) / (count - correction).clamp(min=0)
+    square = (distance * distance.conj()).real if distance.is_complex() else distance * distance
+    squares = square.sum(gone, keepdim=True) / (count - correction).clamp(min=0)
     name = call.op.overloadpacket
     spread = squares if name in (aten.var, aten.var_mean) else _root(squares)
     outs = [spread, average] if name in (aten.var_mean, aten.std_mean) else [spread]
-    wrapped = [wrap_reduced(_kept(o.to(dtype), gone, keepdim), x, gone, keepdim) for o in outs]
+    dtypes = (dtype.to_real(), dtype)
+    wrapped = [wrap_reduced(_kept(o.to(t), gone, keepdim), x, gone, keepdim) for o, t in zip(outs, dtypes, strict=False)]
     return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 

@@ -154,6 +154,12 @@ def solve(call: Call) -> Any:
     return row_wise(call, [2, 1 if vectors else 2])
 
 
+@table.register(aten._linalg_check_errors)
+def check_errors(call: Call) -> None:
+    """Raise where a real matrix could not be worked on."""
+    call.dense({"info": call["info"].repeated()})
+
+
 @table.register(aten.cosine_similarity)
 def cosine(call: Call) -> Any:
     """The cosine of the angle between vectors along a dim, their norms at least eps."""
