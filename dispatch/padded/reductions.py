@@ -125,7 +125,9 @@ def variance(call: Call) -> Any:
     spread = squares if name in (aten.var, aten.var_mean) else _root(squares)
     outs = [spread, average] if name in (aten.var_mean, aten.std_mean) else [spread]
     dtypes = (dtype.to_real(), dtype)
-    wrapped = [wrap_reduced(_kept(o.to(t), gone, keepdim), x, gone, keepdim) for o, t in zip(outs, dtypes, strict=False)]
+    wrapped = [
+        wrap_reduced(_kept(o.to(t), gone, keepdim), x, gone, keepdim) for o, t in zip(outs, dtypes, strict=False)
+    ]
     return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 

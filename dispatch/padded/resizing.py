@@ -1,6 +1,6 @@
 """Images resized by a factor: beyond the true end stands the last real position, as torch's own border has it.
 
-    out[i] = sum over j near (i + 1/2) / factor - 1/2 of weight[i, j] x[min(max(j, 0), n - 1)]
+out[i] = sum over j near (i + 1/2) / factor - 1/2 of weight[i, j] x[min(max(j, 0), n - 1)]
 """
 
 from __future__ import annotations
