@@ -32,6 +32,7 @@ from subtensors.dispatch.kernel_group import KernelGroup
 from subtensors.dispatch.refusals import name_of
 from subtensors.dispatch.routes import Route, route_of
 from subtensors.dispatch.trace import Trace, trace
+from subtensors.kernels.compilation import compile_together
 from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
 from subtensors.kernels.program import Scalar
 from subtensors.kernels.tuning import default_tiling, tune, tuned_tiling
@@ -50,6 +51,8 @@ class _Plan:
     """Which elements, and how they run."""
     mapped: MappedGroup
     """What runs instead when elements of several groups share memory that is written: they take turns."""
+    is_compiled: bool = False
+    """Was Triton asked for its kernels?"""
 
     def __post_init__(self) -> None:
         traces = [group.trace for _, group in self.groups if isinstance(group, TorchGroup | KernelGroup)]
@@ -65,6 +68,12 @@ class _Plan:
             if not guard.matches(column, addresses):
                 return None
         return addresses
+
+    def compile(self) -> None:
+        """Have the kernels of all groups compiled at once, the first time."""
+        if not self.is_compiled:
+            self.is_compiled = True
+            compile_together([group.grid for _, group in self.groups if isinstance(group, KernelGroup)])
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Does a group write memory of another one?"""
@@ -145,7 +154,10 @@ class Fusion:
             prelude.alone()
         if not plan.groups:
             return None
-        if plan.groups_overlap(columns):
+        overlap = plan.groups_overlap(columns)
+        if not overlap and (prelude is None or group is None):
+            plan.compile()
+        if overlap:
             leaves = plan.mapped.run(columns, numbers)
         elif isinstance(group, KernelGroup):
             leaves = group.run(columns, numbers, addresses, prelude)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from subtensors.kernels.libdevice import libdevice
 from subtensors.kernels.program import Extent, Program
 from subtensors.kernels.segment_writer import ARGUMENTS, SegmentWriter, function_source
 from subtensors.kernels.segments import Segment
+from subtensors.kernels.source_text import renumbered
 from subtensors.kernels.tile_writer import TileWriter
 
 
@@ -46,7 +48,7 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
         The kernel; its source can be read in tracebacks and with `st.explain`.
     """
     writer = TileWriter if segment.extent is Extent.ELEMENT else LaneWriter
-    source = writer(program, segment, name).source()
+    source = renumbered(writer(program, segment, name).source())
     has_codes = any(program.parameters[p].extent is Extent.BLOCK for p in segment.memory.values())
     names = _compile(source, name, has_codes)
     return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
@@ -55,7 +57,9 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
 _serial = itertools.count()
 
 
+@functools.lru_cache(maxsize=256)
 def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
+    # Programs of several dtypes have segments in common, which Triton then compiles once.
     # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
     filename = f"<subtensors {name} {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

@@ -15,6 +15,7 @@ from subtensors.kernels import blockwise, graph_lifetime
 from subtensors.kernels.codegen import Kernel, write_kernel
 from subtensors.kernels.lowering import FLOATS, register
 from subtensors.kernels.program import Extent, Instruction, Program
+from subtensors.kernels.segment_writer import ADDRESSED
 from subtensors.kernels.segments import plan_segments, slot_count
 
 LANES = 128
@@ -77,6 +78,8 @@ class Kernels:
         self.slots = slot_count(self.segments)
         self.reductions = max((len(s.reductions) for s in self.segments), default=0)
         self.is_seeded = any(step.name == "stochastic_round" for step in program.instructions)
+        self.are_compiled = False
+        """Did `compile_together` see to them?"""
 
 
 def _identifier(name: str) -> str:
@@ -230,7 +233,7 @@ class Grid:
         """
         rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
         for number, kernel in enumerate(self.kernels.kernels):
-            cut = self.chunks if kernel.segment.reductions else self.tiles
+            cut, constants = self._cut(kernel)
             arenas = [outputs[k] for k in kernel.segment.outputs]
             if prelude is not None:
                 is_followed = kernel.lanes is not None and not arenas
@@ -241,16 +244,35 @@ class Grid:
                 prelude = None
                 if is_followed:
                     continue
-            constants = (self.rounds, kernel.block) if kernel.segment.reductions else (kernel.block,)
             arguments = (table, cut.address, *rest, *arenas, *constants)
             launcher = self._launchers.get(number)
             if launcher is not None:
                 launcher(*arguments, stream=stream)
             else:
-                programs = cut.total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
-                self._first_launch(number, kernel, programs, arguments)
+                self._first_launch(number, kernel, arguments)
             if self.exchange is not None:
                 self._exchange(self.exchange, kernel, workspace)
+
+    def _cut(self, kernel: Kernel) -> tuple[Cut, tuple[int, ...]]:
+        """What a kernel goes over, and the constants that it is compiled for."""
+        return (
+            (self.chunks, (self.rounds, kernel.block)) if kernel.segment.reductions else (self.tiles, (kernel.block,))
+        )
+
+    def programs(self, kernel: Kernel) -> int:
+        """How many programs a launch of a kernel has; none where there are no elements."""
+        return self._cut(kernel)[0].total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
+
+    def compile(self, kernel: Kernel) -> None:
+        """Have Triton compile a kernel for what `launch` is going to hand it, without launching it."""
+        cut, constants = self._cut(kernel)
+        addresses = [cut.address] * len(ADDRESSED)  # one is like another
+        outputs = [self.kernels.program.value(self.kernels.program.outputs[k]).dtype for k in kernel.segment.outputs]
+        arguments = (*addresses, self.count, self.chunks.total, *outputs, *constants)
+        kernel.run.warmup(*arguments, grid=(1,), num_warps=self.kernels.tiling.warps, **self._options())
+
+    def _options(self) -> dict[str, bool]:
+        return _PRECISE if self.device.type == "cuda" else {}
 
     def _exchange(self, exchange: Exchange, kernel: Kernel, workspace: int) -> None:
         """Bring together what this sweep and those of other processes have reduced to."""
@@ -262,12 +284,12 @@ class Grid:
             is_float = register(step.compute, Extent.ELEMENT) in FLOATS
             exchange(results.view(torch.float64) if is_float else results, step.name)
 
-    def _first_launch(self, number: int, kernel: Kernel, programs: int, arguments: tuple[Any, ...]) -> None:
+    def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
+        programs = self.programs(kernel)
         if not programs:
             return
-        options = _PRECISE if self.device.type == "cuda" else {}
-        compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **options)
+        compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options())
         if compiled is not None:
             self._launchers[number] = compiled[(programs, 1, 1)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 
@@ -43,3 +44,13 @@ def literal(number: float) -> str:
     if isinstance(number, float) and not math.isfinite(number):
         return f"float('{number}')"
     return repr(int(number) if isinstance(number, bool) else number)
+
+
+def renumbered(source: str) -> str:
+    """The source with its values numbered as they appear: the same maths is the same text in whatever program.
+
+    >>> renumbered("v7 = a + b; v9 = v7 * v7")
+    'v0 = a + b; v1 = v0 * v0'
+    """
+    numbers: dict[str, int] = {}
+    return re.sub(r"\bv(\d+)\b", lambda value: f"v{numbers.setdefault(value[1], len(numbers))}", source)
