@@ -145,6 +145,14 @@ def _promising(column: Sequence[Tensor]) -> Elements | None:
     return column.holder if isinstance(column, Elements) and not torch.is_grad_enabled() else None
 
 
+def _reach(tensor: Tensor) -> int:
+    """From the first of its elements to behind the last, counted in elements."""
+    count = tensor.numel()
+    if tensor.is_contiguous() or not count:
+        return count
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
 def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
     """Does memory that the columns of these numbers write overlap what another one, or another element, holds?
 
@@ -153,14 +161,15 @@ def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
     """
     if not stored:
         return False
-    starts, ends, written = [], [], []
+    starts: list[int] = []
+    ends: list[int] = []
+    written: list[bool] = []
     for index, column in enumerate(columns):
         for tensor in distinct(column):
             begin = tensor.data_ptr()
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             starts.append(begin)
-            ends.append(begin + reach * tensor.element_size() if tensor.numel() else begin)
-            written.append(index in stored)
+            ends.append(begin + _reach(tensor) * tensor.element_size())
+        written += [index in stored] * (len(starts) - len(written))
     order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
     start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]
     keep = end > start

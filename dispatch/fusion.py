@@ -30,7 +30,7 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
 from subtensors.dispatch.kernel_group import KernelGroup
 from subtensors.dispatch.refusals import name_of
-from subtensors.dispatch.routes import Route, route_of
+from subtensors.dispatch.routes import Route, route_of, routes_of
 from subtensors.dispatch.trace import Trace, trace
 from subtensors.kernels.compilation import compile_together
 from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
@@ -278,24 +278,24 @@ class Fusion:
         return plan, [None] * len(columns)
 
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
-        routes: dict[Route, list[int]] = {}
-        copies = False
         reason = ""
         if torch_private.is_transforming():
             reason = "a transform of torch.func or forward-mode differentiation is under way"
         elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c)):
             reason = "autograd records it"
-        for index, row in enumerate(zip(*columns, strict=True)):
-            route = Route(reason) if reason else route_of(row, columns)
-            if self.exchange is not None:
-                # Processes exchange group by group, and strides, which differ between them, must not make groups.
-                copies, route = copies or route.copies, replace(route, copies=False)
-            routes.setdefault(route, []).append(index)
         count = len(columns[0])
+        routes = {Route(reason): [*range(count)]} if reason and count else routes_of(columns)
+        if self.exchange is not None:
+            # Processes exchange group by group, and strides, which differ between them, must not make groups.
+            copies = any(route.copies for route in routes)
+            merged: dict[Route, list[int]] = {}
+            for route, indices in routes.items():
+                merged.setdefault(replace(route, copies=copies), []).extend(indices)
+            routes = {route: sorted(indices) for route, indices in merged.items()}
         groups: list[tuple[list[int], Group]] = []
         for route, indices in routes.items():
             part = columns if len(indices) == count else _part(columns, indices)
-            groups.append((indices, self._make_group(call, replace(route, copies=copies or route.copies), part)))
+            groups.append((indices, self._make_group(call, route, part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
         mapped = MappedGroup(self._apply_to(call), "groups of elements overlap in memory")

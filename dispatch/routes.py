@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,23 @@ class Route:
     parameters: tuple[Parameter, ...] = ()
     triton: bool = False
     copies: bool = False
+
+
+def routes_of(columns: Columns) -> dict[Route, list[int]]:
+    """The elements by how they can run, in order; looked into once for all that are alike."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, row in enumerate(zip(*columns, strict=True)):
+        alike.setdefault(tuple([_kind(t) for t in row]), []).append(index)
+    routes: dict[Route, list[int]] = {}
+    for indices in alike.values():
+        routes.setdefault(route_of([c[indices[0]] for c in columns], columns), []).extend(indices)
+    return {route: sorted(indices) for route, indices in routes.items()}
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    """All that a route depends on."""
+    strides = t.stride() if t.layout is torch.strided else ()
+    return type(t), t.device, t.dtype, t.layout, t.shape, strides
 
 
 def route_of(row: Sequence[Tensor], columns: Columns) -> Route:

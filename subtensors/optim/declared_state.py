@@ -84,6 +84,8 @@ class DeclaredState(torch.optim.Optimizer):
                 if name == "step" and not is_new:
                     state[name].fill_(1)
             keep(state, name, form_of(name, p, group, self.low_bit))
+        if self._arena is None and self._capture is None:
+            return
         for name, value in [*state.items()]:
             if (placed := self._placed(value)) is not value:
                 state[name] = placed
