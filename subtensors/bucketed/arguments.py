@@ -135,6 +135,8 @@ def leaf_key(x: Any) -> Any:
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
     if issubclass(kind, FIXED):
         return kind, x.data_ptr(), x.shape, x.stride(), x.dtype
+    if kind is float:
+        return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
     return kind, x
 
 
@@ -160,14 +162,14 @@ class ArgumentDims:
         if not isinstance(dims, Mapping) or not dims:
             raise TypeError(f"dims are given by argument, such as {{'input_ids': {{1: seq}}}}; got {dims!r}")
         self.everywhere = _padded_dims(dims) if _is_padded_dims(dims) else None
-        self.names, takes_any = _parameter_names(program)
+        self.names, self.positional, takes_any = _parameter_names(program)
         self.by_name: dict[str | int, Any] = {}
         for key, given in {} if self.everywhere else dims.items():
             if isinstance(key, str) and not takes_any and key not in self.names:
                 raise ValueError(f"dims name an argument {key!r}, and {_name(program)} takes {', '.join(self.names)}")
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise TypeError(f"an argument is named by a str or its position; got {key!r}")
-            name = self.names[key] if isinstance(key, int) and key < len(self.names) else key
+            name = self.positional[key] if isinstance(key, int) and key < len(self.positional) else key
             self.by_name[name] = _checked(given, f"argument {key!r}")
         self.distinct: dict[str, Dim] = {}
         for dim in _all_dims(self.everywhere or self.by_name):
@@ -177,7 +179,7 @@ class ArgumentDims:
     def of_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Mapping[int, Dim] | None]]:
         """For each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
         found: list[tuple[str, Mapping[int, Dim] | None]] = []
-        named = [(self.names[i] if i < len(self.names) else i, x) for i, x in enumerate(args)]
+        named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
         for name, x in [*named, *kwargs.items()]:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
@@ -321,15 +323,16 @@ def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
     return given if _is_padded_dims(given) else None
 
 
-def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names of the arguments, and whether it takes others as well."""
+def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool]:
+    """The names of the arguments, those that can be given by position, and whether it takes others as well."""
     called = program.forward if isinstance(program, torch.nn.Module) else program
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
-        return [], True
+        return [], [], True
     named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return named, any(p.kind == p.VAR_KEYWORD for p in parameters)
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named, positional, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def _name(program: Callable[..., Any]) -> str:

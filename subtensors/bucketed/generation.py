@@ -190,7 +190,7 @@ def _likewise(run: Bucketed, program: Callable[..., Any], dims: Mapping[Any, Any
     """Another program bucketed with the options of a run, which never runs at its true sizes instead."""
     r = run.recorder
     made = type(run)(program, dims, r.max_graphs, r.memory_limit, "capture", None, r.compile_options)
-    made.must_record = True
+    made.fallbacks.are_errors = True
     return made
 
 

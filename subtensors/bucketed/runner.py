@@ -23,10 +23,11 @@ from subtensors.bucketed.arguments import (
     leaf_key,
     read,
     sharing,
-    unflatten,
 )
 from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.call_style import CallStyle
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
+from subtensors.bucketed.fallbacks import Fallbacks
 from subtensors.bucketed.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.generation import Generation, tokens_dim
 from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
@@ -35,7 +36,7 @@ from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
 from subtensors.bucketed.visit import Visit, add_sizes
-from subtensors.dispatch.errors import RuleError, SizeError
+from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
@@ -65,15 +66,14 @@ class Bucketed:
     ) -> None:
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.on_miss, self.max_waste = on_miss, max_waste
-        self.must_record = on_miss == "error"
-        """Is it an error where a call would run without a graph?"""
         self.state = State(program)
-        self.recorder = Recorder(self._name(), self.state, max_graphs, memory_limit, compile_options)
+        self.name: str = getattr(program, "__name__", type(program).__name__)
+        self.recorder = Recorder(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
         self._visits: OrderedDict[Any, Visit] = OrderedDict()
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
-        self._fallbacks: Counter[str] = Counter()
+        self.fallbacks = Fallbacks(self.name, on_miss == "error")
         self._generation: Generation | None = None
         self._sizes: dict[str, Counter[int]] = {name: Counter() for name in self.dims.distinct}
         functools.update_wrapper(self, program, updated=())
@@ -94,6 +94,7 @@ class Bucketed:
             if visit is None:
                 visit = self._read(key, leaves, args, kwargs)
             visit.calls += 1
+            leaves = visit.ordered(leaves)
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 return self._fall_back("it is part of a graph that is being captured", None, args, kwargs)
             if visit.refusal:
@@ -128,9 +129,12 @@ class Bucketed:
         return visit
 
     def _reading(self, shared: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+        *_, spec, modes = shared
+        style = CallStyle.of(self.dims.positional, args, kwargs, spec)
+        leaves = style.ordered(leaves)
         try:
-            places = self.dims.of_leaves(args, kwargs)
-            reading = read(leaves, places, shared)
+            places = style.ordered(self.dims.of_leaves(args, kwargs))
+            reading = read(leaves, places, (style.key, modes))
             device = device_of(reading, self.state.tensors())
         except SizeError as error:
             if "padded on one Dim" in str(error) or " in another argument" in str(error):
@@ -139,18 +143,16 @@ class Bucketed:
             return Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
         except Unreadable as error:
             return Visit(None, None, str(error))
-        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)))
+        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)), order=style.order)
         if self.max_waste is not None and visit.elements[1] > self.max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self.max_waste:g} times the true size"
             return visit
-        spec, count, names = shared[2], shared[0], shared[1]
 
         def call(leaves: Sequence[Any]) -> Any:
-            given, named = unflatten(leaves, spec, count, names)
             with bucketed_program():
-                return self.program(*given, **named)
+                return style.call(self.program, leaves)
 
-        visit.bucket = self.recorder.bucket_of(shared[3][0], reading, leaves, call, device)
+        visit.bucket = self.recorder.bucket_of(modes[0], reading, leaves, call, device)
         return visit
 
     def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InsideCall | None:
@@ -162,7 +164,8 @@ class Bucketed:
         if found is None:
             return None
         dense, sizes = found
-        bucket = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), dense, args, kwargs).bucket
+        visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), dense, args, kwargs)
+        bucket, dense = visit.bucket, visit.ordered(dense)
         if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
             return None
         symbols = tuple(dim.symbol for dim in bucket.reading.dims)
@@ -245,18 +248,8 @@ class Bucketed:
         statistics.padded += visit.elements[1]
 
     def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note_fallback(why, error)
+        self.fallbacks.note(why, error)
         return self.program(*args, **kwargs)
-
-    def _note_fallback(self, why: str, error: Exception | None = None) -> None:
-        if self.must_record:
-            raise error or RuleError(f"no graph for this call: {why}")
-        if not self._fallbacks[why]:
-            _log.warning("%s runs at its true sizes, without a graph: %s", self._name(), why)
-        self._fallbacks[why] += 1
-
-    def _name(self) -> str:
-        return getattr(self.program, "__name__", type(self.program).__name__)
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -273,13 +266,8 @@ class Bucketed:
             return self._fall_back(bucket.refusal, error, args, kwargs)
         self._count(bucket, visit)
         if bucket.refusal:
-            self._note_refusal(bucket)
+            self.fallbacks.note_refusal(bucket)
         return result
-
-    def _note_refusal(self, bucket: Bucket) -> None:
-        if self.must_record:
-            raise RuleError(f"no graph for this call: {bucket.refusal}")
-        _log.warning("%s can't be recorded at %s: %s", self._name(), bucket.statistics.sizes, bucket.refusal)
 
     # --- what a user asks of it -------------------------------------------------------------------------------------
 
@@ -305,7 +293,7 @@ class Bucketed:
                 args, kwargs = self._example
             calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
             with kept_state(self.state):
-                for leaves, given, named in with_progress(calls, f"capturing {self._name()}", progress):
+                for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm(leaves, given, named)
         return self
 
@@ -318,13 +306,13 @@ class Bucketed:
         if bucket.is_recorded or bucket.refusal:
             return
         copied = {source.leaf for source in reading.sources}
-        leaves = [x.clone() if i in copied else x for i, x in enumerate(leaves)]
+        leaves = [x.clone() if i in copied else x for i, x in enumerate(visit.ordered(leaves))]
         try:
             self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # as in a call, which will say so
             bucket.refusal = said_in_a_line(error)
         if bucket.refusal:
-            self._note_refusal(bucket)
+            self.fallbacks.note_refusal(bucket)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
         """A Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
@@ -343,7 +331,7 @@ class Bucketed:
         with self._lock:
             if self._generation is None:
                 self._generation = Generation(self, tokens_dim(self.program, self.dims.by_name))
-            return self._generation.answer(inputs, options, self._note_fallback)
+            return self._generation.answer(inputs, options, self.fallbacks.note)
 
     @property
     def programs(self) -> dict[str, Bucketed]:
@@ -366,7 +354,7 @@ class Bucketed:
             sizes = {name: Counter(counted) for name, counted in self._sizes.items()}
             for visit in self._visits.values():
                 add_sizes(visit, sizes)
-            return self.recorder.statistics(self._fallbacks, sizes)
+            return self.recorder.statistics(self.fallbacks.counted, sizes)
 
     def recorded(self) -> list[Bucket]:
         """The buckets with a graph, the least recently called one first."""
@@ -377,7 +365,7 @@ class Bucketed:
         dims = ", ".join(map(str, self.dims.distinct.values()))
         budget = f"max_graphs={self.recorder.max_graphs}, memory_limit={self.recorder.memory_limit}"
         parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
-        return f"{self._name()} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
+        return f"{self.name} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
 
     def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
         """The buckets that would have wasted least on the sizes seen so far.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from subtensors.bucketed.arguments import Reading
 from subtensors.bucketed.bucket import Bucket
@@ -22,8 +23,14 @@ class Visit:
     calls: int = 0
     elements: tuple[int, int] = (0, 0)
     """Along the Dims: real ones, and the bucket's."""
+    order: tuple[int, ...] | None = None
+    """See `CallStyle`."""
     outputs: Outputs | None = None
     cuts: list[Cut] = field(default_factory=list)
+
+    def ordered(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a call as its bucket takes them."""
+        return leaves if self.order is None else [leaves[i] for i in self.order]
 
 
 def add_sizes(visit: Visit, sizes: dict[str, Counter[int]]) -> None:

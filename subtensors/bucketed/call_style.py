@@ -1,0 +1,77 @@
+"""How a call is written: one bucket serves equal calls, their arguments by position or by name, in whatever order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.arguments import unflatten
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How a call gives its arguments.
+
+    Args:
+        order: where the leaves, taken in the order of the parameters, are among those of `flatten`; None as they are.
+        key: equal for calls that differ in nothing but this.
+        spec, count, names: the structure that `flatten` found, how many arguments are positional, the others' names.
+    """
+
+    order: tuple[int, ...] | None
+    key: Any
+    spec: Any
+    count: int
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> CallStyle:
+        """That of a call.
+
+        Args:
+            parameters: the names of those that can be given by position.
+            args, kwargs: the call's.
+            spec: the structure that `flatten` found.
+
+        Example:
+            >>> CallStyle.of(["x", "y"], (), {"y": 1, "x": 2}, None).order
+            (1, 0)
+        """
+        names = [*parameters[: len(args)], *range(len(parameters), len(args)), *kwargs]
+        structures = [None if spec is None else pytree.tree_structure(x) for x in [*args, *kwargs.values()]]
+        counts = [1 if structure is None else structure.num_leaves for structure in structures]
+        ends = list(itertools.accumulate(counts))
+
+        def rank(i: int) -> tuple[int, str]:
+            """First the parameters in their order, then others by name."""
+            name = names[i]
+            if isinstance(name, int):
+                return name, ""
+            return (parameters.index(name), "") if name in parameters else (len(names) + len(parameters), name)
+
+        ranked = sorted(range(len(names)), key=rank)
+        order = tuple(leaf for i in ranked for leaf in range(ends[i] - counts[i], ends[i]))
+        key = tuple((names[i], structures[i]) for i in ranked)
+        return CallStyle(None if order == tuple(range(len(order))) else order, key, spec, len(args), tuple(kwargs))
+
+    def ordered(self, leaves: Sequence[T]) -> Sequence[T]:
+        """What `flatten` found, in the order of the parameters."""
+        return leaves if self.order is None else [leaves[i] for i in self.order]
+
+    def call(self, program: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """Call a program like this.
+
+        Args:
+            program: what to call.
+            leaves: of the arguments, in the order of the parameters.
+        """
+        if self.order is not None:
+            leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
+        args, kwargs = unflatten(leaves, self.spec, self.count, self.names)
+        return program(*args, **kwargs)

@@ -1,0 +1,47 @@
+"""What runs without a graph: said once a reason, counted, or refused where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from subtensors.bucketed.bucket import Bucket
+from subtensors.dispatch.errors import RuleError
+
+_log = logging.getLogger("subtensors.bucketed")
+
+
+class Fallbacks:
+    """The calls of a program that run without a graph.
+
+    Args:
+        name: of the program.
+        are_errors: is it an error where a call would?
+    """
+
+    def __init__(self, name: str, are_errors: bool) -> None:
+        self.name, self.are_errors = name, are_errors
+        self.counted: Counter[str] = Counter()
+        """How many calls, by reason."""
+
+    def note(self, why: str, error: Exception | None = None) -> None:
+        """A call runs at its true sizes.
+
+        Raises:
+            Exception: that is an error: the one that is given, or a RuleError that says why.
+        """
+        if self.are_errors:
+            raise error or RuleError(f"no graph for this call: {why}")
+        if not self.counted[why]:
+            _log.warning("%s runs at its true sizes, without a graph: %s", self.name, why)
+        self.counted[why] += 1
+
+    def note_refusal(self, bucket: Bucket) -> None:
+        """A bucket could not be recorded; the call that was to record it has its answer.
+
+        Raises:
+            RuleError: that is an error.
+        """
+        if self.are_errors:
+            raise RuleError(f"no graph for this call: {bucket.refusal}")
+        _log.warning("%s can't be recorded at %s: %s", self.name, bucket.statistics.sizes, bucket.refusal)
