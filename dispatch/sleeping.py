@@ -3,9 +3,12 @@
 Note [How a tensor sleeps]
 A kernel that touches unmapped memory ends the process, or its CUDA context. So before memory is taken away, every
 Python tensor over it, carved from the arena or a view, parameter or gradient of it, gets a class that refuses all ops
-in `__torch_function__`; while a tensor is awake, nothing is looked at. What C++ holds without a Python tensor can't be
-given a class: the saved tensors of an autograd graph above all. Reference counts tell that there are any, and then the
-memory stays. A captured CUDA graph holds bare addresses, which no count shows: for those there is `Arena.guard`.
+in `__torch_function__`; while a tensor is awake, nothing is looked at. Much of torch asks no `__torch_function__`:
+`torch.tensor(t)`, the transforms of `torch.func`, scripted functions, a backward pass that is handed a gradient. So a
+tensor that sleeps has no memory either, which torch's own code then says; it is kept beside it. What C++ holds without
+a Python tensor can't be given a class: the saved tensors of an autograd graph above all. Reference counts tell that
+there are any, and then the memory stays. A captured CUDA graph holds bare addresses, which no count shows: for those
+there is `Arena.guard`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,12 @@ _AWAKE_TOO = frozenset(
 )
 _NAMES = frozenset([*_ATTRIBUTES, *_METHODS, "grad", "_is_param", "_backward_hooks", "_dynamo_static_input_type"])
 
+_PLACES = frozenset(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta"))
+"""What is asked of the memory: a tensor without it may be on no device."""
+
+_MEMORY = "_memory_of_sleeper"
+_REASON = "a kernel of torch on a tensor of a released Arena: call restore() on the Arena first"
+
 
 class Asleep:
     """What the class of a sleeping tensor has before its own."""
@@ -50,6 +59,8 @@ class Asleep:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _PLACES:
+            args = memory_of(args[0]), *args[1:]
         if func in _AWAKE_TOO:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         return refuse_sleeper(torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func)))
@@ -66,6 +77,12 @@ class Asleep:
 
 class _PassesCompiler(AddressError, AssertionError):
     """An AddressError that torch.compile lets through: it wraps most others up as errors of its own."""
+
+
+def memory_of(t: Tensor) -> Tensor:
+    """The tensor; where it sleeps, the memory that it keeps, which nothing may read."""
+    memory: Tensor = vars(t).get(_MEMORY, t)
+    return memory
 
 
 def refuse_sleeper(op: str) -> NoReturn:
@@ -150,6 +167,9 @@ class Sleep:
             for t in tensors:
                 t.__class__ = _asleep(type(t))
                 self._sleepers.append(ref(t))
+                # A wrapper has none.
+                if not is_traceable_wrapper_subclass(t):
+                    vars(t)[_MEMORY] = torch_private.take_memory(t, _REASON)
         except BaseException:
             self.wake()
             raise
@@ -160,6 +180,8 @@ class Sleep:
         for sleeper in self._sleepers:
             t = sleeper()
             if t is not None:
+                if (memory := vars(t).pop(_MEMORY, None)) is not None:
+                    torch_private.give_memory(t, memory)
                 t.__class__ = type(t).awake  # type: ignore[attr-defined]
 
 

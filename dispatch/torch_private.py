@@ -144,9 +144,12 @@ class AddressGuard:
         """Does every tensor start where the one in its place did?"""
         if len(tensors) != len(self.addresses):
             return False
-        if _are_at is None:
-            return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
-        return bool(_are_at(tensors, self.addresses, self._all))
+        if _are_at is not None:
+            try:
+                return bool(_are_at(tensors, self.addresses, self._all))
+            except RuntimeError:
+                pass  # one has no memory, which its class may say better
+        return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
 
     def first_elsewhere(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The first of as many tensors that does not start where the one in its place did; None when all do."""
@@ -298,6 +301,54 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors hold the tensor's storage, in C++ and in Python. Checked on 2.11, 2.13."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+class _Nowhere(torch.Tensor):
+    """A tensor on the meta device that counts as one of another device where memory is exchanged."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
+    """Leave a tensor without memory, so that C++ that reads or writes it raises rather than ends the process.
+
+    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile, errors are torch's,
+    and a leaf gets another node that accumulates its gradient.
+
+    Args:
+        tensor: of any class that has a storage.
+        message: of the error.
+
+    Returns:
+        The memory, to be given back with `give_memory`.
+
+    >>> t = torch.ones(2)
+    >>> memory = take_memory(t, "it is away")
+    >>> torch.func.vmap(torch.neg)(t)
+    Traceback (most recent call last):
+    ...
+    RuntimeError: ...
+    >>> give_memory(t, memory)
+    >>> t
+    tensor([1., 1.])
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        memory = torch.Tensor.detach(tensor)
+        if (release := getattr(torch._C, "_set_storage_access_error_msg", None)) is not None:
+            release(tensor, message)
+        else:
+            count = memory.untyped_storage().nbytes() // memory.element_size()
+            nothing = torch.empty(count, dtype=memory.dtype, device="meta")
+            nothing = nothing.as_strided(memory.shape, memory.stride(), memory.storage_offset())
+            nowhere = torch.Tensor._make_subclass(_Nowhere, nothing, False, device_for_backend_keys=memory.device)
+            give_memory(tensor, nowhere)
+        return memory
+
+
+def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a tensor the memory that was taken from it, with its place there."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(tensor, memory)  # type: ignore[attr-defined]
 
 
 def treat_as_plain(kind: type[torch.Tensor]) -> None:

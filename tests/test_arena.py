@@ -27,6 +27,15 @@ def test_carvings_are_aligned_and_apart(device: str) -> None:
     assert torch.ones(3, device=device) not in arena
 
 
+@pytest.mark.parametrize("alignment", [1, 4, 64])
+def test_elements_lie_at_multiples_of_their_own_size_whatever_the_alignment(device: str, alignment: int) -> None:
+    arena = st.Arena(device, alignment=alignment)
+    tensors = [arena.full((3,), 7, dtype=d) for d in (torch.uint8, torch.complex128, torch.float16, torch.float64)]
+    for t in tensors:
+        assert t.data_ptr() % max(t.element_size(), alignment) == 0
+        assert bool((t + 1 == 8).all())
+
+
 def test_memory_is_mapped_in_chunks_as_it_is_needed_whatever_the_reserve(device: str) -> None:
     arena = st.Arena(device, reserve="4TiB", chunk="2MiB")
     assert (arena.reserved, arena.mapped, arena.used) == (4 << 40, 0, 0)

@@ -46,6 +46,12 @@ def test_contents_that_are_not_kept_are_gone_and_the_addresses_are_not(device: s
     assert t.fill_(3).sum() == 3000
 
 
+def _hooked(gradient: Tensor) -> Tensor:
+    leaf = torch.ones(4, device=gradient.device, requires_grad=True)
+    leaf.register_hook(lambda _: gradient)
+    return leaf * 1
+
+
 USES: dict[str, Callable[[Tensor], Any]] = {
     "operator": lambda t: t + 1,
     "reflected operator": lambda t: 1 + t,
@@ -103,6 +109,62 @@ def test_every_use_while_released_is_refused_for_every_alias(device: str, alias:
     arena.restore()
     assert type(t) is kind
     assert (t + 1).tolist() == [2, 2, 2, 2]
+
+
+# What asks no __torch_function__.
+UNASKED: dict[str, Callable[[Tensor], Any]] = {
+    "vmap": lambda t: torch.func.vmap(torch.neg)(t),
+    "grad": lambda t: torch.func.grad(torch.sum)(t),
+    "vjp": lambda t: torch.func.vjp(torch.exp, t),
+    "functionalize": lambda t: torch.func.functionalize(torch.exp)(t),
+    "scripted": lambda t: torch.jit.trace(torch.neg, torch.ones(4, device=t.device))(t),
+    "new_tensor": lambda t: torch.ones(1, device=t.device).new_tensor(t),
+    "DLPack of C++": torch.utils.dlpack.to_dlpack,
+    "another class": lambda t: Tensor._make_subclass(Tensor, t) + 1,
+    "a gradient for backward": lambda t: torch.ones(4, device=t.device, requires_grad=True).exp().backward(t),
+    "a gradient of a hook": lambda t: _hooked(t).sum().backward(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("use", UNASKED)
+def test_what_asks_no_subclass_is_refused_too_while_released(device: str, use: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(4)
+    view = t[1:]
+    at = t.data_ptr()
+    arena.release()
+    # Torch's own words, where it is built without CUDA.
+    with pytest.raises((RuntimeError, BufferError), match=r"restore\(\)" if torch.backends.cuda.is_built() else None):
+        UNASKED[use](t)
+    assert t in arena
+    assert view in arena
+    assert (view.device, view.storage_offset()) == (arena.device, 1)
+    arena.restore()
+    view.add_(1)
+    assert t.tolist() == [1, 2, 2, 2]
+    assert t.data_ptr() == at
+    assert "_memory_of_sleeper" not in vars(t)
+
+
+def test_sleep_leaves_versions_hooks_and_graphs_as_they_were(device: str) -> None:
+    arena = st.Arena(device)
+    w = arena.static(nn.Parameter(torch.ones(4)))
+    seen: list[float] = []
+    w.register_hook(lambda g: seen.append(float(g.sum())))
+    node = torch.autograd.graph.get_gradient_edge(w).node
+    loss = (w + torch.ones(4, device=device)).sum()  # saves nothing
+    version = w._version
+    arena.release()
+    arena.restore()
+    loss.backward()
+    (w * 2).sum().backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [3, 3, 3, 3]
+    assert seen == [4, 8]
+    assert w._version == version
+    if torch.backends.cuda.is_built():
+        assert torch.autograd.graph.get_gradient_edge(w).node is node
 
 
 def test_a_module_and_an_optimizer_are_refused_while_released(device: str) -> None:

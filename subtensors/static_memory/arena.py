@@ -15,7 +15,7 @@ from torch import Tensor
 from subtensors.byte_sizes import in_units, parse_bytes
 from subtensors.dispatch import captures
 from subtensors.dispatch.errors import AddressError
-from subtensors.dispatch.sleeping import Census, Sleep
+from subtensors.dispatch.sleeping import Census, Sleep, memory_of
 from subtensors.kernels.address import bytes_at
 from subtensors.kernels.cuda_range import CudaRange
 from subtensors.kernels.host_range import HostRange
@@ -48,7 +48,7 @@ class Arena:
     Args:
         device: "cuda", "cuda:1" or "cpu".
         reserve: the size of the range, in bytes or as in "2TiB".
-        alignment: of each tensor's address, in bytes; a power of two.
+        alignment: of each tensor's address, in bytes; a power of two. The size of an element is always one too.
         chunk: how much memory is mapped at once, in bytes or as in "32MiB"; rounded up to multiples of 2 MiB.
 
     Raises:
@@ -82,7 +82,7 @@ class Arena:
     ) -> None:
         self.device = _device(device)
         refuse_capture(self.device)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULE:
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULE:
             raise ValueError(f"alignment must be a power of two up to {_GRANULE}; got {alignment!r}")
         step = -(-parse_bytes("chunk", chunk) // _GRANULE) * _GRANULE
         size = -(-parse_bytes("reserve", reserve) // step) * step
@@ -321,7 +321,7 @@ class Arena:
         if not isinstance(t, Tensor):
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return self.address <= Tensor.untyped_storage(t).data_ptr() < self.address + self.reserved
+            return self.address <= Tensor.untyped_storage(memory_of(t)).data_ptr() < self.address + self.reserved
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"{in_units(self.mapped)} mapped"
@@ -338,7 +338,7 @@ class Arena:
         """A tensor of this layout, filled with a value where one is given."""
         refuse_capture(self.device)
         size = layout.numel() * layout.element_size()
-        part = self._take(size) if size else None
+        part = self._take(size, layout.element_size()) if size else None
         start = part.start if part else 0
         raw = bytes_at(self.address + start, size, self.device, (part, self))
         with torch.no_grad():
@@ -347,12 +347,12 @@ class Arena:
                 out.fill_(value)
         return with_role(out, requires_grad, is_parameter=False)
 
-    def _take(self, size: int) -> Carving:
+    def _take(self, size: int, alignment: int = 1) -> Carving:
         captures.catch_up()
         with self._lock:
             if self._sleep is not None:
                 raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
-            return self._carver.take(size)
+            return self._carver.take(size, alignment)
 
     def _refuse_if_held(self, census: Census) -> None:
         """AddressError where C++ holds memory without a Python tensor that could be put to sleep."""
@@ -392,6 +392,6 @@ def explain_place(t: StaticAddressTensor) -> str:
     'StaticAddressTensor of (2, 3) torch.float32 at 0x..., in Arena(cpu, 512 B used, 32 MiB mapped, 1 TiB reserved)'
     """
     with torch._C.DisableTorchFunctionSubclass():
-        address = Tensor.data_ptr(t)
+        address = Tensor.data_ptr(memory_of(t))
     home = next((f"in {arena}" for arena in list(_arenas) if t in arena), "in memory of its own")
     return f"StaticAddressTensor of {tuple(t.shape)} {t.dtype} at {address:#x}, {home}"

@@ -73,8 +73,12 @@ class Carver:
         self._used: dict[int, int] = {}
         self._mapped: set[int] = set()
 
-    def take(self, size: int) -> Carving:
+    def take(self, size: int, alignment: int = 1) -> Carving:
         """A part of at least `size` bytes with memory under it; nothing changes where one of the errors is raised.
+
+        Args:
+            size: bytes.
+            alignment: of this part, where it is more than that of all.
 
         Raises:
             AddressError: the range is used up.
@@ -82,7 +86,7 @@ class Carver:
         """
         self.collect()
         size = -(-size // self._alignment) * self._alignment
-        start = self._free.take(size, self._alignment)
+        start = self._free.take(size, max(alignment, self._alignment))
         if start is None:
             raise AddressError(
                 f"no {size} bytes in one piece are left of the Arena's {self.memory.size}, of which {self.used_bytes} "
