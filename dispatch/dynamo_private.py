@@ -75,6 +75,23 @@ def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
     setattr(TensorWithTFOverrideVariable, "var_getattr", var_getattr)  # noqa: B010
 
 
+def call_eagerly(function: Callable[..., Any], reason: str) -> None:
+    """Have Dynamo break the graph at a call of this function, and compile nothing that it calls. Checked on 2.11, 2.13.
+
+    `torch.compiler.disable` does that with a wrapper, which takes each call some microseconds.
+
+    Args:
+        function: written in Python.
+        reason: what is said where no break is allowed.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
 def is_symbolic(value: Any) -> bool:
     """Does it hold a size that the compiler has no number for? Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import has_free_symbols

@@ -170,6 +170,23 @@ def test_named_parameters_are_taken_and_their_names_saved() -> None:
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in net.named_parameters()]
 
 
+def test_a_packed_list_of_parameters_is_taken_alone_and_as_a_group() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    first, second = (st.TensorList(layer.parameters()).pack() for layer in model)
+    alone = st.optim.SGD(first, lr=1.0)
+    groups = st.optim.SGD([{"params": first}], lr=1.0)
+    groups.add_param_group({"params": second, "lr": 0.5})
+    assert alone.param_groups[0]["params"] == first.tensors
+    assert [group["params"] for group in groups.param_groups] == [first.tensors, second.tensors]
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    groups.step()
+    for p, b, lr in zip(model.parameters(), before, (1.0, 1.0, 0.5, 0.5), strict=True):
+        assert torch.equal(p, b - lr)
+    assert first.arena is not None
+
+
 def test_maximize_goes_the_other_way(device: str) -> None:
     for name in [*TORCH_NAMES, "Lion"]:
         up, down = ones(1, device)[0], ones(1, device)[0]

@@ -15,6 +15,7 @@ from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
 from subtensors.kernels.launch import Prelude
+from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.declared_state import AVERAGE, MASTER
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
@@ -52,7 +53,7 @@ class Optimizer(Stepping):
     `maximize` (default False): the gradient is negated, and what `Options` names.
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        params: parameters (a TensorList of them, too), `(name, parameter)` pairs, or parameter groups.
         defaults: the hyperparameters of a group that doesn't give its own.
         options: what `Options` names; put into the defaults.
 
@@ -128,6 +129,8 @@ class Optimizer(Stepping):
         self._mark = None
         self._norm = GradientNorm()
         self._arena = options.get("arena")
+        # Torch would take a list, which is a Tensor, for one parameter.
+        params = params.tensors if isinstance(params, TensorList) else params
         super().__init__(params, defaults | recorded(options))
         self.state = States()
         if options.get("graph"):
@@ -294,6 +297,8 @@ class Optimizer(Stepping):
         Args:
             param_group: `params`, and hyperparameters of its own.
         """
+        if isinstance(param_group["params"], TensorList):
+            param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
         self._check(param_group)
 
