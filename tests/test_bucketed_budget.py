@@ -158,6 +158,29 @@ def test_warm_up_without_a_call_waits_for_the_first(device: str, counted: Counte
     assert counted.take() == (4, 1)
 
 
+def test_warm_up_where_gradients_are_asked_for_says_that_it_does_nothing(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(3, 3, dtype=torch.float64, device=device)
+    run = st.bucketed(net, {"input": {1: SEQ}})
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        run.warmup(data(3, device), progress=False)
+    assert [r.message for r in caplog.records] == [
+        "warmup() of Linear records nothing where autograd follows: use torch.no_grad()"
+    ]
+    assert recorded(run) == []
+    with torch.no_grad():
+        run.warmup(data(3, device), progress=False)
+    assert recorded(run) == [32, 24, 16, 8]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = data(5, device)
+            found = run(x)
+            torch.testing.assert_close(found, net(x))
+            assert found.is_inference() == (mode is torch.inference_mode)
+    assert run.stats().hits == 2
+
+
 @torch.no_grad()
 def test_warm_up_shows_a_bar(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     st.bucketed(softmax, {"x": {1: SEQ}}).warmup(data(3, device))

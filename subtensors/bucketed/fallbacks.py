@@ -23,6 +23,7 @@ class Fallbacks:
         self.name, self.are_errors = name, are_errors
         self.counted: Counter[str] = Counter()
         """How many calls, by reason."""
+        self._said: set[str] = set()
 
     def note(self, why: str, error: Exception | None = None) -> None:
         """A call runs at its true sizes.
@@ -35,6 +36,12 @@ class Fallbacks:
         if not self.counted[why]:
             _log.warning("%s runs at its true sizes, without a graph: %s", self.name, why)
         self.counted[why] += 1
+
+    def say(self, what: str) -> None:
+        """Warn of something, once."""
+        if what not in self._said:
+            _log.warning(what)
+        self._said.add(what)
 
     def note_refusal(self, bucket: Bucket) -> None:
         """A bucket could not be recorded; the call that was to record it has its answer.

@@ -107,7 +107,7 @@ class Bucketed:
         """What beside the arguments decides what the program computes; first whether autograd follows it."""
         cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
         types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
-        return self._is_followed(leaves), torch.is_inference_mode_enabled(), cast, types, self.state.training()
+        return self._is_followed(leaves), cast, types, self.state.training()
 
     def _is_followed(self, leaves: Sequence[Any]) -> bool:
         return torch.is_grad_enabled() and (
@@ -301,7 +301,10 @@ class Bucketed:
         _, spec = flatten(args, kwargs)
         visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), leaves, args, kwargs)
         bucket, reading = visit.bucket, visit.reading
-        if bucket is None or reading is None or isinstance(bucket, TrainedBucket):
+        if isinstance(bucket, TrainedBucket):
+            self.fallbacks.say(f"warmup() of {self.name} records nothing where autograd follows: use torch.no_grad()")
+            return
+        if bucket is None or reading is None:
             return
         if bucket.is_recorded or bucket.refusal:
             return
