@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -267,3 +268,42 @@ def test_functions_of_torch_masked_that_would_count_padding_are_refused(name: st
         with pytest.raises(Exception, match=f"torch.masked.*{name}.* counts padding"):
             torch.compile(lambda: function(padded, 1, **keywords), fullgraph=True, backend="eager")()  # noqa: B023
     torch.testing.assert_close(function(padded, 1, mask=padded_mask), function(x, 1, mask=mask))
+
+
+def test_numpy_takes_the_logical_data() -> None:
+    t = torch.randn(2, 5)
+    x = st.pad(t, {1: SEQ}, value=NAN)
+    assert (x.numpy() == t.numpy()).all()
+    assert (np.asarray(x) == t.numpy()).all()
+    with pytest.raises(st.RuleError, match="a ragged batch is no array"):
+        st.pad([t[0], t[0, :3]], {0: SEQ}).numpy()
+
+
+def test_what_reads_memory_by_itself_gets_that_of_the_logical_data() -> None:
+    x = st.pad(torch.ones(2, 5), {1: SEQ}, value=NAN)
+    assert x.apply_(lambda v: v + 1) is x
+    assert x.map_(st.pad(torch.ones(2, 5), {1: SEQ}), lambda a, b: a + b).unpad().eq(3).all()
+
+
+def test_a_range_that_starts_before_the_true_end_is_counted_from_there() -> None:
+    t = torch.randn(2, 5, 3)
+    x = st.pad(t, {1: SEQ}, value=NAN)
+    for start, length in ((-2, 2), (-4, 2), (1, 3), (0, 5)):
+        assert x.narrow(1, start, length).unpad().equal(t.narrow(1, start, length))
+    assert x.narrow(1, 1, x.shape[1] - 1).unpad().equal(t[:, 1:])
+    for start, length in ((-6, 2), (1, 5), (-2, 3)):
+        for source in (t, x):
+            with pytest.raises((RuntimeError, IndexError)):
+                source.narrow(1, start, length)
+
+
+def test_questions_about_the_storage_are_answered() -> None:
+    x, y = st.pad(torch.ones(2, 5), {1: SEQ}), st.pad(torch.ones(2, 9), {1: SEQ})
+    assert (x.is_same_size(x), x.is_same_size(y), x.is_set_to(y), x.is_pinned()) == (True, False, False, False)
+
+
+def test_positions_that_may_be_none_meet_where_all_are_there() -> None:
+    for n in (1, 2, 5):
+        t = torch.randn(2, n, 3)
+        x = st.pad(t, {1: SEQ}, value=NAN)
+        assert (x[:, ::2][:, :1] + x[:, 1::2][:, :1]).unpad().equal(t[:, ::2][:, :1] + t[:, 1::2][:, :1])

@@ -35,7 +35,7 @@ OPS = frozenset(
     dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
     fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
     hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d
-    movedim narrow pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
+    movedim pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
     tensordot trapezoid trapz vsplit vstack moveaxis swapaxes swapdims unflatten.int
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode
     dropout_ feature_dropout alpha_dropout l1_loss square

@@ -22,7 +22,7 @@ from subtensors.dispatch.padded.padded_value import (
     result,
 )
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.size_factors import Factors, bucket_of, static
+from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, size_of, static
 
 # f(0) == 0 in every dtype, with the other arguments at their defaults.
 _KEEPS_ZERO = frozenset(
@@ -104,6 +104,9 @@ def met(candidates: Sequence[Factors], sizes: TrueSizes | None) -> Factors:
     chosen = padded[0]
     for other in padded[1:]:
         if other != chosen and not same_factors(chosen, other, sizes):
+            if bucket_of(chosen) == 1:
+                # Each is there or not, and what they make is there where all are.
+                return (Factor(1, sympy.Mul(*(size_of(factors) for factors in padded))),)
             raise Inexpressible(f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same")
     for other in candidates:
         if bucket_of(other) not in (1, bucket_of(chosen)):

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
@@ -233,6 +233,23 @@ def slice_(call: Call) -> Padded:
     first = x.size(d)
     assert not isinstance(first, int)
     return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
+
+
+@table.register(aten.narrow.default)
+def narrow(call: Call) -> Padded:
+    """So many positions from one on, which counts from the true end if negative."""
+    x: Padded = call["self"]
+    d, start, length = call["dim"] % max(x.dim(), 1), call["start"], call["length"]
+    if not x.is_padded(d):
+        out = call.dense()
+        return result(out, _with(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)
+    end = start + length
+    if end == (x.shape[d] if start >= 0 else 0):
+        return apply(aten.slice.Tensor, x, d, start, None)  # type: ignore[no-any-return]
+    for size in host_sizes(x, d) or ():
+        if not -size <= start <= end <= (size if start >= 0 else 0):
+            raise RuntimeError(f"start ({start}) + length ({length}) exceeds dim {d} of true size {size}")
+    return apply(aten.slice.Tensor, x, d, start, end)  # type: ignore[no-any-return]
 
 
 @table.register(aten.unfold, aten.unfold_copy)

@@ -53,8 +53,11 @@ _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 _BELOW_AUTOGRAD = frozenset(
     f"aten::{name}"
     for name in """add.Tensor add_.Tensor clone copy_ _to_copy zeros_like ones_like empty_like new_empty new_zeros
-    new_empty_strided zero_""".split()
+    new_empty_strided zero_ isnan _is_any_true""".split()
 )
+
+BY_ADDRESS = frozenset(["apply_", "map_"])
+"""What reads its first argument's memory by itself, of which a shell has none, and writes it without a trace."""
 
 
 fallbacks: Counter[str] = Counter()
@@ -156,6 +159,8 @@ def _gives_tensor(func: Any) -> bool:
 
 def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     composites.check_function(func, args, kwargs)
+    if getattr(func, "__name__", "") in BY_ADDRESS:
+        raise RuleError(f"PaddedTensor has no rule for {func.__name__}, which reads memory by itself")
     running = _Running()
     shells = mapped(Tensor, running.shell, (args, kwargs))
     _state.calls.append(running)
@@ -182,6 +187,8 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(op, OpOverload):
         raise RuleError(f"PaddedTensor has no rule for the higher-order op {op}: call it on the unpadded values")
     if not _state.calls:
+        if [str(returned.type) for returned in op._schema.returns] == ["bool"]:
+            return op(*mapped(PaddedTensor, lambda t: t._dense, args), **kwargs)
         if op.name() not in _BELOW_AUTOGRAD and op_class(op) is not OpClass.VIEW:
             raise RuleError(
                 f"{op} met a PaddedTensor below autograd, where the gradients of its padding cannot be told from real "
@@ -191,6 +198,8 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args[0]._dense.copy_(args[1]._dense if isinstance(args[1], PaddedTensor) else args[1])
             return args[0]
         out = _run(op, args, kwargs)
+        if op_class(op) is OpClass.REDUCTION:
+            return out._dense
         return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
     running = _state.calls.pop()
     try:

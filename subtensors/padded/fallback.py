@@ -58,7 +58,7 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
     call_args, call_kwargs = tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
     out = func(*call_args, **call_kwargs)
     for i, t in given.items():
-        if t._version != versions[i]:
+        if t._version != versions[i] or (i == 0 and name in padded_calls.BY_ADDRESS):
             _write(padded[i], t)
     inputs = {id(t): padded[i] for i, t in given.items()}
     outs, out_spec = tree_flatten(out)

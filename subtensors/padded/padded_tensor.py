@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Fill, Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
@@ -154,6 +155,25 @@ class PaddedTensor(Tensor):
         """The logical data as nested lists."""
         data = self.unpad()
         return [row.tolist() for row in data] if isinstance(data, list) else data.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The logical data as an array.
+
+        Args:
+            force: also where autograd follows it, or where it is on a device.
+
+        Raises:
+            RuleError: of a ragged batch, whose rows are arrays of their own.
+
+        Example:
+            >>> import subtensors as st
+            >>> st.pad(torch.arange(3), {0: st.Dim("n", max=8, buckets=4)}).numpy()
+            array([0, 1, 2])
+        """
+        data = self.unpad()
+        if isinstance(data, list):
+            raise RuleError("a ragged batch is no array: [row.numpy() for row in x.unpad()] gives one a row")
+        return data.numpy(force=force)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddedTensor:
         if id(self) not in memo:
