@@ -66,6 +66,22 @@ def recorded(run: Any) -> list[int]:
     return [b.sizes["seq"] for b in run.stats().buckets if b.is_recorded]
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"max_graphs": 0}, "max_graphs is an int of at least 1, got 0"),
+        ({"max_graphs": True}, "max_graphs is an int of at least 1, got True"),
+        ({"max_waste": 0.5}, "max_waste is a factor of at least 1, got 0.5"),
+        ({"max_waste": "2"}, "max_waste is a factor of at least 1, got '2'"),
+        ({"on_miss": "no"}, "on_miss is 'capture', 'eager' or 'error', got 'no'"),
+        ({"memory_limit": "2 gigs"}, "memory_limit must be a number of bytes above 0"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(option: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        st.bucketed(softmax, {"x": {1: SEQ}}, **option)
+
+
 @torch.no_grad()
 def test_the_first_call_of_a_bucket_records_and_the_others_replay(device: str, counted: Counted) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}})

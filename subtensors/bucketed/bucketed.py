@@ -7,6 +7,7 @@ from typing import Any
 
 from subtensors.bucketed.runner import Bucketed, OnMiss
 from subtensors.byte_sizes import parse_bytes
+from subtensors.dispatch.compiler_private import OPTIONS
 
 
 def bucketed(
@@ -49,16 +50,18 @@ def bucketed(
     """
     if not callable(program):
         raise TypeError(f"bucketed takes a function or a module, got {program!r}")
-    if max_graphs is not None and (not isinstance(max_graphs, int) or max_graphs < 1):
+    if max_graphs is not None and (type(max_graphs) is not int or max_graphs < 1):
         raise ValueError(f"max_graphs is an int of at least 1, got {max_graphs!r}")
     if on_miss not in ("capture", "eager", "error"):
         raise ValueError(f"on_miss is 'capture', 'eager' or 'error', got {on_miss!r}")
-    if max_waste is not None and not max_waste >= 1:
+    if max_waste is not None and not (isinstance(max_waste, (int, float)) and max_waste >= 1):
         raise ValueError(f"max_waste is a factor of at least 1, got {max_waste!r}")
     limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
     if not isinstance(compile, (bool, dict)):
         raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")
     options = {} if compile is True else compile or None
+    if unknown := sorted({*(options or {})} - {*OPTIONS}):
+        raise TypeError(f"compile takes {', '.join(OPTIONS)}; got {', '.join(map(repr, unknown))}")
     if options and "reduce" in str(options.get("mode")):
         raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
     return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options)
