@@ -263,10 +263,6 @@ def test_a_wrong_argument_is_refused_where_it_is_given() -> None:
         st.bucketed(mixing, {"y": {1: SEQ}})
     with pytest.raises(TypeError, match="dims are given by argument"):
         st.bucketed(mixing, {})
-    with pytest.raises(ValueError, match="on_miss is"):
-        st.bucketed(mixing, {"x": {1: SEQ}}, on_miss="never")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_graphs is"):
-        st.bucketed(mixing, {"x": {1: SEQ}}, max_graphs=0)
     with pytest.raises(TypeError, match="a function or a module"):
         st.bucketed(3, {"x": {1: SEQ}})  # type: ignore[arg-type]
 

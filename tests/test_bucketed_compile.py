@@ -82,7 +82,7 @@ def test_replaced_parameters_are_compiled_in_again(device: str, options: dict[st
 def test_options_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="reduce-overhead"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"mode": "reduce-overhead"})
-    with pytest.raises(TypeError, match="compile takes backend, mode, .*; got 'bakcend'"):
+    with pytest.raises(TypeError, match=r"compile takes backend, mode, .*; got 'bakcend'"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"bakcend": "eager"})
     with pytest.raises(TypeError, match="compile is a bool or a dict"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile="yes")  # type: ignore[arg-type]
