@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.torch_capture import NotFunctional, writes
@@ -38,6 +39,9 @@ class Halves:
             raise NotFunctional(f"{written.target} writes in place")
         own = dict(zip(traces[-1], traces[0], strict=True))
         chosen = [own[n] for n in torch_capture.saved_values(traces[-1][0].graph, joint, results, gradients)]
+        # The compiler has chosen among values; a backward that computes one of them under another name is to find it.
+        first = _merge_equals(joint.graph, apart=_outs(joint.graph)[results + gradients :])
+        chosen = [first[n] for n in chosen]
         outs = _outs(joint.graph)
         wanted, tangents = outs[results : results + gradients], outs[results + gradients :]
         inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
@@ -57,13 +61,47 @@ def _outs(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _random(graph: fx.Graph) -> list[fx.Node]:
-    """The tensors that random ops make."""
-    found = [
+def _merge_equals(graph: fx.Graph, apart: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Have every value computed once, but for what is random.
+
+    Args:
+        graph: in which nothing writes in place, so that the same tensor under another name is that tensor.
+        apart: nodes that stand for something else than what they compute.
+
+    Returns:
+        For each node the first that has its value.
+    """
+    chance, known = {*_random_ops(graph), *apart}, dict[Any, fx.Node]()
+    first: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        first[node] = node
+        if node.op not in ("call_function", "get_attr") or node in chance:
+            continue
+        if node.target in _SAME:
+            first[node] = node.args[0]
+        else:
+            first[node] = known.setdefault(_what_it_computes(node), node)
+        if first[node] is not node:
+            node.replace_all_uses_with(first[node])
+    return first
+
+
+def _what_it_computes(node: fx.Node) -> Any:
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    return node.target, spec, tuple((type(x), repr(x) if isinstance(x, float) else x) for x in leaves)
+
+
+def _random_ops(graph: fx.Graph) -> list[fx.Node]:
+    return [
         n
         for n in graph.nodes
         if isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
     ]
+
+
+def _random(graph: fx.Graph) -> list[fx.Node]:
+    """The tensors that random ops make."""
+    found = _random_ops(graph)
     return [part for n in found for part in (n.users if isinstance(n.meta.get("val"), (tuple, list)) else [n])]
 
 
@@ -89,11 +127,9 @@ def _extracted(joint: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence
     needed = _needed(wanted, given)
     for node in joint.graph.nodes:
         if node in needed and node not in made:
-            # Nothing writes in place: the same tensor under another name is that tensor.
-            same = node.target in _SAME
-            made[node] = made[node.args[0]] if same else graph.node_copy(node, made.__getitem__)
+            made[node] = graph.node_copy(node, made.__getitem__)
     graph.output([made[node] for node in wanted])
-    return fx.GraphModule(joint, torch_capture.without_repeats(graph))
+    return fx.GraphModule(joint, graph)
 
 
 def _varying(at_sizes: Sequence[fx.Node]) -> list[int]:

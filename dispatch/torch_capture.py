@@ -203,13 +203,6 @@ def saved_values(graph: torch.fx.Graph, owner: torch.nn.Module, results: int, gr
     return [names[node.name] for node in saved]
 
 
-def without_repeats(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A graph that computes nothing twice, but for what is random. Checked on 2.11, 2.13."""
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    return fx_graph_cse(graph)  # type: ignore[no-any-return]
-
-
 def compilations() -> int:
     """How many graphs the compiler has compiled in this process. Checked on 2.11, 2.13."""
     from torch._dynamo.utils import counters

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.demo.model import Block, Size
 
 SEQ = st.Dim("seq", max=64, buckets=8)
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -72,6 +73,22 @@ def test_one_compilation_of_each_half_serves_every_bucket(device: str, options: 
     assert stats.recompiles == 0
     assert not stats.fallbacks
     assert codes(run) == [True]
+
+
+def test_the_backward_runs_no_product_of_the_forward_again(device: str) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    blocks = nn.Sequential(*[Block(Size(2, 16, 2, 64)) for _ in range(2)]).to(device)
+    run = st.bucketed(blocks, {"input": {1: SEQ}}, compile={"backend": kept})
+    for n in (5, 6):
+        run(torch.randn(2, n, 16, device=device)).sum().backward()
+    products = [sum("mm" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
+    # Four linear layers a block, of each a product in the forward, and one for its input and its weight.
+    assert products == [8, 16]
 
 
 def test_results_that_are_cut_and_inputs_get_their_gradients(device: str, options: dict[str, Any]) -> None:
