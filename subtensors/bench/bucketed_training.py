@@ -27,11 +27,13 @@ from subtensors.bench.gpt2_step import FULL, GPT2, TINY
 from subtensors.bench.rows import Setting
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe, figure
-from subtensors.bench.timing import synchronize
+from subtensors.bench.timing import kernel_times, synchronize
 
 LENGTHS = (16, 512)
 STEPS = 100
 PASSES = 3
+PROFILED = 10
+"""Steps whose kernels are listed."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,15 @@ class TrainingRow:
         batch: sequences a step.
         steps: of a pass.
         distinct: lengths among them.
-        first_pass_s: the first pass, with all that is compiled and captured, while others got ready as well.
+        first_pass_s, second_pass_s: the first two passes, with all that is compiled and captured, while others got
+            ready as well; who compiles and captures in one for each length captures in the second.
         step_ms: mean of a pass whose steps are enqueued back to back; the median of some passes, one process at a time.
         reserved_mb: the device memory that torch held at the end, pools of graphs included, MiB; None on a CPU.
         graphs: captured; None where nobody counts.
         recompiles: after the first compilation; None where nobody counts.
         loss: mean of the last pass.
+        kernels, kernel_ms: how many a step of some runs on the device, and what they take together, gaps between them
+            left out; None where that was not asked for.
         setting: where it was measured.
     """
 
@@ -57,15 +62,20 @@ class TrainingRow:
     steps: int
     distinct: int
     first_pass_s: float
+    second_pass_s: float
     step_ms: float
     reserved_mb: float | None
     graphs: int | None
     recompiles: int | None
     loss: float
+    kernels: float | None
+    kernel_ms: float | None
     setting: Setting = field(repr=False)
 
 
-def measure(variant: str, batch: int, tiny: bool, device: str, wait: bool = False) -> TrainingRow:
+def measure(
+    variant: str, batch: int, tiny: bool, device: str, wait: bool = False, kernels: Path | None = None
+) -> TrainingRow:
     """Train one way.
 
     Args:
@@ -73,7 +83,8 @@ def measure(variant: str, batch: int, tiny: bool, device: str, wait: bool = Fals
         batch: sequences a step.
         tiny: a small model and few steps.
         device: "cpu" or "cuda".
-        wait: say on stdout when the first pass is done, and go on when there is a line on stdin.
+        wait: say on stdout when the first two passes are done, and go on when there is a line on stdin.
+        kernels: the folder to leave a list of kernels in, with the time of each; on a GPU.
 
     Returns:
         what was measured.
@@ -87,20 +98,26 @@ def measure(variant: str, batch: int, tiny: bool, device: str, wait: bool = Fals
     batches = [torch.randint(vocabulary, (batch, n + 1), device=device) for n in lengths]
     pairs = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in batches]
     way = VARIANTS[variant].make(model, longest)
-    first_pass_s, _ = _pass(way.step, pairs, device)
+    (first_pass_s, _), (second_pass_s, _) = [_pass(way.step, pairs, device) for _ in range(2)]
     if wait:
         print("ready", flush=True)
         sys.stdin.readline()
     times, losses = zip(*[_pass(way.step, pairs, device) for _ in range(PASSES)], strict=True)
     runner = way.runner
+    listed = [] if kernels is None else kernel_times(lambda: [way.step(*pair) for pair in pairs[:PROFILED]])
+    if kernels is not None:
+        lines = [f"{k.count / PROFILED:9.1f} {k.ms / PROFILED:9.4f} {k.name}" for k in listed]
+        (kernels / f"kernels-{variant}.txt").write_text("\n".join(["  a step   ms kernel", *lines, ""]))
     stats = None if runner is None else runner.stats()
     return TrainingRow(
-        variant, batch, len(pairs), len(set(lengths)), first_pass_s,
+        variant, batch, len(pairs), len(set(lengths)), first_pass_s, second_pass_s,
         step_ms=median(times) / len(pairs) * 1e3,
         reserved_mb=torch.cuda.memory_reserved() / 2**20 if device == "cuda" else None,
         graphs=None if stats is None else stats.captures,
         recompiles=None if stats is None else max(r.stats().recompiles for r in (runner, *way.inner)),
         loss=losses[-1],
+        kernels=sum(k.count for k in listed) / PROFILED if listed else None,
+        kernel_ms=sum(k.ms for k in listed) / PROFILED if listed else None,
         setting=Setting.now(device, tiny),
     )  # fmt: skip
 
@@ -122,7 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
-    parser.add_argument("--ready-s", type=float, default=240, help="seconds for the first pass (%(default)s)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for all rows together (%(default)s)")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of some steps beside the rows")
     parser.add_argument("--row", metavar="VARIANT", help="measure one row here, when told to, and print its JSON")
     parser.set_defaults(run=run)
 
@@ -130,7 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Have all ways get ready side by side, and measure one at a time; 1 where a row could not be measured."""
     if options.row:
-        print(json.dumps(asdict(measure(options.row, options.batch, options.tiny, options.device, wait=True))))
+        folder = options.out if options.kernels else None
+        row = measure(options.row, options.batch, options.tiny, options.device, wait=True, kernels=folder)
+        print(json.dumps(asdict(row)))
         return 0
     chosen = [
         v for v in names(options.variants, list(VARIANTS), "variant")
@@ -139,10 +159,11 @@ def run(options: argparse.Namespace) -> int:
     console = wide_console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "bucketed_training.json"
-    shared = ["--batch", str(options.batch), "--device", options.device, *["--tiny"] * options.tiny]
+    shared = ["--batch", str(options.batch), "--device", options.device, "--out", str(options.out)]
+    shared += ["--tiny"] * options.tiny + ["--kernels"] * (options.kernels and options.device == "cuda")
     command = [sys.executable, "-m", "subtensors.bench", "bucketed-training", *shared, "--row"]
     rows: list[TrainingRow] = []
-    for variant, out in _in_turn({v: [*command, v] for v in chosen}, options.ready_s):
+    for variant, out in _in_turn({v: [*command, v] for v in chosen}, options.limit):
         values = json.loads(out.splitlines()[-1])
         rows.append(TrainingRow(**{**values, "setting": Setting(**values["setting"])}))
         lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
@@ -158,7 +179,7 @@ def _in_turn(commands: dict[str, list[str]], seconds: float) -> Iterator[tuple[s
 
     Args:
         commands: by name.
-        seconds: for all to get ready; those that fail, or take longer, give nothing.
+        seconds: for all together; those that fail, or would take longer, give nothing.
 
     Yields:
         Names, as they become ready, each with what the process printed from then on.
@@ -196,12 +217,13 @@ def _in_turn(commands: dict[str, list[str]], seconds: float) -> Iterator[tuple[s
                 left = {n for n in left if processes[n].poll() is None}
                 continue
             left.discard(name)
-            began = time.monotonic()
             send(left, signal.SIGSTOP)
             time.sleep(0.2)
-            out, _ = processes[name].communicate("now\n")
+            try:
+                out, _ = processes[name].communicate("now\n", timeout=end - time.monotonic())
+            except subprocess.TimeoutExpired:
+                return
             send(left, signal.SIGCONT)
-            end += time.monotonic() - began
             if processes[name].returncode == 0:
                 yield name, out
     finally:
@@ -210,9 +232,11 @@ def _in_turn(commands: dict[str, list[str]], seconds: float) -> Iterator[tuple[s
 
 def _table(rows: Sequence[TrainingRow]) -> Table:
     shown = Table(title=describe(rows))
-    for name in ("variant", "first pass s", "step ms", "reserved MiB", "graphs", "recompiles", "loss"):
+    columns = "variant,first pass s,second,step ms,reserved MiB,graphs,recompiles,loss,kernels,kernel ms"
+    for name in columns.split(","):
         shown.add_column(name, justify="left" if name == "variant" else "right")
     for row in rows:
-        cells = (row.first_pass_s, row.step_ms, row.reserved_mb, row.graphs, row.recompiles, row.loss)
+        cells = (row.first_pass_s, row.second_pass_s, row.step_ms, row.reserved_mb, row.graphs, row.recompiles,
+                 row.loss, row.kernels, row.kernel_ms)  # fmt: skip
         shown.add_row(row.variant, *(figure(cell, 4) for cell in cells))
     return shown

@@ -130,6 +130,35 @@ def count_kernels(call: Callable[[], object]) -> int:
     )
 
 
+@dataclass(frozen=True)
+class KernelTime:
+    """What a kernel takes of a call.
+
+    Args:
+        name: of the kernel, or of a copy or fill by DMA.
+        count: how often it ran.
+        ms: all of them together.
+    """
+
+    name: str
+    count: int
+    ms: float
+
+
+def kernel_times(call: Callable[[], object]) -> list[KernelTime]:
+    """What runs on the GPU in one call, a replayed graph's kernels included; those that take most come first."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            times.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    found = [KernelTime(name, len(each), sum(each)) for name, each in times.items()]
+    return sorted(found, key=lambda kernel: -kernel.ms)
+
+
 def count_copied_bytes(call: Callable[[], object]) -> int:
     """How many bytes one call copies on, to or from the GPU: the transfers it makes, a replayed graph's included.
 
