@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, is_padded, plain, result
+from subtensors.dispatch.padded.padded_value import FINITE, Padded, is_padded, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of
@@ -39,9 +39,17 @@ def attention(call: Call) -> Padded:
     mask = _mask(q, scores, sizes, given, causal, hides_keys) if hides_keys or given is not None else None
     # What a padded query attends to stays in its own row; its gradient would not.
     followed = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
-    operands = {"query": q.filled(0) if followed else q.dense, "key": k.finite(), "value": v.finite()}
+    if followed:
+        operands = {"query": q.tamed(), "key": k.tamed(), "value": v.tamed()}
+    else:
+        operands = {"query": q.dense, "key": k.finite(), "value": v.finite()}
     out = call.dense({**operands, "attn_mask": mask, "is_causal": causal and not hides_keys})
-    return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes).gradient_masked()
+    for x in (q, k, v):
+        # A query of no gradient gives none to any key, and no query looks at padded keys but padded ones.
+        x.sends_zero()
+    # A mean of numbers is one, where a padded query is not kept from all keys.
+    is_mean = followed and (given is None or given.shape[-2] == 1)
+    return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE if is_mean else None).gradient_masked()
 
 
 def _batch(q: Padded, k: Padded, v: Padded, sizes: TrueSizes | None, grouped: bool) -> tuple[Factors, ...]:

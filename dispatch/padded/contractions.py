@@ -17,6 +17,7 @@ from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import rows_dim
 from subtensors.dispatch.padded.padded_value import (
     FINITE,
+    REPEATED,
     Fill,
     Inexpressible,
     Padded,
@@ -126,6 +127,13 @@ def contract(
     if added is not None:
         for back in range(1, added.dim() + 1):
             dims[out[-back]] = met([added.dims[-back], dims[out[-back]]], sizes)
+    records = any(x.records for x in call.values)
+    if records and _keeps_rows(operands, letters, added, out, dims):
+        x = next(x for x in operands if x.padded_dims)
+        fill = REPEATED if x.fill == REPEATED else _fill_after(operands, added)
+        product = result(call.dense(), [dims[letter] for letter in out], sizes, fill).gradient_masked()
+        x.sends_zero(product)
+        return product
     contracted = {letter for letter in dims if letter not in out}
     lacking = {name: _lacks(x, at, out, dims) for name, x, at in zip(names, operands, letters, strict=True)}
     added_lacks = added is not None and _lacks(added, out[len(out) - added.dim() :], out, dims)
@@ -135,13 +143,32 @@ def contract(
         if call[other].records and lacking[other]:
             to_fill |= set(at)
         changed[name] = _filled(x, at, to_fill, dims, sizes)
+        if to_fill.issuperset(at[d] for d in x.padded_dims):
+            x.sends_zero()
     if added is not None and added_name in call:
         changed[added_name] = added.dense
     product = result(call.dense(changed), [dims[letter] for letter in out], sizes, _fill_after(operands, added))
-    records = any(call[name].records and lacking[name] for name in names)
-    if records or (added is not None and added.records and added_lacks):
+    is_summed = any(call[name].records and lacking[name] for name in names)
+    if is_summed or (added is not None and added.records and added_lacks):
         return product.gradient_masked()
     return product
+
+
+def _keeps_rows(
+    operands: Sequence[Padded], letters: Sequence[str], added: Padded | None, out: str, dims: dict[str, Factors]
+) -> bool:
+    """Is only one operand padded, with numbers in its padding, and is every padded dim one of its and the result's?
+
+    Its padded rows then are rows of the result and meet nothing but gradients, which are zero there.
+    """
+    padded = [(x, at) for x, at in zip(operands, letters, strict=True) if x.padded_dims]
+    if len(padded) != 1 or not padded[0][0].holds_numbers:
+        return False
+    x, at = padded[0]
+    own = {at[d] for d in x.padded_dims}
+    others = set("".join(letters).replace(at, "", 1))
+    beside = set() if added is None else {out[-b] for b in range(1, added.dim() + 1) if added.shape[-b] != 1}
+    return own == {letter for letter in dims if is_padded(dims[letter])} and own <= set(out) - others - beside
 
 
 def _fill_after(operands: Sequence[Padded], added: Padded | None) -> Fill | None:

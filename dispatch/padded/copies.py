@@ -179,7 +179,7 @@ def pixel_shuffle(call: Call) -> Padded:
             if size.has(ROWS):
                 raise refuse(call, "it repeats the rows of a ragged batch")
             dims[d] = padded_dim(out.shape[d], multiplied(size, times))
-    return result(out, dims, x.sizes, x.fill)
+    return result(out, dims, x.sizes, x.fill_elsewhere)
 
 
 @table.register(aten.tril, aten.triu)

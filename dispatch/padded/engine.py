@@ -122,6 +122,9 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = _wrapped(call.dense())
         return _as_view(out, call) if op_class(op) is OpClass.VIEW else out
     rule = table.lookup(op)
+    asked = [x.arrival for x in call.values if x.arrival is not None]
+    for arrival in asked:
+        arrival.uses += 1
     try:
         answer = rule(call)
     except RuleError as refusal:
@@ -130,7 +133,23 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise refuse(call, str(refusal)) from refusal
     for lines in _observers:
         lines.append(table.explain(op))
-    return _as_view(answer, call) if op_class(op) is OpClass.VIEW else answer
+    is_view = op_class(op) is OpClass.VIEW
+    if asked:
+        # An operand that comes back is another value from here on.
+        answer = mapped(Padded, lambda x: replace(x, arrival=None) if x.arrival in asked else x, answer)
+        if is_view:
+            answer = _sent_as_they_come(answer, call)
+    return _as_view(answer, call) if is_view else answer
+
+
+def _sent_as_they_come(out: Any, call: Call) -> Any:
+    """The results of a view, whose padding is the only one that padding of the operand went to."""
+    if any(x.shape[d] == 1 for x in call.values for d in x.padded_dims):
+        return out
+    out = mapped(Padded, lambda x: x if x.arrival is not None else x.gradient_noted(), out)
+    for x in call.values:
+        x.sends_zero(*found(Padded, out))
+    return out
 
 
 def _as_view(out: Any, call: Call) -> Any:

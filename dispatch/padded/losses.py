@@ -46,7 +46,10 @@ def classes(call: Call) -> Any:
     dims = [met([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
     target = Padded(target.dense, tuple(dims), sizes)
     ignored = target.filled(call["ignore_index"])
-    scores = Padded(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes).filled(0)
+    scored = Padded(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes, x.fill)
+    # What is ignored gives its scores a gradient of zero, if they are numbers.
+    scores = scored.finite() if scored.dims == x.dims else scored.filled(0)
+    x.sends_zero()
     real_classes = x.mask([at])
     if real_classes is not None and call.op is aten.cross_entropy_loss.default:
         # A padded class has no probability.

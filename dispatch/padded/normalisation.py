@@ -17,9 +17,10 @@ from torch import Tensor
 
 from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, result, static_dims
+from subtensors.dispatch.padded.padded_value import REPEATED, Padded, result, static_dims
 from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.padded.reductions import accumulated, real_count
+from subtensors.dispatch.size_factors import Factors
 
 aten = torch.ops.aten
 
@@ -34,6 +35,7 @@ def layer_norm(call: Call) -> Any:
     if call.op.overloadpacket is aten.layer_norm:
         by_kernel = fused.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
         if by_kernel is not None:
+            x.sends_zero()
             return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)
@@ -53,6 +55,7 @@ def rms_norm(call: Call) -> Padded:
     eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
     by_kernel = fused.normed(x, len(over), weight, None, eps, is_rms=True)
     if by_kernel is not None:
+        x.sends_zero()
         return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)  # type: ignore[no-any-return]
@@ -137,12 +140,22 @@ def _parameter(call: Call, weight: Padded | None, x: Padded, first: int) -> Padd
 def _by_torch(call: Call, x: Padded, rows: int) -> Any:
     """Torch's kernel; where autograd follows, with real rows in place of padded ones, which might have no gradient."""
     followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    out = call.dense({"input": x.repeated()} if followed else {})
+    if not followed:
+        out = call.dense()
+        if not isinstance(out, tuple):
+            return result(out, x.dims, x.sizes).cleaned()
+        return tuple(result(o, d, x.sizes) for o, d in zip(out, _dims_of(x, out, rows), strict=True))
+    # The gradient of the results is masked, and a row of zeros is one of zeros before the norm.
+    x.sends_zero()
+    out = call.dense({"input": x.repeated(is_known=lambda: True)})
     if not isinstance(out, tuple):
-        normal = result(out, x.dims, x.sizes)
-        return normal.gradient_masked() if followed else normal.cleaned()
-    dims = [x.dims, *[[*x.dims[:rows], *static_dims(o.shape[rows:])] for o in out[1:]]]
-    return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, dims, strict=True))
+        return result(out, x.dims, x.sizes, REPEATED).gradient_masked()
+    return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, _dims_of(x, out, rows), strict=True))
+
+
+def _dims_of(x: Padded, outs: Sequence[Tensor], rows: int) -> list[Sequence[Factors]]:
+    """The dims of a norm's results: its own, and the statistics of each row."""
+    return [x.dims, *[[*x.dims[:rows], *static_dims(o.shape[rows:])] for o in outs[1:]]]
 
 
 def _normalised(x: Padded, over: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.padded.gradient_padding import Arrival, FillPadding, Known, MaskGradient
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
 from subtensors.dispatch.size_expressions import Size, size_on_host
 from subtensors.dispatch.size_factors import Factor, Factors, merged, size_of, static
@@ -28,7 +29,10 @@ Number = int | float | bool
 FINITE: Literal["finite"] = "finite"
 """A fill of which only that is known: numbers, no NaN or infinity unless real values have them for the same reason."""
 
-Fill = Number | Literal["finite"]
+REPEATED: Literal["repeated"] = "repeated"
+"""A fill with what stands at the first position of each padded dim: what an op makes of it, is made of real values."""
+
+Fill = Number | Literal["finite", "repeated"]
 
 
 class Inexpressible(RuleError):
@@ -47,8 +51,9 @@ class Padded:
         dense: the padded storage, of the bucket's shape.
         dims: the factors of each dim; a dim of one static factor has no padding.
         sizes: the true sizes that the factors speak of; None when nothing is padded.
-        fill: what stands everywhere in the padding, or that it is `FINITE`; None when nothing is known.
+        fill: what stands everywhere in the padding, or that it is `FINITE` or `REPEATED`; None when nothing is known.
         view: of a view, "alias" where it lies in the memory of what it views, "copy" where it couldn't.
+        arrival: what is known of the gradient that arrives at it; None where nobody asks.
     """
 
     dense: Tensor
@@ -56,6 +61,7 @@ class Padded:
     sizes: TrueSizes | None = None
     fill: Fill | None = None
     view: Literal["", "alias", "copy"] = ""
+    arrival: Arrival | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -110,38 +116,91 @@ class Padded:
             self.sizes.masks[key] = found
         return found
 
+    @property
+    def holds_numbers(self) -> bool:
+        """Is there no NaN and no infinity in the padding, unless real values have them for the same reason?"""
+        return isinstance(self.fill, str) or (self.fill is not None and math.isfinite(self.fill))
+
+    @property
+    def fill_elsewhere(self) -> Fill | None:
+        """What is known of its padding where a padded dim gets other first positions."""
+        return None if self.fill == REPEATED else self.fill
+
+    @property
+    def is_tame(self) -> bool:
+        """Are they of the size of real values?"""
+        return self.fill == 0 or isinstance(self.fill, str)
+
+    def tamed(self) -> Tensor:
+        """The storage with numbers of the size of real values in the padding; the gradient there is that of the op."""
+        return self.dense if self.is_tame else self.filled(0)
+
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
         """The storage with `value` in the padding of some dims, all by default; their gradient stops there."""
-        if self.fill is not None and _same_number(self.fill, value) and not self.records:
-            return self.dense
+        if self.fill is not None and _same_number(self.fill, value):
+            return self.gradient_masked().dense
         mask = self.mask(only)
-        if mask is None or self.sizes is None:
-            return self.dense
-        number = self.sizes.fill(_as_dtype(value, self.dense.dtype), self.dense.dtype, self.dense.device)
-        return torch.where(mask, self.dense, number)
+        return self.dense if mask is None else self._filled(self.dense, mask, value)
+
+    def _filled(self, dense: Tensor, mask: Tensor, value: Any, is_known: Known | None = None) -> Tensor:
+        if not isinstance(value, Tensor):
+            value = self._number(value, dense)
+        if not self.records:
+            return torch.where(mask, dense, value)
+        return FillPadding.apply(dense, mask, value, self._number(0, dense), is_known)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _number(self, value: Number, like: Tensor) -> Any:
+        assert self.sizes is not None
+        return self.sizes.fill(_as_dtype(value, like.dtype), like.dtype, like.device)
 
     def finite(self, value: Number = 0) -> Tensor:
-        """The storage with numbers in the padding of all dims: what is there, where those are some, else `value`."""
-        holds_numbers = isinstance(self.fill, str) or (self.fill is not None and math.isfinite(self.fill))
-        return self.dense if holds_numbers and not self.records else self.filled(value)
+        """The storage with numbers in the padding: what is there, where those are some, else `value`.
+
+        The gradient there is that of the op.
+        """
+        return self.dense if self.holds_numbers else self.filled(value)
 
     def cleaned(self, value: Number = 0) -> Padded:
         """The same value with `value` throughout its padding."""
-        return replace(self, dense=self.filled(value), fill=value)
+        return replace(self, dense=self.filled(value), fill=value, arrival=None)
 
-    def repeated(self, only: Iterable[int] | None = None) -> Tensor:
-        """The storage with the first real values in place of padding: whatever an op's domain is, they are in it."""
+    def repeated(self, only: Iterable[int] | None = None, is_known: Known | None = None) -> Tensor:
+        """The storage with the first real values in place of padding: whatever an op's domain is, they are in it.
+
+        Args:
+            only: the dims whose padding counts; all by default.
+            is_known: asked in the backward whether the gradient is zero there as it comes.
+        """
+        if self.fill == REPEATED:
+            return self.dense
         dense = self.dense
         for d in self.padded_dims if only is None else only:
             mask = self.mask([d])
             if mask is not None:
-                dense = torch.where(mask, dense, dense.narrow(d, 0, 1).detach())
+                first = dense.narrow(d, 0, 1).detach()
+                if torch.is_grad_enabled():
+                    # There may be none, and a gradient of zero takes numbers to be one.
+                    first = torch.where(mask.narrow(d, 0, 1), first, self._number(0, dense))
+                dense = self._filled(dense, mask, first, is_known)
         return dense
 
     def gradient_masked(self) -> Padded:
         """The same value; the gradient that arrives in its padding is taken for zero."""
         mask = self.mask() if self.records else None
-        return self if mask is None else replace(self, dense=masked_gradient(self.dense, mask))
+        if mask is None:
+            return self
+        assert self.sizes is not None
+        arrival = Arrival(is_masked=True)
+        return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, arrival.comes_zero), arrival=arrival)
+
+    def gradient_noted(self) -> Padded:
+        """The same value, of which it is known in the backward whether the gradient is zero in its padding."""
+        return replace(self, arrival=Arrival()) if self.records else self
+
+    def sends_zero(self, *results: Padded) -> None:
+        """Say that this call's gradient of it, an operand, is zero in its padding where that of some results is."""
+        if self.arrival is not None:
+            self.arrival.conditions.append([r.arrival or Arrival() for r in results])
 
     def like(self, dense: Tensor, fill: Fill | None = None) -> Padded:
         """Another storage of the same shape with the same padding."""
@@ -149,25 +208,17 @@ class Padded:
         return Padded(dense, self.dims, sizes, fill)
 
 
-class MaskGradient(torch.autograd.Function):
-    """The identity, whose gradient is zero where a mask is False, whatever arrives there."""
+def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Known | None = None) -> Tensor:
+    """`dense`, whose gradient is zero where a mask is False.
 
-    @staticmethod
-    def forward(ctx: Any, dense: Tensor, mask: Tensor) -> Tensor:
-        """An alias of `dense`."""
-        ctx.save_for_backward(mask)
-        return dense.view_as(dense)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient where the mask is True, else zero."""
-        (mask,) = ctx.saved_tensors
-        return torch.where(mask, gradients[0], 0), None
-
-
-def masked_gradient(dense: Tensor, mask: Tensor) -> Tensor:
-    """`dense`, whose gradient is zero where a mask is False."""
-    return MaskGradient.apply(dense, mask)  # type: ignore[no-untyped-call, no-any-return]
+    Args:
+        dense: a storage.
+        mask: broadcastable to it.
+        sizes: that the mask is made of.
+        is_known: asked in the backward whether the gradient is zero there as it comes.
+    """
+    zero = sizes.fill(0.0, dense.dtype, dense.device)
+    return MaskGradient.apply(dense, mask, zero, is_known)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def plain(dense: Tensor) -> Padded:

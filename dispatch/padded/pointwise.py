@@ -14,6 +14,8 @@ from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import (
+    FINITE,
+    REPEATED,
     Fill,
     Inexpressible,
     Padded,
@@ -33,6 +35,17 @@ _KEEPS_ZERO = frozenset(
 
 _KEEPS_VALUES = frozenset("clone alias detach contiguous".split())
 
+# The derivative is a number where the operands are, for the first ones always: a gradient of zero stays zero.
+_LINEAR = frozenset("add sub neg rsub clone _to_copy to alias detach positive contiguous".split())
+_SMOOTH = _LINEAR | frozenset(
+    "mul gelu relu silu sigmoid tanh sin cos mish softsign hardtanh relu6 leaky_relu hardswish".split()
+)
+
+# No larger than their operand, or than a constant.
+_BOUNDED = frozenset("neg abs relu gelu silu sigmoid tanh sin cos mish softsign relu6 hardswish".split())
+
+_CASTS = frozenset("_to_copy to".split())
+
 # A CPU refuses a zero among the whole numbers that these divide by, and padding is often zero.
 _DIVIDES = frozenset("floor_divide remainder fmod div".split())
 
@@ -50,7 +63,11 @@ def pointwise(call: Call) -> Any:
     if isinstance(divisor, Padded) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
         named["other"] = divisor.filled(1)
     out = call.dense(named)
-    fill = _fill_after(call, operands)
+    fill = _fill_after(call, operands, dims)
+    if isinstance(out, Tensor) and out.requires_grad:
+        noted = result(out, dims, sizes, fill).gradient_noted()
+        _say_what_is_sent(call, operands, noted)
+        return noted
     return mapped(Tensor, lambda t: result(t, dims, sizes, fill), out)
 
 
@@ -61,6 +78,30 @@ def quantized_by_channel(call: Call) -> Padded:
     if x.is_padded(call["axis"] % x.dim()):
         raise refuse(call, "the channels are padded")
     return x.like(call.dense())
+
+
+def _say_what_is_sent(call: Call, operands: Sequence[Padded], out: Padded) -> None:
+    name = _name(call)
+    if name in _LINEAR or (name in _SMOOTH and all(_is_tame(x, out) for x in operands)):
+        for x in operands:
+            if all(d >= 0 and is_padded_alike(x.dims[d], out.dims[d - x.dim()]) for d in _padded_from_behind(x, out)):
+                x.sends_zero(out)
+
+
+def _padded_from_behind(x: Padded, out: Padded) -> list[int]:
+    """The dims of an operand that are padded ones of the result; negative where it lacks them."""
+    return [d - out.dim() + x.dim() for d in out.padded_dims]
+
+
+def _is_tame(x: Padded, out: Padded) -> bool:
+    """Does an operand of a broadcast op hold numbers of the size of real ones in the padding of the result?"""
+    return x.is_tame if x.padded_dims else not _is_aligned(x, out.dims)
+
+
+def _is_aligned(x: Padded, dims: Sequence[Factors]) -> bool:
+    """Has an operand without padding positions of its own where the result is padded?"""
+    own = zip(reversed(x.shape), reversed(dims), strict=False)
+    return not x.padded_dims and any(n != 1 and is_padded(factors) for n, factors in own)
 
 
 @table.register(aten.copy.default)
@@ -160,7 +201,7 @@ def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], size
     mask_dims = [d for d in range(len(dims)) if mask.dim() == len(dims) and mask.shape[d] != 1]
     for d in mask_dims:
         target[d] = shape[d]
-    return masked_gradient(x.dense.expand(target), mask)
+    return masked_gradient(x.dense.expand(target), mask, sizes)
 
 
 def is_padded_alike(own: Factors, of_result: Factors) -> bool:
@@ -168,12 +209,33 @@ def is_padded_alike(own: Factors, of_result: Factors) -> bool:
     return is_padded(own) and bucket_of(own) == bucket_of(of_result)
 
 
-def _fill_after(call: Call, operands: Sequence[Padded]) -> Fill | None:
-    """What is known of the result's padding: a zero is kept where the op maps it to zero."""
+def _fill_after(call: Call, operands: Sequence[Padded], dims: Sequence[Factors]) -> Fill | None:
+    """What is known of the result's padding: zero where the op keeps zero, the first real values where it has those."""
+    name, fill = _name(call), operands[0].fill
+    if _repeats(call, operands, dims):
+        return REPEATED
+    if len(operands) == 2 and name in ("add", "sub"):
+        is_zero = all(x.fill == 0 and x.dims == operands[0].dims for x in operands)
+        return 0 if is_zero and operands[0].padded_dims else None
     if len(operands) != 1:
         return None
-    name, fill = _name(call), operands[0].fill
+    if fill == FINITE and (name in _BOUNDED or (name in _CASTS and _holds_as_much(call["self"].dense.dtype, call))):
+        return FINITE
     return fill if (fill == 0 and name in _KEEPS_ZERO) or name in _KEEPS_VALUES else None
+
+
+def _repeats(call: Call, operands: Sequence[Padded], dims: Sequence[Factors]) -> bool:
+    """Is the padding of the result that of the operands, the first real positions again?"""
+    return (
+        all(x.fill == REPEATED if x.padded_dims else not _is_aligned(x, dims) for x in operands)
+        and torch.Tag.nondeterministic_seeded not in call.op.tags
+    )
+
+
+def _holds_as_much(dtype: torch.dtype, call: Call) -> bool:
+    """Are numbers of this dtype numbers in the one that they are cast to?"""
+    to = call.get("dtype") or dtype
+    return all(t.is_floating_point for t in (dtype, to)) and torch.finfo(to).max > 0.99 * torch.finfo(dtype).max
 
 
 def _name(call: Call) -> str:

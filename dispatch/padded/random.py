@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, result, static_dims
+from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Padded, host_sizes, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import bucket_of
 
@@ -52,7 +52,10 @@ def native_dropout(call: Call) -> Any:
     """Each real element is kept or dropped as the bucket's draw says."""
     x: Padded = call["input"]
     out, kept = call.dense()
-    return x.like(out, 0 if x.fill == 0 else None), x.like(kept)
+    fill = 0 if x.fill == 0 else FINITE if x.fill in (FINITE, REPEATED) else None
+    dropped = x.like(out, fill).gradient_noted()
+    x.sends_zero(dropped)
+    return dropped, x.like(kept)
 
 
 @table.register(aten.dropout)
@@ -60,5 +63,9 @@ def dropout(call: Call) -> Padded:
     """In evaluation nothing is dropped, and nothing is copied either."""
     x: Padded = call["input"]
     if not call["train"] or call["p"] == 0:
-        return replace(x, view="copy" if x.view == "copy" else "alias")
-    return apply(aten.native_dropout.default, x, call["p"], True)[0]  # type: ignore[no-any-return]
+        same = replace(x, view="copy" if x.view == "copy" else "alias", arrival=None).gradient_noted()
+        x.sends_zero(same)
+        return same
+    out: Padded = apply(aten.native_dropout.default, x, call["p"], True)[0]
+    x.sends_zero(out)
+    return out

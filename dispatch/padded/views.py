@@ -11,7 +11,14 @@ import torch
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import (
+    Padded,
+    host_sizes,
+    padded_dim,
+    prefix_size,
+    result,
+    static_dims,
+)
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import convolved, sliced
@@ -218,7 +225,7 @@ def slice_(call: Call) -> Padded:
         out = x.dense[(slice(None),) * d + (slice(start, bucket_stop, step),)]
         dims = _with(x.dims, d, padded_dim(out.shape[d], true_size))
         if bucket_stop >= 0:
-            return result(out, dims, x.sizes, x.fill)
+            return result(out, dims, x.sizes, x.fill_elsewhere)
         # Real positions of the whole are padding of the part, and take no gradient from there.
         return result(out, dims, x.sizes).gradient_masked()
     last = x.shape[d] if stop is None else stop
@@ -262,7 +269,7 @@ def unfold(call: Call) -> Padded:
     if not x.is_padded(d):
         return result(out, [*_with(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
     windows = convolved(prefix_size(x, d), call["size"], call["step"])
-    moved = result(out, [*_with(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill)
+    moved = result(out, [*_with(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_elsewhere)
     # A window of the padding may overlap real positions, and would give them its gradient.
     return moved.gradient_masked()
 
@@ -278,7 +285,7 @@ def diagonal(call: Call) -> Padded:
         return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
     down, along = max(-call["offset"], 0), max(call["offset"], 0)
     length = sympy.Max(0, sympy.Min(prefix_size(x, a) - down, prefix_size(x, b) - along))
-    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill)
+    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_elsewhere)
 
 
 def row(x: Padded, d: int, index: int) -> Padded:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Fill, Padded, is_padded
+from subtensors.dispatch.padded.gradient_padding import Arrival
+from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import Factors, size_of
@@ -45,6 +46,8 @@ class PaddedTensor(Tensor):
     _sizes: TrueSizes | None
     _fill: Fill | None
     _view: Literal["", "alias", "copy"]
+    _arrival: Arrival | None
+    _written: int | None
 
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
@@ -246,6 +249,8 @@ class PaddedTensor(Tensor):
         if dims != self._dims or self._sizes is None or symbols != self._sizes.symbols:
             return None
         value = value_of(self)
+        if fill == REPEATED:
+            return wrap(value.like(value.repeated(), fill))
         return wrap(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
 
 
@@ -261,12 +266,16 @@ def wrap(value: Padded) -> PaddedTensor:
         device=dense.device,
     )
     out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
+    out._arrival = value.arrival
+    # A write to real values leaves the padding as it is, and what was repeated there is no longer.
+    out._written = dense._version if value.fill == REPEATED else None
     return out  # type: ignore[no-any-return]
 
 
 def value_of(x: PaddedTensor) -> Padded:
     """What the rules see of a PaddedTensor."""
-    return Padded(x._dense, x._dims, x._sizes, x._fill, x._view)
+    is_stale = x._written is not None and x._dense._version != x._written
+    return Padded(x._dense, x._dims, x._sizes, None if is_stale else x._fill, x._view, x._arrival)
 
 
 def _rebuild(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
+from subtensors.dispatch.padded.gradient_padding import Arrival
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.size_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
@@ -29,7 +30,8 @@ def followed(x: PaddedTensor) -> Padded:
     """The value of a PaddedTensor whose storage autograd follows."""
     value = value_of(x)
     if x.requires_grad and torch.is_grad_enabled():
-        return replace(value, dense=Unwrap.apply(x))  # type: ignore[no-untyped-call]
+        arrival = Arrival()
+        return replace(value, dense=Unwrap.apply(x, arrival), arrival=arrival)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -37,16 +39,17 @@ class Unwrap(torch.autograd.Function):
     """The storage of a PaddedTensor; the gradient is padded alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: PaddedTensor) -> Tensor:
+    def forward(ctx: Any, x: PaddedTensor, arrival: Arrival) -> Tensor:
         """An alias of the storage."""
         value = value_of(x)
-        ctx.dims, ctx.sizes = value.dims, value.sizes
+        ctx.dims, ctx.sizes, ctx.arrival = value.dims, value.sizes, arrival
         return value.dense.view_as(value.dense)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient as a PaddedTensor; autograd adds such up where torch does not look at conjugate bits."""
-        return wrapped(Padded(gradients[0].resolve_conj().resolve_neg(), ctx.dims, ctx.sizes))
+        gradient = gradients[0].resolve_conj().resolve_neg()
+        return wrapped(Padded(gradient, ctx.dims, ctx.sizes, 0 if ctx.arrival.comes_zero() else None)), None
 
 
 class Wrap(torch.autograd.Function):
@@ -55,12 +58,16 @@ class Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, value: Padded) -> PaddedTensor:
         """The wrapped value."""
-        return wrap(replace(value, dense=dense.detach()))
+        ctx.arrival = value.arrival or Arrival()
+        ctx.way = len(ctx.arrival.outside)
+        ctx.arrival.outside.append(False)
+        return wrap(replace(value, dense=dense.detach(), arrival=None))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The storage of the gradient; a plain one has the bucket's shape already."""
         gradient = gradients[0]
+        ctx.arrival.outside[ctx.way] = isinstance(gradient, PaddedTensor) and gradient._fill == 0
         return (followed(gradient).dense if isinstance(gradient, PaddedTensor) else gradient), None
 
 

@@ -1,0 +1,88 @@
+"""Gradients in the padding: masked where what arrives there is unknown, left alone where it is known to be zero.
+
+A backward goes call by call, from results to operands. What arrives at a result is told by the call it comes from; a
+rule says when what it sends back to an operand is zero in the padding: always, or where that of some results is. Most
+of a model's ops keep zeros there, so a mask at the loss serves all of its layers.
+
+Where the gradients are to have gradients themselves nothing is left out: theirs are undefined in the padding as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Known = Callable[[], bool]
+"""Asked in the backward: is the gradient that has come zero in the padding as it is?"""
+
+
+class Arrival:
+    """The gradient that arrives at a value: an operand of a call, which gets it from rules, or a rule's result.
+
+    Args:
+        is_masked: the rule that made the value masks it.
+    """
+
+    def __init__(self, is_masked: bool = False) -> None:
+        self.is_masked = is_masked
+        self.outside: list[bool] = []
+        """For each way that the value leaves the call: was what came back zero in the padding, when it last came?"""
+        self.uses = 0
+        """How often rules of the call took the value."""
+        self.conditions: list[Sequence[Arrival]] = []
+        """For each of these that said so, the results whose gradients that of the value depends on."""
+
+    def comes_zero(self) -> bool:
+        """Is what comes zero in the padding?"""
+        if self.uses != len(self.conditions) or not (self.uses or self.outside):
+            return False
+        return all(self.outside) and all(result.is_zero() for each in self.conditions for result in each)
+
+    def is_zero(self) -> bool:
+        """Is what the rule that made the value gets of it?"""
+        return self.is_masked or self.comes_zero()
+
+
+class MaskGradient(torch.autograd.Function):
+    """The identity, whose gradient is zero where a mask is False, whatever arrives there."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, mask: Tensor, zero: Any, is_known: Known | None) -> Tensor:
+        """An alias of `dense`."""
+        _keep(ctx, mask, zero, is_known)
+        return dense.view_as(dense)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient where the mask is True, else zero."""
+        return _masked(ctx, gradients[0]), None, None, None
+
+
+class FillPadding(torch.autograd.Function):
+    """Other values where a mask is False; the gradient there is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, mask: Tensor, value: Any, zero: Any, is_known: Known | None) -> Tensor:
+        """The filled values."""
+        _keep(ctx, mask, zero, is_known)
+        return torch.where(mask, dense, value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient where the mask is True, else zero."""
+        return _masked(ctx, gradients[0]), None, None, None, None
+
+
+def _keep(ctx: Any, mask: Tensor, zero: Any, is_known: Known | None) -> None:
+    ctx.is_known, ctx.zero = is_known, None if isinstance(zero, Tensor) else zero
+    ctx.save_for_backward(*[t for t in (mask, zero) if isinstance(t, Tensor)])
+
+
+def _masked(ctx: Any, gradient: Tensor) -> Tensor:
+    if ctx.is_known is not None and ctx.is_known() and not torch.is_grad_enabled():
+        return gradient
+    mask, *zero = ctx.saved_tensors
+    return torch.where(mask, gradient, *(zero or [ctx.zero]))
