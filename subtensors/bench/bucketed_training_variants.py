@@ -70,6 +70,17 @@ def _compiled(model: GPT2, longest: int, **options: Any) -> Way:
     return Way(step_of(torch.compile(loss_of(model), dynamic=True, **options), _adamw(model)))
 
 
+def _reduce_overhead(model: GPT2, longest: int) -> Way:
+    """Compiled, and a graph a length; what it gives is copied, since the next step overwrites it."""
+    step = _compiled(model, longest, mode="reduce-overhead").step
+
+    def one(tokens: Tensor, targets: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step(tokens, targets).clone()
+
+    return Way(one)
+
+
 def _by_hand(model: GPT2, longest: int) -> Way:
     """What a careful user writes: pad to a multiple of 64, ignore those targets, one CUDA graph of a step a bucket."""
     opt = _adamw(model, capturable=True)
@@ -142,7 +153,7 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     "eager": Variant(_eager),
     "compile": Variant(_compiled),
-    "reduce-overhead": Variant(lambda model, n: _compiled(model, n, mode="reduce-overhead"), needs_gpu=True),
+    "reduce-overhead": Variant(_reduce_overhead, needs_gpu=True),
     "by-hand": Variant(_by_hand, needs_gpu=True),
     "bucketed": Variant(_bucketed),
     "bucketed-compiled": Variant(lambda model, n: _bucketed(model, n, compile=True)),

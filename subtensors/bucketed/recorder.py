@@ -193,6 +193,9 @@ class Recorder:
             bucket.write_back(leaves)
         self._note_writes(before)
         self.state.optimizers.look()  # the first step makes their state
+        if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
+            # What the first call left in torch's cache is as large as what the pool needs.
+            torch.cuda.empty_cache()
         held = bucket.pool.held_bytes() if bucket.pool is not None else 0
         if not bucket.refusal:
             self._record(bucket)
