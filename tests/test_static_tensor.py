@@ -113,6 +113,7 @@ MOVES: dict[str, Callable[[Tensor], Any]] = {
     "set_": lambda t: t.set_(torch.ones(2, 3, device=t.device)),
     "resize_": lambda t: t.resize_(1000),
     "resize_ ": lambda t: torch.ops.aten.resize_.default(t, [1000]),
+    "resize_  ": lambda t: torch.ops.aten.resize_(t, [1000]),
     "resize_as_": lambda t: t.resize_as_(torch.ones(1000, device=t.device)),
     "resize_as_ ": lambda t: torch.resize_as_(t, torch.ones(1000, device=t.device)),
     "set_ ": lambda t: torch.ops.aten.set_.source_Tensor(t, torch.ones(2, 3, device=t.device)),
@@ -139,6 +140,26 @@ def test_an_out_of_another_shape_is_refused_and_leaves_shape_and_address(device:
     with pytest.raises(st.AddressError, match=r"out=.*would move"):
         torch.add(torch.ones(shape, device=device), 1, out=s)
     assert (s.data_ptr(), s.shape) == (at, (2, 3))
+
+
+TOPK = [torch.ops.aten.topk, torch.ops.aten.topk.values]
+
+
+@pytest.mark.parametrize("topk", TOPK, ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_outs_of_other_names_are_written_where_they_are_or_refused(device: str, topk: Any) -> None:
+    values, indices = (
+        st.static(torch.zeros(2, device=device)),
+        st.static(torch.zeros(2, dtype=torch.int64, device=device)),
+    )
+    x = torch.tensor([3.0, 9.0, 5.0], device=device)
+    got = topk(x, 2, values=values, indices=indices)
+    assert got[0] is values
+    assert values.tolist() == [9, 5]
+    assert indices.tolist() == [1, 2]
+    with pytest.raises(st.AddressError, match=r"topk.*\(values, indices=...\) of shape \(3,\) would move"):
+        topk(x, 3, values=values, indices=indices)
+    assert (values.shape, indices.shape) == ((2,), (2,))
 
 
 def test_addbmm_in_place_may_not_broadcast_the_tensor_itself(device: str) -> None:
@@ -184,6 +205,7 @@ COPIES: dict[str, Callable[[st.StaticAddressTensor], Tensor]] = {
     "torch.save": lambda s: _saved_and_loaded(s),
     "to": lambda s: s.to(torch.float64),
     "half": lambda s: s.half(),
+    "long": lambda s: s.long(),
     "cpu": lambda s: s.to(torch.float64).cpu() if s.device.type == "cpu" else s.cpu(),
 }
 
@@ -204,6 +226,14 @@ def test_a_copy_is_static_at_an_address_of_its_own(device: str, how: str) -> Non
     assert torch.equal(other.to(s.device, s.dtype), s)
     with pytest.raises(st.AddressError):
         other.resize_(1000)
+
+
+def test_a_checkpoint_loads_where_there_are_no_addresses(device: str) -> None:
+    file = io.BytesIO()
+    torch.save({"weight": st.static(nn.Parameter(torch.ones(2, 3, device=device)))}, file)
+    file.seek(0)
+    weight = torch.load(file, map_location="meta")["weight"]
+    assert (type(weight), weight.device.type, weight.shape) == (nn.Parameter, "meta", (2, 3))
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])

@@ -7,12 +7,14 @@ it is looked at, in `__torch_function__`, and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
@@ -33,20 +35,29 @@ _MOVERS: dict[Any, tuple[str, str]] = {
     Tensor.as_strided_: ("as_strided_", _VIEW),
     torch.as_strided_: ("as_strided_", _VIEW),
     Tensor.addbmm_: ("addbmm_", _SHAPE),  # the one op in place that broadcasts the tensor itself
-    torch.ops.aten.addbmm_.default: ("addbmm_", _SHAPE),
     Tensor.share_memory_: ("share_memory_", "share a clone() of it"),
-    **{
-        getattr(packet, overload): (name, _COPY)
-        for name, packet in (("set_", torch.ops.aten.set_), ("resize_", torch.ops.aten.resize_))
-        for overload in packet.overloads()
-    },
-    torch.ops.aten.resize_as_.default: ("resize_as_", _COPY),
-    torch.ops.aten.as_strided_.default: ("as_strided_", _VIEW),
 }
+for _name, _instead in (
+    ("set_", _COPY),
+    ("resize_", _COPY),
+    ("resize_as_", _COPY),
+    ("as_strided_", _VIEW),
+    ("addbmm_", _SHAPE),
+):
+    _packet = getattr(torch.ops.aten, _name)
+    for _op in (_packet, *(getattr(_packet, overload) for overload in _packet.overloads())):
+        _MOVERS[_op] = _name, _instead
 
+
+_T = TypeVar("_T", bound=Tensor)
 
 # What gives the values as another tensor of the same role: a new address, and the same type.
-_CONVERSIONS = frozenset(getattr(Tensor, name) for name in ("to", "cpu", "cuda", "double", "float", "half", "bfloat16"))
+_CONVERSIONS = frozenset(
+    getattr(Tensor, name)
+    for name in """
+    to cpu cuda type type_as double float half bfloat16 int long short char byte bool cfloat cdouble
+    """.split()
+)
 
 
 class _ReadAsPlain(Tensor):
@@ -102,10 +113,11 @@ class StaticAddressTensor(_ReadAsPlain):
             return NotImplemented  # another type with rules of its own decides
         if func in _MOVERS and isinstance(args[0], StaticAddressTensor) and not _stays(func, args, kwargs or {}):
             _refuse(args[0], *_MOVERS[func])
-        if kwargs and "out" in kwargs and not torch.compiler.is_compiling():
-            return _write_out(func, types, args, kwargs)
+        if kwargs and not torch.compiler.is_compiling() and (outs := _outs_of(func, kwargs)):
+            return _write_out(func, types, args, kwargs, outs)
         result = super().__torch_function__(func, types, args, kwargs or {})
-        if func in _CONVERSIONS and result is not args[0] and isinstance(args[0], StaticAddressTensor):
+        is_new = result is not args[0] and isinstance(result, Tensor)
+        if func in _CONVERSIONS and is_new and isinstance(args[0], StaticAddressTensor):
             return result if torch.compiler.is_compiling() else _Placed.apply(result)  # type: ignore[no-untyped-call]
         return result
 
@@ -240,7 +252,7 @@ def in_place(t: Tensor) -> Tensor:
     return of_memory(shaped(bytes_at(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
 
 
-def with_role(t: StaticAddressTensor, requires_grad: bool, is_parameter: bool) -> StaticAddressTensor:
+def with_role(t: _T, requires_grad: bool, is_parameter: bool) -> _T:
     """The tensor as a leaf that requires grad, or a parameter, or neither."""
     if is_parameter:
         return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]
@@ -277,29 +289,47 @@ def _refuse(tensor: Tensor, op: str, instead: str) -> NoReturn:
     raise AddressError(f"{op} would move a StaticAddressTensor of shape {tuple(tensor.shape)}: {instead}")
 
 
-def _write_out(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _outs_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call is given to write its results into, each by its name: torch resizes them."""
+    names = _names_of_outs(func) if isinstance(func, OpOverload | OpOverloadPacket) else ("out",)
+    return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+
+@cache
+def _names_of_outs(op: OpOverload | OpOverloadPacket) -> tuple[str, ...]:
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+    arguments = [a for overload in overloads for a in torch_private.schema_of(overload).arguments]
+    return tuple(dict.fromkeys(a.name for a in arguments if a.is_out))
+
+
+def _write_out(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: dict[str, Any]
+) -> Any:
     """A call with `out=`: torch is given aliases, so that it resizes those if it must, and the tensors stay."""
-    several = isinstance(kwargs["out"], (tuple, list))
-    outs = list(kwargs["out"]) if several else [kwargs["out"]]
-    fixed = [(t, _alias(t)) for t in outs if isinstance(t, StaticAddressTensor) and not t.requires_grad]
+    given = [t for out in outs.values() for t in (out if isinstance(out, tuple | list) else [out])]
+    fixed = [(t, _alias(t)) for t in given if isinstance(t, StaticAddressTensor) and not t.requires_grad]
     alias_of = {id(t): alias for t, alias in fixed}
     named = {id(alias): t for t, alias in fixed}
-    given = [alias_of.get(id(t), t) for t in outs]
+
+    def exchanged(value: Any, others: Mapping[int, Tensor]) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)([others.get(id(t), t) for t in value])
+        return others.get(id(value), value)
+
     error: Exception | None = None
     result: Any = None
     try:
-        out = {**kwargs, "out": tuple(given) if several else given[0]}
-        result = _ReadAsPlain.__torch_function__(func, types, args, out)  # type: ignore[call-arg, arg-type]
-    except (RuntimeError, Warning) as caught:
+        aliases = {name: exchanged(out, alias_of) for name, out in outs.items()}
+        result = _ReadAsPlain.__torch_function__(func, types, args, kwargs | aliases)  # type: ignore[call-arg, arg-type]
+    except (RuntimeError, SystemError, Warning) as caught:  # SystemError: where an op warned and then raised
         error = caught
     for t, alias in fixed:
         if alias.shape != t.shape:
-            _refuse(t, f"{func.__name__}(out=...) of shape {tuple(alias.shape)}", _COPY)
+            name = getattr(func, "__name__", str(func))
+            _refuse(t, f"{name}({', '.join(outs)}=...) of shape {tuple(alias.shape)}", _COPY)
     if error is not None:
         raise error
-    if isinstance(result, Tensor):
-        return named.get(id(result), result)
-    return type(result)([named.get(id(t), t) for t in result])
+    return exchanged(result, named)
 
 
 def _alias(t: Tensor) -> Tensor:
@@ -312,9 +342,10 @@ def _parts(t: StaticAddressTensor) -> tuple[Tensor, bool, bool]:
     return t.data, t.requires_grad, isinstance(t, torch.nn.Parameter)
 
 
-def _rebuild(values: Tensor, requires_grad: bool, is_parameter: bool) -> StaticAddressTensor:
-    """Another StaticAddressTensor of these values."""
-    return with_role(static(values), requires_grad, is_parameter)
+def _rebuild(values: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    """Another StaticAddressTensor of these values; a plain tensor where they have no address, as on the meta device."""
+    has_address = values.device.type in ("cpu", "cuda") and type(values) in PLAIN_TYPES
+    return with_role(static(values) if has_address else values, requires_grad, is_parameter)
 
 
 class _Placed(torch.autograd.Function):
