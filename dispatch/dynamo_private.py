@@ -57,6 +57,54 @@ def answer_in_compiler(
         handlers[getattr(torch, name)] = asked_of(name, handlers[getattr(torch, name)])
 
 
+def list_in_compiler(kind: type[torch.Tensor], attribute: str) -> None:
+    """Let Dynamo take an attribute of tensors of a type for the list of what is in them. Checked on 2.11, 2.13.
+
+    Args:
+        kind: the type, which can be iterated over in compiled code.
+        attribute: no other tensor has one of its name.
+    """
+    from torch._dynamo.variables.base import ValueMutationNew
+    from torch._dynamo.variables.lists import ListVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    def listed(variable: Any, tx: Any) -> Any:
+        if not isinstance(variable.proxy.node.meta.get("example_value"), kind):
+            return None
+        return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
+
+    setattr(TensorVariable, f"method_attr_{attribute}", listed)
+
+
+def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
+    """Let Dynamo not take `.grad` of a tensor of a type, or of what is in it, for None. Checked on 2.11, 2.13.
+
+    The graph breaks at that of a tensor of the type. What is in it would still be what compiled code was given for it
+    after the break, so that is an error.
+
+    Args:
+        kind: the type.
+        reason: what is said of it.
+    """
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    rule = getattr(TensorVariable, "method_attr_grad", None)
+
+    def is_kind(node: torch.fx.Node) -> bool:
+        return isinstance(node.meta.get("example_value"), kind)
+
+    def gradient(variable: Any, tx: Any) -> Any:
+        node = variable.proxy.node
+        if is_kind(node):
+            unimplemented(gb_type=f".grad of a {kind.__name__}", context=str(variable), explanation=reason, hints=[])
+        if any(isinstance(holder, torch.fx.Node) and is_kind(holder) for holder in node.args[:1]):
+            raise RuntimeError(reason)
+        return None if rule is None else rule(variable, tx)
+
+    setattr(TensorVariable, "method_attr_grad", gradient)  # noqa: B010
+
+
 def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
     """Let compiled code read `.grad` of tensors of these types as of torch's own. Checked on 2.11, 2.13.
 
@@ -84,12 +132,20 @@ def call_eagerly(function: Callable[..., Any], reason: str) -> None:
         function: written in Python.
         reason: what is said where no break is allowed.
     """
+    compile_only_inlined(function)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def compile_only_inlined(function: Callable[..., Any]) -> None:
+    """Have Dynamo compile a function only within others, and not where it is called between two graphs.
+
+    Checked on 2.11, 2.13.
+    """
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
 
 def is_symbolic(value: Any) -> bool:

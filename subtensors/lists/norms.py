@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ def clip_grad_norm_(
     gradients = [t.grad for t in _elements(parameters) if t.grad is not None]
     norm = _total_norm(gradients, norm_type, error_if_nonfinite)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if torch.compiler.is_compiling():
+        for g in gradients:
+            g.mul_(coefficient.to(g.device))
+        return norm
     for device in dict.fromkeys(g.device for g in gradients):
         _scale(Elements(g for g in gradients if g.device == device), coefficient.to(device))
     return norm
@@ -77,7 +82,11 @@ def clip_grad_norm_(
 def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     if not tensors:
         return torch.tensor(0.0)
-    norms = _norm(float(norm_type))(Elements(_real(t, norm_type) for t in tensors))
+    norms: Iterable[Tensor]
+    if torch.compiler.is_compiling():
+        norms = [torch.linalg.vector_norm(_real(t, norm_type), norm_type) for t in tensors]
+    else:
+        norms = _norm(float(norm_type))(Elements(_real(t, norm_type) for t in tensors))
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -88,6 +97,8 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
 
 
 def _elements(tensors: object) -> list[Tensor]:
+    if torch.compiler.is_compiling() and isinstance(tensors, list | tuple):
+        return list(tensors)
     return (tensors if isinstance(tensors, TensorList) else TensorList(tensors)).tensors
 
 
