@@ -123,6 +123,8 @@ MOVES: dict[str, Program] = {
     "the last": lambda x: x[:, -1],
     "less the first": lambda x: x - x[:, :1],
     "listed positions": lambda x: x[:, [0, -1]],
+    "fill at listed positions": lambda x: x.index_fill(1, torch.tensor([-1, 0]), 2.0),
+    "narrow from the end": lambda x: x.narrow(1, -2, 2),
     "index_select": lambda x: x.index_select(1, torch.tensor([0, 1])),
     "gather": lambda x: x.gather(1, x.argsort(1)),
     "take_along_dim": lambda x: x.take_along_dim(x.argsort(1), 1),

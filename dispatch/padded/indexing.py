@@ -13,8 +13,8 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.bounds import check_bounds
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.gathering import gathered
-from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
+from subtensors.dispatch.padded.gathering import gathered, rows_dim
+from subtensors.dispatch.padded.padded_value import Padded, is_padded, plain, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
 from subtensors.dispatch.padded.selection import by_mask, is_by_mask
 from subtensors.dispatch.size_factors import Factors, bucket_of
@@ -158,12 +158,33 @@ def index_write(call: Call) -> Padded:
     placed = Padded(index.dense, (factors,) if index.dim() else (), call.sizes())
     check_bounds(x, d, placed, _least_end(x, d))
     filled = placed.filled(x.shape[d])
-    if not index.padded_dims and not placed.padded_dims:
-        filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d)), filled) if _scalar(x, d) else filled
+    if call.op.overloadpacket is aten.index_fill:
+        # Unlike the others, it counts negative positions from the end.
+        if not _scalar(x, d):
+            return _filled_in_each_row(call, x, d, filled)
+        filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d), device=filled.device), filled)
     changed: dict[str, Any] = {"self": _with_slot(x, d), "index": filled}
     if isinstance(source, Padded):
         changed["source"] = source.filled(0)
     return _cut(call.dense(changed), x, d, call)
+
+
+def _filled_in_each_row(call: Call, x: Padded, d: int, index: Tensor) -> Padded:
+    """One value at the same positions of every row of a ragged batch: negative ones count from the row's own end."""
+    ends = torch.as_tensor(x.size(d), device=index.device).unsqueeze(-1)
+    named = torch.where(index.reshape(-1) < 0, index.reshape(-1) + ends, index.reshape(-1))
+    position = torch.arange(x.shape[d], device=index.device)
+    is_named = (named.unsqueeze(-1) == position).any(-2)
+    rows = rows_dim(x)
+    is_named = is_named if rows < d else is_named.t()
+    shape = [x.shape[e] if e in (rows, d) else 1 for e in range(x.dim())]
+    value = call["value"]
+    number = (
+        value if isinstance(value, Padded) else plain(torch.full((), value, dtype=x.dense.dtype, device=index.device))
+    )
+    dims = [x.dims[e] if e in (rows, d) else static_dims([1])[0] for e in range(x.dim())]
+    named_alike = Padded(is_named.view(shape), tuple(dims), x.sizes)
+    return apply(aten.where.self, named_alike, number, x)  # type: ignore[no-any-return]
 
 
 @table.register(aten.take)
