@@ -314,6 +314,22 @@ def test_whole_numbers_have_medians_and_modes_whatever_the_padding() -> None:
         torch.testing.assert_close(x.median(), source.median())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
+def test_log_sums_and_refusals_of_other_numbers_are_torchs(dtype: torch.dtype) -> None:
+    source = (torch.randn(2, 5).abs() * 3).to(dtype)
+    for poison in (0, 1):
+        x = st.pad(source, {1: SEQ}, value=poison)
+        torch.testing.assert_close(x.logsumexp(1), source.logsumexp(1))
+        for function in (F.softmin, torch.var, F.layer_norm):
+            outs = []
+            for t in (source, x):
+                try:
+                    outs.append(function(t, (t.shape[1],) if function is F.layer_norm else 1))  # type: ignore[operator]
+                except RuntimeError as refusal:
+                    outs.append(str(refusal))
+            assert isinstance(outs[0], str) == isinstance(outs[1], str)
+
+
 def test_quantiles_that_torch_refuses_are_refused_as_by_torch() -> None:
     source = torch.randn(2, 5)
     x = st.pad(source, {1: SEQ}, value=NAN)

@@ -41,7 +41,7 @@ def layer_norm(call: Call) -> Any:
         return _by_torch(call, x, first)
     if call.op.overloadpacket is aten.native_layer_norm:
         raise refuse(call, "its statistics are over padded dims")
-    normal, _, _ = _normalised(x, list(over), call["eps"])
+    normal, _, _ = _normalised(call, x, list(over))
     return _scaled(x, normal, weight, bias, [1] * first + list(x.shape[first:]))
 
 
@@ -75,7 +75,7 @@ def group_norm(call: Call) -> Padded:
     groups = call["num_groups"]
     split = x.dense.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     grouped = Padded(split, (x.dims[0], *static_dims(split.shape[1:3]), *x.dims[2:]), x.sizes)
-    normal, _, _ = _normalised(grouped, list(range(2, grouped.dim())), call["eps"])
+    normal, _, _ = _normalised(call, grouped, list(range(2, grouped.dim())))
     return _scaled(x, normal.reshape(x.shape), call["weight"], call["bias"], _channels(x))
 
 
@@ -92,7 +92,7 @@ def batch_norm(call: Call) -> Padded:
     if not call["training"]:
         return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = [d for d in range(x.dim()) if d != 1]
-    normal, mean, squares = _normalised(x, over, call["eps"])
+    normal, mean, squares = _normalised(call, x, over)
     if average is not None:
         count = _count(x, over)
         unbiased = squares * (count / (count - 1))
@@ -112,7 +112,7 @@ def instance_norm(call: Call) -> Padded:
     if not call["use_input_stats"]:
         return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = list(range(2, x.dim()))
-    normal, mean, squares = _normalised(x, over, call["eps"])
+    normal, mean, squares = _normalised(call, x, over)
     if average is not None:
         count = _count(x, over)
         for running, seen in ((average.dense, mean), (spread.dense, squares * (count / (count - 1)))):
@@ -158,8 +158,12 @@ def _dims_of(x: Padded, outs: Sequence[Tensor], rows: int) -> list[Sequence[Fact
     return [x.dims, *[[*x.dims[:rows], *static_dims(o.shape[rows:])] for o in outs[1:]]]
 
 
-def _normalised(x: Padded, over: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _normalised(call: Call, x: Padded, over: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps), mean and var over the real elements of some dims, which are kept."""
+    if not x.dense.is_floating_point():
+        call.dense()
+        raise refuse(call, "its numbers are no real ones")
+    eps = call["eps"]
     dtype = accumulated(x.dense.dtype)
     values = x.filled(0).to(dtype)
     count = _count(x, over)

@@ -28,7 +28,7 @@ def least(dtype: torch.dtype) -> Number:
     """What no value of a dtype is below."""
     if dtype == torch.bool:
         return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+    return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def greatest(dtype: torch.dtype) -> Number:
@@ -72,6 +72,9 @@ def reduction(call: Call) -> Any:
     x: Padded = call["self"]
     neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
     gone = reduced_dims(call, x)
+    if call.op.overloadpacket is aten.logsumexp and not (x.dense.is_floating_point() or x.dense.is_complex()):
+        # Of whole numbers none has no exponential.
+        x = x.like(x.dense.to(torch.get_default_dtype()))
     by_kernel = _by_kernel(call, x, gone)
     if by_kernel is not None:
         return by_kernel
@@ -108,7 +111,8 @@ def variance(call: Call) -> Any:
     x: Padded = call["self"]
     gone = reduced_dims(call, x)
     keepdim = call["keepdim"]
-    if not _padded_among(x, gone):
+    if not _padded_among(x, gone) or not (x.dense.is_floating_point() or x.dense.is_complex()):
+        # Of whole numbers torch has none, and says so.
         return wrap_reduced(call.dense(), x, gone, keepdim)
     correction = 1 if call["correction"] is None else call["correction"]
     if call.op is aten.var.correction:

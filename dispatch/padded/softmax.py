@@ -26,7 +26,8 @@ def softmax(call: Call) -> Padded:
     if x.dim() == 0:
         return x.like(call.dense())
     d = call["dim"] % x.dim()
-    if not x.is_padded(d):
+    if not x.is_padded(d) or not (x.dense.is_floating_point() or call.get("dtype")):
+        # Of whole numbers torch has none, and says so.
         return x.like(call.dense())
     if "dtype" not in call or call["dtype"] in (None, x.dense.dtype):
         is_log = "log_softmax" in call.op.name()
@@ -34,7 +35,7 @@ def softmax(call: Call) -> Padded:
         if by_kernel is not None:
             return by_kernel
     # An integer input is cast to a real dtype, in which its least value is no neutral element.
-    real = x if x.dense.is_floating_point() else x.like(x.dense.to(call.get("dtype") or torch.get_default_dtype()))
+    real = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
     return x.like(call.dense({"self": real.filled(float("-inf"), [d])})).gradient_masked()
 
 
