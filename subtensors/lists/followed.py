@@ -7,6 +7,7 @@ them, `Part`. Between these, results are lists of stand-ins that autograd follow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,16 +37,20 @@ _WRITING = frozenset(
 )
 
 
-def run_in_compiler(call: ListCall) -> Any:
+def run_in_compiler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call that the compiler makes on lists: of what it traces, or with questions of its own."""
-    name = getattr(call.func, "__name__", "")
-    if call.func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
+    from subtensors.lists.tensor_list import TensorList
+
+    name = getattr(func, "__name__", "")
+    if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
         return None  # torch would warn that a list, which is no leaf, has none
-    if name not in _QUESTIONS and any(map(records, call.lists)):
-        return _run_recorded(call, name)
+    if name not in _QUESTIONS:
+        call = list_call(func, args, kwargs, TensorList)
+        if any(map(records, call.lists)):
+            return _run_recorded(call, name)
     # The rest reaches __torch_dispatch__, where a packed list is its flats.
     with torch._C.DisableTorchFunctionSubclass():
-        return call.func(*call.args, **call.kwargs)
+        return func(*args, **kwargs)
 
 
 def _run_recorded(call: ListCall, name: str) -> Any:

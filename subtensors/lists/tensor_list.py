@@ -300,10 +300,9 @@ class TensorList(torch.Tensor):
                 )
             # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        call = list_call(func, args, kwargs or {}, TensorList)
         if torch.compiler.is_compiling() or torch_private.is_tracing():
-            return followed.run_in_compiler(call)
-        return list_calls.run(call)
+            return followed.run_in_compiler(func, args, kwargs or {})
+        return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -314,15 +313,20 @@ class TensorList(torch.Tensor):
         return list_calls.run_overload(call)
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
+        if self._flats is not None and torch_private.asks_names_alone():
+            return self._names_of_flats(), None
         arena = self.arena
         records = self._records or self.wants_grad()
         if records and not followed.stands_in(self):
             records = torch.is_grad_enabled() and not followed.follow(self)
         if arena is not None and self._flats is not None:
-            return [f"flat_{i}" for i in range(len(self._flats))], (arena, records)
+            return self._names_of_flats(), (arena, records)
         for i in range(len(self)):
             followed.unrecorded(self, i)
         return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), records)
+
+    def _names_of_flats(self) -> list[str]:
+        return [f"flat_{i}" for i in range(len(self._flats or ()))]
 
     @staticmethod
     def __tensor_unflatten__(
