@@ -22,6 +22,20 @@ if not CUDA:
 # One thread a worker: the suite runs two workers on two cores.
 torch.set_num_threads(1)
 
+if not CUDA:
+    # For devices that may be initialised later, torch.manual_seed keeps the seed with the text of the whole call stack:
+    # a third of the time of a sweep that seeds for every call.
+    for later in (torch.cuda, torch.xpu, torch.mtia):
+        later.manual_seed_all = lambda seed: None
+
+
+def pytest_collection_finish() -> None:
+    """Have torch's op_db not look for a `unittest.TestCase` on the call stack: another third of a sweep over it."""
+    for name in ("common_utils", "opinfo.core"):
+        if module := sys.modules.get(f"torch.testing._internal.{name}"):
+            module.extract_test_fn = lambda: None
+
+
 settings.register_profile("dev", deadline=None, max_examples=25)
 settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=500)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch._ops import OpOverload
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from subtensors.dispatch.op_class_calls import Call
@@ -70,8 +71,6 @@ def attempt(run: Callable[[], Any]) -> bool:
 
 def sweep_op_db(recorder: Recorder, samples: int = 12) -> tuple[int, int]:
     """Runs op_db under the recorder: how many samples ran, and how many could not."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
     ran = [0, 0]
     for info in op_db:
         supported = info.supported_dtypes("cpu")
