@@ -20,6 +20,7 @@ NAN = float("nan")
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     **{f"a border by {mode}": lambda x, mode=mode: F.pad(x, (1, 2, 2, 1), mode) for mode in ("replicate", "reflect")},
     "a border in a circle": lambda x: F.pad(x, (2, 0, 1, 3), "circular"),
+    "less on one side, then a circle": lambda x: F.pad(x, (-1, 1, -1, 1), "circular"),
     "a border on one side, less on the other": lambda x: F.pad(x, (-1, 1, 2, -1), "replicate"),
     "nearest": lambda x: F.interpolate(x, scale_factor=2),
     "nearest, exactly": lambda x: F.interpolate(x, scale_factor=(1.5, 0.5), mode="nearest-exact"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,3 +57,89 @@ def test_a_call_may_write_to_an_out_argument() -> None:
     assert torch.add(x, 1, out=out) is out
     assert out.unpad().tolist() == [2.0] * 5
     assert out.dense[5:].eq(7).all()
+
+
+def views_then_whole(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def program(x: Any) -> Any:
+        y = x * 1
+        view = take(y)
+        y.mul_(2)
+        return view * 1
+
+    return program
+
+
+def written_through(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def program(x: Any) -> Any:
+        y = x * 1
+        take(y).mul_(2).add_(1)
+        return y
+
+    return program
+
+
+def augmented(x: Any) -> Any:
+    y = x * 1
+    y[:, 1:] += x[:, :-1]
+    y[..., 0] *= 2
+    return y
+
+
+def seen_by_both(x: Any) -> Any:
+    y = x * 1
+    view = y[:, -2:]
+    part = view[..., 1:]
+    view.add_(1)
+    y[:, 0] = 3.0
+    part.mul_(2)
+    return torch.cat([view, y], 1)
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "slice": lambda y: y[:, 1:],
+    "slice from the true end": lambda y: y[:, -2:],
+    "slice of a slice": lambda y: y[:, :-1][..., 0],
+    "transpose": lambda y: y.transpose(1, 2),
+    "reshape": lambda y: y.view(y.shape[0], -1, 3, 1),
+    "feature": lambda y: y.select(2, 1),
+}
+WRITES = {
+    **{f"whole of a {name}": views_then_whole(take) for name, take in VIEWS.items()},
+    **{f"through a {name}": written_through(take) for name, take in VIEWS.items()},
+    "augmented": augmented,
+    "seen by both": seen_by_both,
+}
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3, 8)], ids=["one size", "ragged"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_view_and_its_whole_are_one(name: str, lengths: tuple[int, ...], records: bool) -> None:
+    program = WRITES[name]
+    rows = [torch.randn(n, 3, dtype=torch.float64, requires_grad=records) for n in lengths]
+    x = st.pad(torch.stack(rows), {1: SEQ}, value=NAN) if lengths == (5, 5) else st.pad(rows, {0: SEQ}, value=NAN)
+    actual = list(program(x).unpad())
+    expected = [program(row[None])[0] for row in rows]
+    torch.testing.assert_close(actual, expected)
+    if records:
+        given, wanted = (
+            torch.autograd.grad(torch.stack([(t**2).sum() for t in outs]).sum(), rows) for outs in (actual, expected)
+        )
+        torch.testing.assert_close(given, wanted)
+
+
+def test_a_view_and_its_whole_are_one_in_compiled_code() -> None:
+    compiled = torch.compile(seen_by_both, fullgraph=True, backend="aot_eager")
+    for i, n in enumerate((5, 8, 3)):
+        t = torch.randn(2, n, 3, dtype=torch.float64)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            torch.testing.assert_close(compiled(st.pad(t, {1: SEQ}, value=NAN)).unpad(), seen_by_both(t))
+
+
+def test_what_a_plain_view_would_not_follow_is_refused() -> None:
+    y = st.pad(torch.ones(2, 5, requires_grad=True), {1: SEQ}) * 1
+    last = y[:, -1]
+    with pytest.raises(st.RuleError, match="a plain view of this PaddedTensor is held"):
+        y.mul_(2)
+    del last
+    assert y.mul_(2).unpad().eq(2).all()

@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
 from subtensors.dispatch.padded.true_sizes import ROWS
@@ -64,6 +64,10 @@ def _of_itself(call: Call, x: Padded) -> Padded:
     for i in range(len(widths) // 2):
         d = x.dim() - 1 - i
         left, right = widths[2 * i], widths[2 * i + 1]
+        if mode == "circular" and min(left, right) < 0:
+            # What is cut off does not come round.
+            x = apply(aten.slice.Tensor, x, d, max(-left, 0), min(right, 0) or None)
+            left, right = max(left, 0), max(right, 0)
         if not (left or right):
             continue
         size = prefix_size(x, d)

@@ -1,24 +1,16 @@
-"""`x[...] = value`: written where the same indexing of a tensor of positions says.
-
-Torch writes through a view of `x`. Where autograd follows `x`, or the view had to be copied since it counts from the
-true end, there is none to write through. Then the elements of `x` are numbered, the numbers indexed as `x` is, and the
-values scattered to them; what was indexed beyond the true end goes to a position that is cut off.
-"""
+"""`x[...] = value`: written through the view that the index takes, whether there is one or not."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain
-from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
-from subtensors.dispatch.size_factors import bucket_of
-from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.dispatch.padded.padded_value import Padded, plain
+from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.wrapping import followed
-from subtensors.padded.writes import write_back
+from subtensors.padded.writes import write_view
 
 
 def assign(x: PaddedTensor, index: Any, value: Any) -> None:
@@ -39,20 +31,7 @@ def assign(x: PaddedTensor, index: Any, value: Any) -> None:
         >>> x.tolist()
         [0.0, 0.0, 0.0, 1.0, 1.0]
     """
-    whole = followed(x)
-    numbers = torch.arange(whole.dense.numel(), device=whole.dense.device).view(whole.shape)
-    picked: Any = wrap(whole.like(numbers))[index]
-    at = value_of(picked) if isinstance(picked, PaddedTensor) else plain(picked)
-    new = _value(value, whole.dense)
-    dims, sizes = broadcast([at, new])
-    if len(dims) != at.dim():
-        raise Inexpressible(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
-    shape = list(map(bucket_of, dims))
-    end = whole.dense.numel()
-    targets = Padded(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
-    values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
-    flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
-    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None))
+    write_view(x, lambda whole: whole[index], _value(value, x._dense))
 
 
 def _value(value: Any, like: Tensor) -> Padded:

@@ -31,6 +31,7 @@ from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import size_of
+from subtensors.padded.origins import remember
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.rewritten import REWRITTEN
 from subtensors.padded.size_arithmetic import PaddedSize, is_watching, watched_shape
@@ -77,6 +78,7 @@ class _Running:
         self.shells: dict[int, PaddedTensor] = {}
         self.outer: dict[int, Tensor] = {}
         self.written: dict[int, PaddedTensor] = {}
+        self.plain_views: list[Tensor] = []
 
     def shell(self, x: Tensor) -> Tensor:
         """What stands for an argument below autograd."""
@@ -171,7 +173,9 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         _state.calls.pop()
     for shell in running.written.values():
         write_back(running.outer[id(shell)], value_of(shell))
-    return mapped(Tensor, lambda t: _outside(t, running), out)
+    out = mapped(Tensor, lambda t: _outside(t, running), out)
+    remember(func, args, kwargs, out, running.plain_views)
+    return out
 
 
 def _outside(t: Tensor, running: _Running) -> Tensor:
@@ -179,7 +183,10 @@ def _outside(t: Tensor, running: _Running) -> Tensor:
         return t
     if id(t) in running.outer:
         return running.outer[id(t)]
-    return wrapped(value_of(t))
+    outside = wrapped(value_of(t))
+    if t._view == "alias" and not isinstance(outside, PaddedTensor):
+        running.plain_views.append(outside)
+    return outside
 
 
 def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

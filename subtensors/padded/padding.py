@@ -64,6 +64,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
 
 def unpad(x: PaddedTensor) -> Any:
     """`PaddedTensor.unpad`."""
+    from subtensors.padded.origins import note_plain
     from subtensors.padded.wrapping import followed
 
     value = followed(x)
@@ -72,7 +73,9 @@ def unpad(x: PaddedTensor) -> Any:
         return value.dense
     if sizes.is_captured or (not sizes.known_on_host and torch_private.is_traced(sizes.values)):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
-    return logical(value)
+    data = logical(value)
+    note_plain(x, data if isinstance(data, list) else [data])
+    return data
 
 
 def logical(value: Padded) -> Any:

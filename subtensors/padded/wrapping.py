@@ -16,6 +16,7 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.padded.gradient_padding import Arrival
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.size_factors import size_of
+from subtensors.padded.origins import current, note_plain
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 
 
@@ -28,6 +29,7 @@ def wrapped(value: Padded) -> Tensor:
 
 def followed(x: PaddedTensor) -> Padded:
     """The value of a PaddedTensor whose storage autograd follows."""
+    x = current(x)
     value = value_of(x)
     if x.requires_grad and torch.is_grad_enabled():
         arrival = Arrival()
@@ -74,7 +76,9 @@ class Wrap(torch.autograd.Function):
 @torch_private.run_by_the_compiler
 def dense_of(x: PaddedTensor) -> Tensor:
     """`PaddedTensor.dense`."""
-    return followed(x).dense
+    dense = followed(x).dense
+    note_plain(x, [dense])
+    return dense
 
 
 @torch_private.run_by_the_compiler

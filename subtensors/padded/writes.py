@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded
+from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain
+from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import together
-from subtensors.padded.padded_tensor import PaddedTensor, value_of
-from subtensors.padded.wrapping import wrapped
+from subtensors.dispatch.size_factors import bucket_of
+from subtensors.padded.origins import refuse_plain_views
+from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.padded.wrapping import followed, wrapped
 
 
 def copied_whole(target: Tensor, source: Tensor) -> bool:
@@ -58,12 +63,46 @@ def write_back(outer: Tensor, new: Padded) -> None:
     value = replace(value_of(outer), dense=dense)
     recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
     if outer._view == "copy" or (recording and outer._view):
-        raise RuleError(
-            "a view of a PaddedTensor is not written to where autograd follows it, or where it counts from the true "
-            "end and had to be copied: write to the whole, x[...] = value, or to a clone of the view"
-        )
+        if outer._origin is None:
+            raise RuleError(
+                "this view of a PaddedTensor does not know what it is a view of, and is not written to where autograd "
+                "follows it or where it had to be copied: write to the whole, x[...] = value, or to a clone of the view"
+            )
+        write_view(outer._origin.base, outer._origin.view, value)
+        return
+    if recording:
+        refuse_plain_views(outer)
     with torch._C.DisableTorchFunctionSubclass():
         if recording:
             outer.copy_(wrapped(value))
         else:
             outer._dense.copy_(dense)
+
+
+def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded) -> None:
+    """Write through a view, also where autograd follows, or where the view has to be copied.
+
+    The elements of `x` are numbered, the view is taken of the numbers, and the values are scattered to them; what would
+    be written beyond the true end goes to a position that is cut off.
+
+    Args:
+        x: what is written to.
+        view: takes the view.
+        new: the values, which broadcast to the view.
+
+    Raises:
+        RuleError: there is no rule for such a view.
+    """
+    whole = followed(x)
+    numbers = torch.arange(whole.dense.numel(), device=whole.dense.device).view(whole.shape)
+    picked = view(wrap(whole.like(numbers)))
+    at = value_of(picked) if isinstance(picked, PaddedTensor) else plain(picked)
+    dims, sizes = broadcast([at, new])
+    if len(dims) != at.dim():
+        raise Inexpressible(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
+    shape = list(map(bucket_of, dims))
+    end = whole.dense.numel()
+    targets = Padded(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
+    values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
+    flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
+    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None))
