@@ -445,6 +445,11 @@ def run_by_the_compiler(function: F) -> F:
     return torch._dynamo.allow_in_graph(function)  # type: ignore[no-any-return]
 
 
+def runs_outside_of_graphs(function: F) -> F:
+    """A function at which compiled code breaks its graph, to run it as it stands."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
 def is_transforming() -> bool:
     """Is a transform of torch.func, or forward-mode differentiation, under way? Checked on 2.11, 2.13."""
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0

@@ -25,6 +25,7 @@ MIB = 1 << 20
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Is a graph captured on the current stream, as far as anyone can tell? Set in the test, without a GPU."""
+    gc.collect()  # what other tests left behind
     is_on = [False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_on[0])
@@ -44,7 +45,6 @@ def sleeping_arena() -> weakref.ref[Any]:
 
 
 def test_an_arena_that_is_collected_while_a_graph_is_captured_goes_after_it(capture: list[bool]) -> None:
-    gc.collect()  # what other tests left behind
     memory = sleeping_arena()
     capture[0] = True
     gc.collect()

@@ -105,6 +105,19 @@ def test_compiled_code_reads_writes_and_assigns_the_gradient_of_a_static_paramet
         assert w.grad.tolist() == [value / 2 + 1] * 3
 
 
+def test_what_compiled_code_makes_static_is_made_outside_of_its_graph(device: str) -> None:
+    arena = st.Arena(device)
+
+    @torch.compile
+    def make(x: Tensor) -> tuple[Tensor, Tensor]:
+        return st.static(x + 1), arena.full((2,), 3.0)
+
+    for value in (1.0, 2.0):
+        s, t = make(torch.full((2,), value, device=device))
+        assert type(s) is type(t) is st.StaticAddressTensor
+        assert (s.tolist(), t.tolist(), t in arena) == ([value + 1] * 2, [3, 3], True)
+
+
 def test_a_compiled_mover_is_refused() -> None:
     s = st.static(torch.ones(4))
     for move in (lambda t: t.resize_(100), lambda t: torch.add(torch.ones(100), 1, out=t)):

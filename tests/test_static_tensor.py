@@ -334,6 +334,20 @@ def test_a_list_of_static_tensors_is_a_tensor_list(device: str) -> None:
     assert torch.equal((s + st.TensorList([torch.ones(3, device=device)]))[0], s.data + 1)
 
 
+def test_a_number_is_formatted_as_a_plain_one(device: str) -> None:
+    s = st.static(torch.tensor(2.5, device=device))
+    assert f"{s:.2f} {s}" == "2.50 2.5"
+
+
+def test_functions_that_hand_all_arguments_on_by_name_take_it(device: str) -> None:
+    s = st.static(nn.Parameter(torch.zeros(3, 3, device=device)))
+    at = s.data_ptr()
+    assert nn.init.normal_(s) is s
+    assert bool((s != 0).any())
+    assert s.data_ptr() == at
+    assert s.type().endswith("FloatTensor")
+
+
 @pytest.mark.parametrize("t", [3, torch.ones(2).to_sparse(), torch.ones(2, device="meta"), st.TensorList([])])
 def test_what_has_no_address_is_refused(t: Any) -> None:
     with pytest.raises(TypeError, match=r"st\.static takes a"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.byte_sizes import in_units, parse_bytes
-from subtensors.dispatch import captures
+from subtensors.dispatch import captures, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.sleeping import Census, Sleep, memory_of
 from subtensors.kernels.address import bytes_at
@@ -334,6 +334,7 @@ class Arena:
                 self._sleep.wake()
             captures.when_idle(self._contents.close)
 
+    @torch_private.runs_outside_of_graphs
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """A tensor of this layout, filled with a value where one is given."""
         refuse_capture(self.device)

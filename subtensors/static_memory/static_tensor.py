@@ -116,8 +116,7 @@ class StaticAddressTensor(_ReadAsPlain):
         if kwargs and not torch.compiler.is_compiling() and (outs := _outs_of(func, kwargs)):
             return _write_out(func, types, args, kwargs, outs)
         result = super().__torch_function__(func, types, args, kwargs or {})
-        is_new = result is not args[0] and isinstance(result, Tensor)
-        if func in _CONVERSIONS and is_new and isinstance(args[0], StaticAddressTensor):
+        if func in _CONVERSIONS and isinstance(args[0], StaticAddressTensor) and _is_new(result, args[0]):
             return result if torch.compiler.is_compiling() else _Placed.apply(result)  # type: ignore[no-untyped-call]
         return result
 
@@ -146,6 +145,9 @@ class StaticAddressTensor(_ReadAsPlain):
         # torch.utils.swap_tensors asks this of both tensors before it changes anything.
         _refuse(self, "torch.utils.swap_tensors", _COPY)
 
+    def __format__(self, spec: str) -> str:
+        return format(self.data, spec) if spec or self.dim() == 0 else str(self)  # torch asks for its own class
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = _rebuild(*_parts(self))
@@ -155,6 +157,7 @@ class StaticAddressTensor(_ReadAsPlain):
         return _rebuild, _parts(self)
 
 
+@torch_private.runs_outside_of_graphs
 def static(t: Tensor) -> StaticAddressTensor:
     """The values of `t` at an address that never moves.
 
@@ -194,6 +197,8 @@ def refuse_other(t: object) -> None:
         refuse_sleeper("st.static")
     if type(t) not in PLAIN_TYPES or t.layout != torch.strided:
         raise TypeError(f"st.static takes a strided torch.Tensor; got a {t.layout} {type(t).__name__}")
+    if t.is_quantized:
+        raise TypeError(f"st.static takes plain numbers; got {t.dtype}: give it t.int_repr()")
     if t.device.type not in ("cpu", "cuda"):
         raise TypeError(f"st.static takes a tensor on a CPU or a CUDA device; got one on {t.device}")
 
@@ -257,6 +262,10 @@ def with_role(t: _T, requires_grad: bool, is_parameter: bool) -> _T:
     if is_parameter:
         return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]
     return t.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _is_new(result: Any, of: Tensor) -> bool:
+    return isinstance(result, Tensor) and result is not of  # a name, of type()
 
 
 def _stays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
