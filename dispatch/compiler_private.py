@@ -49,6 +49,10 @@ class CompiledGraph:
         stand_ins = FakeTensorMode(shape_env=self._sizes)
         self._inputs = []
         for i, t in enumerate([*inputs, *self._held]):
+            if not t.dim():
+                # With a source torch takes its value for a number of the caller's Python.
+                self._inputs.append(stand_ins.from_tensor(t.detach(), static_shapes=True))
+                continue
             kinds = [DimDynamic.DUCK if (i, d) in open_dims else DimDynamic.STATIC for d in range(t.dim())]
             context = StatelessSymbolicContext(dynamic_sizes=kinds)  # type: ignore[var-annotated]
             source = ConstantSource(f"t{i}")

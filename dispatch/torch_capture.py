@@ -203,13 +203,6 @@ def saved_values(graph: torch.fx.Graph, owner: torch.nn.Module, results: int, gr
     return [names[node.name] for node in saved]
 
 
-def compilations() -> int:
-    """How many graphs the compiler has compiled in this process. Checked on 2.11, 2.13."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
 def random_place(device: torch.device) -> torch.Tensor:
     """Where the random generator of a device is; the host knows. Checked on 2.11, 2.13."""
     return _generator(device).get_state()

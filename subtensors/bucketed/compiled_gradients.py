@@ -7,17 +7,17 @@ forward that leaves what is dear to compute again, and a backward. Each is compi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.compiled import assembled, places_of, taken_apart, trace_points
+from subtensors.bucketed.compiled import assembled, taken_apart
+from subtensors.bucketed.one_or_each import OneOrEach, OpenCode, places_of
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.state import leaves_behind
-from subtensors.dispatch import torch_capture
 from subtensors.dispatch.joint_graph import Halves
 from subtensors.dispatch.shape_template import NoTemplate, Template
 from subtensors.dispatch.torch_capture import NotFunctional
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("subtensors.bucketed")
 
 
-class _Code:
-    """The two halves of a program, compiled.
+class Joint:
+    """A program and its gradients, traced and cut into two graphs.
 
     Args:
         bucket: any of those they are for.
@@ -50,75 +50,35 @@ class _Code:
             simplified=True,
         )
         *_, self.is_present, self.roots_at, self.count = self.template.extra(points[0])
-        halves = Halves(self.template.module, self.count, sum(self.is_present), self.template.traces)
-        self.read, self.varying = halves.read, halves.varying
-        self._forward: Callable[..., Any] = torch.compile(halves.forward, **options)
-        self._backward: Callable[..., Any] = torch.compile(halves.backward, **options)
-
-    def forward(self, bucket: TrainedBucket, given: Sequence[Tensor]) -> tuple[Outputs, list[Tensor]]:
-        """The program's results, and what they leave for the backward."""
-        found = self._forward(*_inputs(bucket, given))
-        rest, spec, is_leaf, *_ = self.template.extra(bucket.reading.buckets)
-        return assembled(found[: self.count], (rest, spec, is_leaf)), list(found[self.count :])
-
-    def backward(
-        self, bucket: TrainedBucket, saved: Sequence[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """The gradients, with None where there is none."""
-        for tensor, dims in zip(saved, self.varying, strict=False):
-            _leave_open(tensor, dims)
-        for tensor, dims in zip(tangents, self.varying[len(saved) :], strict=True):
-            _leave_open(tensor, dims)
-        inputs = _inputs(bucket, given)
-        found = iter(self._backward(*saved, *[inputs[i] for i in self.read], *tangents))
-        return [next(found) if is_present else None for is_present in self.is_present]
+        self.halves = Halves(self.template.module, self.count, sum(self.is_present), self.template.traces)
+        self.forward = OpenCode(self.halves.forward, options)
+        self.backward = OpenCode(self.halves.backward, options)
 
 
-class CompiledGradients:
-    """The buckets of one program that differ in nothing but sizes, and that autograd follows.
+class CompiledGradients(OneOrEach[Joint]):
+    """A program that autograd follows as compiled code; arguments as of `OneOrEach`."""
 
-    Args:
-        bucket: any of them.
-        options: of `torch.compile`.
-    """
+    refusal = ""
+    """Why it runs uncompiled."""
 
-    def __init__(self, bucket: TrainedBucket, options: dict[str, Any]) -> None:
-        self.options = options
-        self.dims = bucket.reading.dims
-        self._one: _Code | None = None
-        self._each: dict[tuple[int, ...], _Code] = {}
-        self._is_known = False
-        self.refusal = ""
-        """Why it runs uncompiled."""
-        self.compilations = 0
+    @property
+    def compilations(self) -> int:
+        """How many there were, each of a forward and a backward."""
+        return sum(len(joint.forward.made) for joint in self.every())
 
     def prepare(self, bucket: TrainedBucket) -> None:
         """Trace the program, if that was not done; `refusal` then says if it can be compiled."""
-        if not self._is_known:
-            self._is_known = True
-            self._one = self._open(bucket)
-        sizes = bucket.reading.buckets
-        if self._one is None and not self.refusal and sizes not in self._each:
-            try:
-                self._each[sizes] = _Code(bucket, [sizes], self.options)
-            except (NoTemplate, NotFunctional) as why:
-                self._refuse(why)
-
-    def _open(self, bucket: TrainedBucket) -> _Code | None:
-        points = trace_points(self.dims, bucket.reading.buckets)
-        if points is None:
-            return None
+        if self.refusal:
+            return
         try:
-            return _Code(bucket, points, self.options)
-        except NotFunctional as why:
-            self._refuse(why)
-        except NoTemplate as difference:
-            _log.warning("compiled once a bucket: %s", difference)
-        return None
+            self.at(bucket)
+        except (NoTemplate, NotFunctional) as why:
+            self.refusal = str(why)
+            _log.warning("it runs uncompiled where autograd follows: %s", why)
 
-    def _refuse(self, why: Exception) -> None:
-        self.refusal = str(why)
-        _log.warning("it runs uncompiled where autograd follows: %s", why)
+    def traced(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]]) -> Joint:
+        """See `OneOrEach`."""
+        return Joint(bucket, points, self.options)
 
     def forward(self, bucket: TrainedBucket, given: Sequence[Tensor]) -> tuple[Outputs, list[int], list[Tensor]]:
         """Run the program.
@@ -130,15 +90,18 @@ class CompiledGradients:
         Returns:
             The results, which of them want a gradient, and what they leave for the backward.
         """
-        code = self._code(bucket)
-        with _counted(self), _as_traced(bucket):
-            outputs, saved = code.forward(bucket, given)
-        return outputs, code.roots_at, saved
+        joint, sizes = self.at(bucket), bucket.reading.buckets
+        inputs = [t.detach() for t in given]
+        with _as_traced(bucket):
+            found = joint.forward.at(sizes, inputs, self.open_dims(bucket))(*inputs)
+        rest, spec, is_leaf, *_ = joint.template.extra(sizes)
+        outputs = assembled(found[: joint.count], (rest, spec, is_leaf))
+        return outputs, joint.roots_at, found[joint.count :]
 
     def backward(
         self, bucket: TrainedBucket, saved: Sequence[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The gradients of what is differentiated.
+        """The gradients of what is differentiated, None where there is none.
 
         Args:
             bucket: as in `forward`.
@@ -146,23 +109,17 @@ class CompiledGradients:
             given: as there.
             tangents: the gradients of the results that want one.
         """
+        joint, sizes = self.at(bucket), bucket.reading.buckets
+        read = joint.halves.read
+        inputs = [*saved, *[given[i].detach() for i in read], *tangents]
+        open_dims: list[tuple[int, int]] = []
+        if self.one is not None:
+            own = [(len(saved) + read.index(i), d) for i, d in self.open_dims(bucket) if i in read]
+            at = [*range(len(saved)), *range(len(saved) + len(read), len(inputs))]
+            open_dims = [*own, *[(i, d) for i, dims in zip(at, joint.halves.varying, strict=True) for d in dims]]
         with _as_traced(bucket):
-            return self._code(bucket).backward(bucket, saved, given, tangents)
-
-    def _code(self, bucket: TrainedBucket) -> _Code:
-        return self._one or self._each[bucket.reading.buckets]
-
-
-def _inputs(bucket: TrainedBucket, given: Sequence[Tensor]) -> list[Tensor]:
-    inputs = [t.detach() for t in given]
-    for source, static in zip(bucket.reading.sources, inputs, strict=False):
-        _leave_open(static, [d for d, k in enumerate(source.which) if k >= 0])
-    return inputs
-
-
-def _leave_open(tensor: Tensor, dims: Sequence[int]) -> None:
-    for d in dims:
-        torch._dynamo.maybe_mark_dynamic(tensor, d)
+            found = iter(joint.backward.at(sizes, inputs, open_dims)(*inputs))
+        return [next(found) if is_present else None for is_present in joint.is_present]
 
 
 @contextmanager
@@ -173,13 +130,6 @@ def _as_traced(bucket: TrainedBucket) -> Iterator[None]:
     """
     with torch.no_grad(), torch.autocast(bucket.device.type, enabled=False, cache_enabled=False):
         yield
-
-
-@contextmanager
-def _counted(code: CompiledGradients) -> Iterator[None]:
-    before = torch_capture.compilations()
-    yield
-    code.compilations += torch_capture.compilations() - before
 
 
 def _joint(bucket: TrainedBucket, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
