@@ -45,7 +45,9 @@ class Halves:
         outs = _outs(joint.graph)
         wanted, tangents = outs[results : results + gradients], outs[results + gradients :]
         inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
-        saved = [n for n in dict.fromkeys([*chosen, *_random(joint.graph)]) if n not in inputs]
+        # A backward may be random itself, or said to be, as some of attention's are.
+        not_saved = {*inputs, *_downstream(joint.graph, tangents)}
+        saved = [n for n in dict.fromkeys([*chosen, *_random(joint.graph)]) if n not in not_saved]
         needed = _needed(wanted, [*saved, *inputs, *tangents])
         saved = [n for n in saved if n in needed]
         self.read = [i for i, n in enumerate(inputs) if n in needed]
@@ -103,6 +105,15 @@ def _random(graph: fx.Graph) -> list[fx.Node]:
     """The tensors that random ops make."""
     found = _random_ops(graph)
     return [part for n in found for part in (n.users if isinstance(n.meta.get("val"), (tuple, list)) else [n])]
+
+
+def _downstream(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """Some nodes and all that is computed from them."""
+    found = set(sources)
+    for node in graph.nodes:
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _needed(wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> set[fx.Node]:

@@ -91,6 +91,43 @@ def test_the_backward_runs_no_product_of_the_forward_again(device: str) -> None:
     assert products == [8, 16]
 
 
+@torch.library.custom_op("subtensors_tests::same", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def same(x: Tensor) -> Tensor:
+    """A copy, by an op that is said to be random, as backwards of attention are."""
+    return x.clone()
+
+
+same.register_fake(torch.empty_like)
+
+
+class RandomBackward(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return same(gradients[0])
+
+
+def test_a_backward_that_is_random_itself_gets_the_gradient_that_arrives(device: str, options: dict[str, Any]) -> None:
+    weight = torch.randn(4, device=device, requires_grad=True)
+
+    def program(x: Tensor) -> Tensor:
+        return RandomBackward.apply((x @ weight).sum()) * 2  # type: ignore[no-untyped-call,no-any-return]
+
+    run = st.bucketed(program, {"x": {0: SEQ}}, compile=options or True)
+    for n in (5, 6):
+        x = torch.randn(n, 4, device=device)
+        found, expected = (
+            torch.autograd.grad(f(x), weight, torch.tensor(7.0, device=device))[0] for f in (run, program)
+        )
+        torch.testing.assert_close(found, expected)
+    assert codes(run) == [True]
+
+
 def test_results_that_are_cut_and_inputs_get_their_gradients(device: str, options: dict[str, Any]) -> None:
     net = Net(device).layer
     run = st.bucketed(
