@@ -45,8 +45,11 @@ _AWAKE_TOO = frozenset(
 )
 _NAMES = frozenset([*_ATTRIBUTES, *_METHODS, "grad", "_is_param", "_backward_hooks", "_dynamo_static_input_type"])
 
-_PLACES = frozenset(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta"))
-"""What is asked of the memory: a tensor without it may be on no device."""
+_ASKED_OF_MEMORY = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")]
+    + [Tensor.is_conj, Tensor.is_neg]
+)
+"""What a tensor without memory may say otherwise."""
 
 _MEMORY = "_memory_of_sleeper"
 _REASON = "a kernel of torch on a tensor of a released Arena: call restore() on the Arena first"
@@ -59,7 +62,7 @@ class Asleep:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _PLACES:
+        if func in _ASKED_OF_MEMORY:
             args = memory_of(args[0]), *args[1:]
         if func in _AWAKE_TOO:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
@@ -126,14 +129,17 @@ class Census:
             # A view holds its base, also where it was given memory elsewhere, as those of `holding_views` are.
             # Asked past the class: those of another arena may be asleep.
             views = {id(t): t for t in [*everything, *gradients] if Tensor._is_view(t)}
-            self._bases = Counter(id(Tensor._base.__get__(t)) for t in views.values())  # type: ignore[union-attr]
+            self._views: dict[int, list[Tensor]] = {}
+            """By the id of their base."""
+            for view in views.values():
+                self._views.setdefault(id(Tensor._base.__get__(view)), []).append(view)  # type: ignore[union-attr]
         self.tensors: list[Tensor] = list({**found, **{id(t): t for t in wrappers}}.values())
         self._gradients = Counter(id(t) for t in gradients)
 
     def held_by_others(self) -> Tensor | None:
         """A tensor that C++ holds as well, as autograd graphs hold what they saved; None when there is none."""
         with torch._C.DisableTorchFunctionSubclass():
-            expected = Counter({id(t): 1 + self._gradients[id(t)] + self._bases[id(t)] for t in self.tensors})
+            expected = Counter({id(t): 1 + self._gradients[id(t)] for t in self.tensors})
             # The node that accumulates a leaf's gradient refers to the leaf; asked for, it is there for certain.
             leaves = [t for t in self.tensors if _is_leaf(t)]
             nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in leaves]
@@ -141,13 +147,18 @@ class Census:
             in_storage = Counter(map(torch_private.storage_of, self.tensors))
             for t in self.tensors:
                 storage_uses = torch_private.storage_use_count(t)
-                if (
-                    torch_private.use_count(t) > expected[id(t)]
-                    or storage_uses > in_storage[torch_private.storage_of(t)]
-                ):
+                if storage_uses > in_storage[torch_private.storage_of(t)] or self._is_held(t, expected[id(t)]):
                     return t
             del nodes
         return None
+
+    def _is_held(self, t: Tensor, expected: int) -> bool:
+        """Do more refer to a tensor than so many and its views?"""
+        views = self._views.get(id(t), [])
+        if torch_private.use_count(t) <= expected + len(views):
+            return False
+        # A view across complex numbers and their parts refers to its base twice, and so do its own views.
+        return torch_private.use_count(t) > expected + sum(torch_private.holds_of_base(view, t) for view in views)
 
 
 class Sleep:

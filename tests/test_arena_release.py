@@ -147,6 +147,34 @@ def test_what_asks_no_subclass_is_refused_too_while_released(device: str, use: s
     assert "_memory_of_sleeper" not in vars(t)
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pairs": torch.view_as_real,
+    "a part of pairs": lambda t: torch.view_as_real(t)[1:],
+    "conjugates": torch.conj,
+    "other numbers": lambda t: t.view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_across_complex_numbers_and_their_parts_sleep(device: str, view: str) -> None:
+    arena = st.Arena(device)
+    t = arena.full((4,), 1 + 2j, dtype=torch.complex64)
+    seen = VIEWS[view](t)
+    values = seen.tolist()
+    form = seen.shape, seen.stride(), seen.storage_offset(), seen.is_conj(), seen.is_neg()
+    arena.release()
+    with pytest.raises(st.AddressError):
+        seen + 1
+    assert (seen.shape, seen.stride(), seen.storage_offset(), seen.is_conj(), seen.is_neg()) == form
+    arena.restore()
+    assert seen.tolist() == values
+    leaf = torch.ones(4, dtype=torch.complex64, device=device, requires_grad=True)
+    product = leaf * t  # saves it
+    with pytest.raises(st.AddressError, match="held by C"):
+        arena.release()
+    product.abs().sum().backward()
+
+
 def test_sleep_leaves_versions_hooks_and_graphs_as_they_were(device: str) -> None:
     arena = st.Arena(device)
     w = arena.static(nn.Parameter(torch.ones(4)))
