@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
+from subtensors.kernels.launch import LANES
 from subtensors.kernels.square_sum import Prelude
 
 
@@ -266,7 +267,7 @@ def test_the_counts_of_the_first_group_follow_the_norm_in_its_kernel(monkeypatch
 
     monkeypatch.setattr(Prelude, "followed_by", counted)
     monkeypatch.setattr(Prelude, "alone", None)
-    groups = [{"params": ones(300)}, {"params": ones(2), "lr": 0.5}]
+    groups = [{"params": ones(LANES + 2)}, {"params": ones(2), "lr": 0.5}]
     optimizer = st.optim.AdamW(groups, lr=0.1, max_norm=0.5)
     with kernels_on_cpu():
         optimizer.step()
