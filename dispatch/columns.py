@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch.tensor_guards import MetadataGuard, PlaceGuard
 
 
 class Elements(list[Tensor]):
@@ -105,8 +105,8 @@ class ColumnGuard:
 
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if is_fixed(column) else None
-        self._metadata = torch_private.MetadataGuard(distinct(column))
-        self._places: weakref.WeakKeyDictionary[Elements, torch_private.PlaceGuard] = weakref.WeakKeyDictionary()
+        self._metadata = MetadataGuard(distinct(column))
+        self._places: weakref.WeakKeyDictionary[Elements, PlaceGuard] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: Addresses) -> bool:
         """Is every tensor like the one in its place?
@@ -127,11 +127,11 @@ class ColumnGuard:
         if places is None or not places.matches(column):
             if not self._metadata.matches(column):
                 return False
-            places = self._places[holder] = torch_private.PlaceGuard(column)
+            places = self._places[holder] = PlaceGuard(column)
         addresses.append(places.addresses)
         return True
 
-    def places(self, column: Sequence[Tensor]) -> torch_private.PlaceGuard | None:
+    def places(self, column: Sequence[Tensor]) -> PlaceGuard | None:
         """Where the tensors of this column were last seen; None where an address does not tell all about them."""
         holder = _promising(column)
         return None if holder is None else self._places.get(holder)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from subtensors.dispatch.columns import ColumnGuard, Columns, is_fixed
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.sleeping import Sleep
-from subtensors.dispatch.torch_private import PlaceGuard
+from subtensors.dispatch.tensor_guards import PlaceGuard
 
 if TYPE_CHECKING:
     from subtensors.dispatch.calls import Call

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
 from subtensors.dispatch.graph_numbers import GraphNumbers
+from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.optim.group_numbers import step_signature
 from subtensors.optim.optimizer import Optimizer
 
@@ -32,7 +32,7 @@ class Optimizers:
     def look(self) -> None:
         """Take what is there now for what is recorded."""
         self._state = self.tensors()
-        self._guard = torch_private.AddressGuard(self._state)
+        self._guard = AddressGuard(self._state)
         with torch.no_grad():
             # Keeps the memory, also where `.data` is replaced.
             self._memory = [t.detach() for t in self._state]

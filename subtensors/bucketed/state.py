@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.optimizers import Optimizers
-from subtensors.dispatch import torch_private
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
+from subtensors.dispatch.tensor_guards import AddressGuard
 
 _DEPTH = 3
 
@@ -50,7 +50,7 @@ class State:
         self._children = _values(self._parents)
         self._held = _values(self._holders)
         self._tensors = self.tensors()
-        self._guard = torch_private.AddressGuard(self._tensors)
+        self._guard = AddressGuard(self._tensors)
         with torch.no_grad():
             # Keeps the memory, also where `.data` is replaced.
             self._memory = [t.detach() for t in self._tensors]

@@ -16,7 +16,8 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.dispatch.torch_private import SameGuard, use_count
+from subtensors.dispatch.tensor_guards import SameGuard
+from subtensors.dispatch.torch_private import use_count
 from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence, ValuesView
 from typing import Any, NoReturn, cast
 
@@ -18,7 +17,7 @@ from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler
 from subtensors.lists.packing import Layout, Places, are_private, pack
-from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree
+from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree, tally
 
 _log = logging.getLogger(__name__)
 
@@ -231,17 +230,10 @@ class TensorList(torch.Tensor):
             kinds = [(self._flats[g].dtype, self._flats[g].device) for g in self._arena.groups]
         else:
             kinds = [(t.dtype, t.device) for t in self.elements()]
-        counts = Counter(zip(kinds, shapes, strict=True))
-        groups = [
-            f"{count} x {str(dtype).removeprefix('torch.')}{list(shape)} {device}"
-            for ((dtype, device), shape), count in counts.most_common(4)
-        ]
-        groups += [f"{len(counts) - 4} more kinds"] if len(counts) > 4 else []
-        packed = ""
-        if self._flats is not None:
-            packed = f"; packed in {len(self._flats)} flat{'s' if len(self._flats) > 1 else ''}"
+        flats = len(self._flats or ())
+        packed = f"; packed in {flats} flat{'s' if flats > 1 else ''}" if flats else ""
         size = f"{len(self)} tensor{'' if len(self) == 1 else 's'}, {sum([s.numel() for s in shapes])} values"
-        return f"TensorList({size}{': ' if groups else ''}{', '.join(groups)}{packed})"
+        return f"TensorList({size}{': ' if shapes else ''}{tally(kinds, shapes)}{packed})"
 
     __str__ = __repr__
     __hash__ = object.__hash__

@@ -1,8 +1,9 @@
-"""Questions about pytree structures: the name of a path, the first difference, the subtree under a path."""
+"""Questions about pytrees of tensors: the name of a path, the first difference, the subtree under a path, the tally."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,3 +94,18 @@ def _kind(spec: optree.PyTreeSpec) -> str:
     if spec.type is None:
         return "a tensor" if spec.is_leaf() else "None"
     return f"{spec.type.__name__} of {spec.num_children}"
+
+
+def tally(kinds: Sequence[tuple[torch.dtype, torch.device]], shapes: Sequence[torch.Size]) -> str:
+    """How many tensors there are of each kind and shape, the four commonest.
+
+    >>> tally([(torch.float32, torch.device("cpu"))] * 2, [torch.Size([3])] * 2)
+    '2 x float32[3] cpu'
+    """
+    counts = Counter(zip(kinds, shapes, strict=True))
+    parts = [
+        f"{count} x {str(dtype).removeprefix('torch.')}{list(shape)} {device}"
+        for ((dtype, device), shape), count in counts.most_common(4)
+    ]
+    parts += [f"{len(counts) - 4} more kinds"] if len(counts) > 4 else []
+    return ", ".join(parts)

@@ -20,6 +20,7 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
+from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.kernels import graph_lifetime
 from subtensors.kernels.launch import to_device
 from subtensors.kernels.square_sum import DTYPES, Prelude, SquareSum, reference
@@ -112,7 +113,7 @@ class _Sweep:
         self.batches, self.seed, self.device = batches, total, total.device
         self.dtypes = [g.dtype for g in gradients]
         self.grid = SquareSum([g.numel() for g in gradients], self.dtypes, self.device, total)
-        self._places: torch_private.AddressGuard | None = None
+        self._places: AddressGuard | None = None
         self._table = total
         self._stream = 0
         """The stream of the last eager call."""
@@ -150,7 +151,7 @@ class _Sweep:
         is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
         places, table = self._places, self._table
         if places is None or not places.matches(own):
-            places = torch_private.AddressGuard(own)
+            places = AddressGuard(own)
             table = to_device(self.grid.rows([places.addresses]), self.device)
         self._own = [g for g, given in zip(own, gradients, strict=True) if g is not given]
         if is_capturing:

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.tensor_guards import PlaceGuard
 from subtensors.lists.packing import pack
 from subtensors.optim.watched_state import Changes
 from subtensors.optim.watched_tensors import unwatch, watch
@@ -86,7 +87,7 @@ class PackedMemory:
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
-        self._gradient_guard = torch_private.PlaceGuard(list(map(_gradient, self.params)) if self._are_few else [])
+        self._gradient_guard = PlaceGuard(list(map(_gradient, self.params)) if self._are_few else [])
         self._gradient_ends = list(map(_gradient, self._ends))
 
     @torch.no_grad()
@@ -104,7 +105,7 @@ class PackedMemory:
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._changes)
-        self._guard = torch_private.PlaceGuard(self.params if self._are_few else [])
+        self._guard = PlaceGuard(self.params if self._are_few else [])
         self._mark = self._changes.mark
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()

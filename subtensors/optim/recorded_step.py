@@ -20,6 +20,7 @@ from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
+from subtensors.dispatch.tensor_guards import AddressGuard, MetadataGuard, PlaceGuard
 from subtensors.optim.group_lists import GroupLists, is_immutable, kept_form, missing
 from subtensors.optim.group_numbers import another, are_numbers, number_at, number_paths, options_of, step_signature
 
@@ -60,12 +61,12 @@ class RecordedStep:
         self.mark = optimizer.state.changes.mark
         self.modes = _modes()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_places = torch_private.PlaceGuard(self.params)
+        self.param_places = PlaceGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
-        self.state_places = torch_private.AddressGuard(self.state)
+        self.state_places = AddressGuard(self.state)
         own = _present(gradients)
-        self.gradient_places = torch_private.PlaceGuard(own)
-        self.gradients_alike = torch_private.MetadataGuard(own)
+        self.gradient_places = PlaceGuard(own)
+        self.gradients_alike = MetadataGuard(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
         self.options = [options_of(group) for group in optimizer.param_groups]
@@ -220,7 +221,7 @@ class RecordedStep:
         if has_moved and self.is_whole and self.recording is not None:
             return HELD_GRADIENT
         if has_moved:
-            places = torch_private.PlaceGuard(own)
+            places = PlaceGuard(own)
             if self.recording is not None and not self.recording.move(places.addresses):
                 return "a gradient shares memory with what the step writes"
             self.gradient_places = places

@@ -1,0 +1,100 @@
+"""Guards: are the tensors of a call what and where those of an earlier one were? C++ that torch keeps private looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+class MetadataGuard:
+    """Are these tensors like those: type, dtype, device, shape, strides, requires_grad? One C++ loop.
+
+    Checked on 2.11, 2.13.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        from torch._C._dynamo.guards import TensorGuards
+
+        self._firsts = self._first_places(tensors)
+        distinct = tensors if self._firsts is None else [tensors[i] for i in dict.fromkeys(self._firsts)]
+        # It ends the process on tensors that have no strides: those are alike to none.
+        has_strides = all(t.layout == torch.strided for t in distinct)
+        self._count = len(tensors) if has_strides else -1
+        self._guards: Any = None
+        if has_strides:
+            self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Is every tensor like the one in its place?"""
+        if len(tensors) != self._count:
+            return False
+        if self._firsts is not None:
+            if self._first_places(tensors) != self._firsts:
+                return False
+            tensors = [tensors[i] for i in dict.fromkeys(self._firsts)]
+        return bool(self._guards.check(*tensors))
+
+    @staticmethod
+    def _first_places(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """For each tensor the first place where it stands; None when all differ. The C++ loop wants distinct ones."""
+        first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
+        return None if len(first) == len(tensors) else [first[id(t)] for t in tensors]
+
+
+class AddressGuard:
+    """Are these tensors where those were? One C++ loop where torch has CUDA. Checked on 2.11, 2.13."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self._all = list(range(len(self.addresses)))
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Does every tensor start where the one in its place did?"""
+        if len(tensors) != len(self.addresses):
+            return False
+        if _are_at is not None:
+            try:
+                return bool(_are_at(tensors, self.addresses, self._all))
+            except RuntimeError:
+                pass  # one has no memory, which its class may say better
+        return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+
+    def first_elsewhere(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """The first of as many tensors that does not start where the one in its place did; None when all do."""
+        if AddressGuard.matches(self, tensors):
+            return None
+        return next(i for i, (t, at) in enumerate(zip(tensors, self.addresses, strict=True)) if t.data_ptr() != at)
+
+
+class PlaceGuard(AddressGuard):
+    """Are these tensors where those were, and laid out as they were?
+
+    A vector at its address is the same one; what has more dimensions may have been transposed there.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._matrices = [i for i, t in enumerate(tensors) if t.ndim > 1]
+        self._layouts = MetadataGuard([tensors[i] for i in self._matrices])
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Is every tensor where and as the one in its place was?"""
+        if not super().matches(tensors):
+            return False
+        return not self._matrices or self._layouts.matches([tensors[i] for i in self._matrices])
+
+
+class SameGuard(AddressGuard):
+    """Are these tensors what those were, `MetadataGuard`, and where they were?"""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._metadata = MetadataGuard(tensors)
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Is every tensor the same in both?"""
+        return super().matches(tensors) and self._metadata.matches(tensors)
