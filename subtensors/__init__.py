@@ -2,7 +2,8 @@
 
 from subtensors import optim
 from subtensors.bucketed.bucketed import bucketed
-from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
+from subtensors.chunked.chunk import chunk
+from subtensors.chunked.chunked_tensor import ChunkedTensor
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain
 from subtensors.fused_maths.fuse import fused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -109,8 +108,8 @@ def test_a_compiled_loss_under_autocast_is_computed_in_its_dtype(dtype: torch.dt
     dtypes: list[torch.dtype] = []
 
     def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        heads = [n for n in graph.graph.nodes if "linear_cross_entropy" in str(n.target)]
-        dtypes.extend(x.meta["val"].dtype for n in heads for x in n.args[:2])
+        programs = [n for n in graph.graph.nodes if "chunked_program" in str(n.target)]
+        dtypes.extend(x.meta["val"].dtype for n in programs for x in n.args[0][1:3])
         return make_boxed_func(graph.forward)
 
     def program(h: Tensor, **others: Tensor) -> Tensor:
@@ -156,12 +155,6 @@ def test_the_compilers_graphs_hold_no_logits(program: Callable[..., Tensor]) -> 
     run(torch.compile(chunking(program, rows=1), fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)
     assert len(sizes) > 10
     assert max(sizes) <= VOCAB * HIDDEN
-
-
-def test_what_is_computed_in_full_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "subtensors"):
-        run(torch.compile(chunking(squares, rows=2), fullgraph=True, backend="aot_eager"), tensors())
-    assert "square of chunked values under torch.compile: they are computed in full" in caplog.text
 
 
 def test_a_compiled_loss_without_gradients_computes_none() -> None:

@@ -20,7 +20,7 @@ from subtensors.bench.rows import Setting
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import Span, synchronize
-from subtensors.chunked.chunked_tensor import chunk
+from subtensors.chunked.chunk import chunk
 from subtensors.kernels.linear_cross_entropy import Accumulate
 
 OURS = "subtensors"

@@ -23,7 +23,7 @@ from subtensors.bench.rows import Setting
 from subtensors.bench.sweep import wide_console
 from subtensors.bench.table import describe, figure
 from subtensors.bench.timing import Span, synchronize
-from subtensors.chunked.chunked_tensor import chunk
+from subtensors.chunked.chunk import chunk
 from subtensors.demo.model import Block, Size
 
 VOCABULARY = 50304

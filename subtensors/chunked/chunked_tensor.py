@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 
 from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched
+from subtensors.chunked.division import known_policy
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.chunked.traced_chunk import traced_chunk
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
@@ -36,6 +33,7 @@ class ChunkedTensor(RecordedTensor):
         chunks, rows, memory_limit, accumulate, compile: see `chunk`.
 
     Example:
+        >>> import torch
         >>> h = ChunkedTensor(torch.ones(6, 2), chunks=3)
         >>> h @ torch.ones(2, 4)
         ChunkedTensor((6, 4), float32, cpu, rows in dim 0, 1 op recorded)
@@ -56,7 +54,7 @@ class ChunkedTensor(RecordedTensor):
         compile: bool = False,
     ) -> ChunkedTensor:
         """The tensor, chunked."""
-        policy = _known_policy(chunks, rows, memory_limit, accumulate, compile)
+        policy = known_policy(chunks, rows, memory_limit, accumulate, compile)
         x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
         if not isinstance(x, Tensor):
             raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
@@ -69,7 +67,7 @@ class ChunkedTensor(RecordedTensor):
             raise SizeError("a tensor of no dims has no rows to chunk")
         if not -x.ndim <= dim < x.ndim:
             raise IndexError(f"dim must be in [{-x.ndim}, {x.ndim - 1}], got {dim}")
-        return cast(ChunkedTensor, outer(cls, Cell(leaf_value(x, dim % x.ndim, Axis(x.shape[dim], policy, x.numel())))))
+        return chunked_by(x, dim % x.ndim, policy)
 
     def __init__(self, x: Tensor, dim: int = 0, **kwargs: Any) -> None:
         pass
@@ -81,6 +79,7 @@ class ChunkedTensor(RecordedTensor):
             a dense tensor; differentiable, with each chunk computed again in backward.
 
         Example:
+            >>> import torch
             >>> ChunkedTensor(torch.ones(3), rows=2).mul(2).realize()
             tensor([2., 2., 2.])
         """
@@ -118,55 +117,9 @@ class ChunkedTensor(RecordedTensor):
         return dispatched(cls, func, args, kwargs or {})
 
 
-def chunk(
-    x: Tensor,
-    dim: int = 0,
-    *,
-    chunks: int | None = None,
-    rows: int | None = None,
-    memory_limit: int | str | None = None,
-    accumulate: Literal["exact", "fast"] = "exact",
-    compile: bool = False,
-) -> ChunkedTensor:
-    """Have what follows `x` run chunk by chunk along a dim, so that nothing of it is ever there in full.
-
-    Args:
-        x: a tensor of any dtype, with at least one dim.
-        dim: the dim whose rows are chunked.
-        chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
-            long as the region's values and the free memory allow.
-        rows: rows in a chunk; the last may have fewer.
-        memory_limit: bytes that a chunk's values and their gradients may take, beside the gradients that are asked for:
-            an int, or text such as "1GiB".
-        accumulate: how gradients of weights add up over chunks: "exact", as in one sum of higher precision, or "fast",
-            rounded to the gradient's dtype at each chunk.
-        compile: run the maths of a chunk through torch.compile.
-
-    Returns:
-        a ChunkedTensor of the sizes, dtype and device of `x`.
-
-    Raises:
-        SizeError: a count below one, or a tensor of no dims.
-        RuleError: a tensor under a transform of torch.func.
-        ValueError: more than one of the counts, or an unknown word.
-        IndexError: no such dim.
-
-    Example:
-        >>> import subtensors as st
-        >>> hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
-        >>> h = st.chunk(hidden, chunks=4)
-        >>> loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(h, weight), torch.arange(8))
-        >>> loss.backward()
-        >>> weight.grad.shape
-        torch.Size([50, 4])
-    """
-    if torch.compiler.is_compiling():
-        policy = _constant_policy(chunks, rows, memory_limit, accumulate, compile)
-        traced: ChunkedTensor = traced_chunk(x, dim, policy)
-        return traced
-    return ChunkedTensor(
-        x, dim, chunks=chunks, rows=rows, memory_limit=memory_limit, accumulate=accumulate, compile=compile
-    )
+def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
+    """A plain tensor, chunked along a dim, counted from the front, by a policy."""
+    return cast(ChunkedTensor, outer(ChunkedTensor, Cell(leaf_value(x, dim, Axis(x.shape[dim], policy, x.numel())))))
 
 
 def explain_loss(loss: Tensor) -> str:
@@ -179,7 +132,8 @@ def explain_loss(loss: Tensor) -> str:
         for each pass: chunks, bytes, what it reads, ops.
 
     Example:
-        >>> print(explain_loss(chunk(torch.ones(6, 2, requires_grad=True), chunks=3).exp().sum()))
+        >>> import torch
+        >>> print(explain_loss(ChunkedTensor(torch.ones(6, 2, requires_grad=True), chunks=3).exp().sum()))
         3 chunks of 2 of 6 rows, 32 B a chunk
           reads by rows float32[6, 2]
           exp.default -> float32[6, 2]
@@ -196,40 +150,6 @@ def explain_loss(loss: Tensor) -> str:
             plans.append(plan)
         stack.extend(following for following, _ in function.next_functions)
     return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def _policy(
-    chunks: int | None, rows: int | None, memory_limit: int | str | None, accumulate: str, compile: bool
-) -> Policy:
-    given = {"chunks": chunks, "rows": rows, "memory_limit": memory_limit}
-    asked = {name: value for name, value in given.items() if value is not None}
-    if len(asked) > 1:
-        raise ValueError(f"chunk takes one of chunks, rows and memory_limit; got {', '.join(asked)}")
-    limit = _bytes(memory_limit)
-    for name, count in {**asked, **({"memory_limit": limit} if limit is not None else {})}.items():
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name} is a whole number, got {count!r}")
-        if count < 1:
-            raise SizeError(f"{name} must be at least 1, got {count}")
-    if accumulate not in ("exact", "fast"):
-        raise ValueError(f'accumulate is "exact" or "fast", got {accumulate!r}')
-    return Policy(chunks, rows, limit, accumulate == "exact", compile)
-
-
-_known_policy = functools.lru_cache(maxsize=64, typed=True)(_policy)
-_constant_policy = torch.compiler.assume_constant_result(_policy)
-
-
-def _bytes(limit: int | str | None) -> int | None:
-    if not isinstance(limit, str):
-        return limit
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f'memory_limit is bytes, or text such as "1GiB" or "500MB"; got {limit!r}')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _ops(value: Value) -> int:
