@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked_by
+from subtensors.chunked.program_text import BREAK
 from subtensors.dispatch.region.axis import Policy
 from subtensors.dispatch.torch_private import as_called_outside
 
@@ -26,7 +27,8 @@ Program = Callable[[Sequence[Tensor], Sequence[int], Sequence[float], Any], Any]
 def _program(text: str) -> Program:
     """The function of a text: of tensors `t`, whole numbers `i`, other numbers `x` and what chunks a tensor."""
     scope: dict[str, Any] = {"torch": torch, "F": F, "Tensor": Tensor, "autocast": torch.autocast}
-    exec("def program(t, i, x, chunk):\n" + text, scope)
+    lines = ["def program(t, i, x, chunk):", *text.split(BREAK)]
+    exec("\n    ".join(lines), scope)
     made: Program = scope["program"]
     return made
 
@@ -82,7 +84,7 @@ def chunked_program(
 
     Args:
         tensors: that it reads.
-        text: the body of a Python function; see `program_text.py`.
+        text: of the program; see `program_text.py`.
         ints, floats: numbers that it reads.
         needs: of which tensors a gradient is wanted.
         deferred: whether gradients are computed at backward.

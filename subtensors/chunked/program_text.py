@@ -1,9 +1,11 @@
-"""The text of a program: the body of a Python function, one line a step, that a compiler carries as a constant.
+"""The text of a program: statements of Python, one a step, that a compiler carries as a constant.
 
     v0 = chunk(t[0], 0, None, 512, None, True, False)
     with autocast("cuda", torch.bfloat16): v1 = F.linear(v0, t[1])
     v2 = Tensor.view(v1, i[0], i[1])
     return F.cross_entropy(v2, t[2])
+
+They stand on one line, `BREAK` between them: compilers copy it into comments of what they write.
 
 Tensors `t`, whole numbers `i` and other numbers `x` are given to the function: sizes may be the compiler's symbols.
 """
@@ -15,6 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+BREAK = " ;; "
+"""What stands between statements."""
 
 
 class Step:
@@ -54,11 +60,12 @@ class ProgramText:
 
     def of(self, last: Step) -> str:
         """The text of a program that gives what its last step does."""
-        lines = ""
+        statements: list[str] = []
         for step in last.before:
             self._steps.append(step)
-            lines += f"    {step.modes}v{len(self._steps) - 1} = {self._call(step)}\n"
-        return f"{lines}    {last.modes}return {self._call(last)}\n"
+            statements.append(f"{step.modes}v{len(self._steps) - 1} = {self._call(step)}")
+        statements.append(f"{last.modes}return {self._call(last)}")
+        return BREAK.join(statements)
 
     def _call(self, step: Step) -> str:
         written = "".join([self._written(x) + ", " for x in step.args])

@@ -74,6 +74,24 @@ def triangle(call: Call) -> Any:
     return call.emit([layout], layout.axis, lambda v: v, metas=meta)
 
 
+@RULES.register(aten.diagonal, aten.diagonal_copy)
+def diagonal(call: Call) -> Any:
+    """A diagonal of other dims; where the rows are one of its dims, each chunk has its piece of it."""
+    (value,) = call.chunked
+    layout = value.layout
+    assert layout is not None
+    dims = [wrapped(call["dim1"], value.ndim), wrapped(call["dim2"], value.ndim)]
+    meta = call.infer()
+    if layout.dim not in dims:
+        new = layout.at(layout.dim - sum(d < layout.dim for d in dims))
+        return call.emit([new], layout.axis, lambda v: v, metas=meta)
+    if layout.outer != 1 or call["offset"] != 0 or meta.shape[-1] != layout.size:
+        raise call.unchunkable("its diagonal does not have all the rows")
+    sign = 1 if layout.dim == dims[0] else -1
+    call["offset"] = PerChunk(lambda span: sign * layout.window(span)[0])
+    return call.emit([layout.at(meta.ndim - 1)], layout.axis, lambda v: v, metas=meta)
+
+
 @RULES.register(aten.select_scatter, aten.slice_scatter)
 def put_back(call: Call) -> Any:
     """A part of another dim replaced."""

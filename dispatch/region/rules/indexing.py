@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.region.axis import Layout
-from subtensors.dispatch.region.graph import Join, PerChunk, Value, emit, gathered, infer
-from subtensors.dispatch.region.placing import Call, along, largest, whole, wrapped
+from subtensors.dispatch.region.graph import Join, PerChunk, Value, constant, emit, gathered, infer, known
+from subtensors.dispatch.region.placing import Call, along, broadcast, largest, whole, wrapped
 from subtensors.dispatch.region.rules.table import RULES, record
 
 aten = torch.ops.aten
@@ -80,6 +80,8 @@ def index(call: Call) -> Any:
     layout = value.layout
     places: list[Value | None] = list(call["indices"])
     given = [d for d, i in enumerate(places) if i is not None]
+    if layout is not None and (without_masks := _positions(places, layout.dim)) is not None:
+        return record(call.op, value, without_masks)
     dtypes = {places[d].dtype for d in given}  # type: ignore[union-attr]
     if layout is None:
         return _rows_of_a_table(call, places, given)
@@ -121,6 +123,42 @@ def index(call: Call) -> Any:
     whole_indices = [None if i is None else gathered(i) for i in places]
     start = PerChunk(lambda span: layout.window(span)[0])
     return emit(read, (value, whole_indices, start), {}, metas, [Join.SUM], layout.axis)
+
+
+def _positions(places: list[Value | None], dim: int) -> list[Value | None] | None:
+    """Indices with the positions where masks are true in place of the masks, if some of other dims than `dim` are."""
+    out: list[Value | None] = []
+    for place in places:
+        mask = None if place is None or place.layout is not None else known(place)
+        if mask is None or mask.dtype != torch.bool or len(out) <= dim < len(out) + mask.ndim:
+            out.append(place)
+        else:
+            out.extend(constant(i) for i in mask.nonzero().unbind(1))
+    return None if all(any(o is p for p in places) for o in out) else out
+
+
+@RULES.register(aten.index_put)
+def index_put(call: Call) -> Any:
+    """Elements of other dims replaced: each chunk writes to its own rows."""
+    value, new = call["self"], call["values"]
+    layout, places = value.layout, list(call["indices"])
+    if layout is None:
+        raise call.unchunkable("it writes to a whole value")
+    if (without_masks := _positions(places, layout.dim)) is not None:
+        return record(call.op, value, without_masks, new, call["accumulate"])
+    given = [d for d, i in enumerate(places) if i is not None]
+    plain = all(places[d].layout is None and places[d].dtype != torch.bool for d in given)
+    if not plain or layout.dim in given or given != list(range(given[0], given[-1] + 1)):
+        raise call.unchunkable("it writes to rows that an index picks")
+    count = max(places[d].ndim for d in given)
+    ndim = value.ndim - len(given) + count
+    rows = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
+    return call.emit(
+        [layout],
+        layout.axis,
+        lambda v: v if v is value else broadcast(v, ndim, rows) if v is new else v,
+        metas=value.meta,
+    )
 
 
 def _rows_of_a_table(call: Call, places: list[Value | None], given: list[int]) -> Any:

@@ -18,7 +18,14 @@ aten = torch.ops.aten
 NONE, MEAN = 0, 1
 
 
-@RULES.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss)
+@RULES.register(
+    aten.mse_loss,
+    aten.smooth_l1_loss,
+    aten.huber_loss,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+)
 def elementwise(call: Call) -> Any:
     """The loss of each element of broadcast operands."""
     reduction = call["reduction"]

@@ -16,7 +16,7 @@ from subtensors.dispatch.region.rules.table import RULES, record
 aten = torch.ops.aten
 
 
-@RULES.register(OpClass.SCAN, OpClass.SORT_SELECT, OpClass.NORMALISATION, aten.flip, aten.roll)
+@RULES.register(OpClass.SCAN, OpClass.SORT_SELECT, OpClass.NORMALISATION, aten.flip, aten.roll, aten.glu)
 def sliced(call: Call) -> Any:
     """A slice along the op's dims becomes a slice of the result, whatever the other slices hold."""
     if "dim" not in call and "dims" not in call:
