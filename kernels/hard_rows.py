@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from subtensors.kernels.hard_rows_tiles import hard_rows_kernel
+from subtensors.kernels.repeated_launch import RepeatedLaunch
+
+find_hard_rows = RepeatedLaunch(hard_rows_kernel)
 
 BLOCK = 4096
 
@@ -45,17 +47,19 @@ def hard_rows_by_kernel(
     """`hard_rows` in float32 by the kernel."""
     count = target.shape[0]
     hard = torch.empty(count, dtype=torch.int64, device=target.device)
-    numbers = torch.empty(2 * count + 2, dtype=torch.float32, device=target.device)
-    weights, shares, totals = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
-    hard_rows_kernel[(1,)](
+    weights, shares = torch.empty(2, count, dtype=torch.float32, device=target.device).unbind()
+    totals = torch.empty(2, dtype=torch.float32, device=target.device)
+    find_hard_rows(
+        1,
         *(target, target.stride(0), target if class_weight is None else class_weight),
         *(hard, weights, shares, totals, count, classes, ignore_index),
         WEIGHTED=class_weight is not None,
         MEAN=mean,
-        BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))),
+        BLOCK=min(BLOCK, max(128, 1 << (count - 1).bit_length())),
         num_warps=8,
     )
-    return HardRows(hard, weights, shares, totals[0], totals[1])
+    total, counted = totals.unbind()
+    return HardRows(hard, weights, shares, total, counted)
 
 
 def hard_rows(

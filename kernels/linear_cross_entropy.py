@@ -8,8 +8,9 @@ the gradients need G = d loss / dY:
 Two orders, which meet where everything fits at once.
 
 By rows: a chunk of rows of Y is complete, so its loss and G follow at once and G is written over it. Three GEMMs in
-all. dX is written once, and dW is a sum over chunks: `accumulate="fast"` adds in the gradient's dtype, `"exact"` in
-float32 (`exact_accumulation`), two bytes more for each element of W.
+all. dX is written once; the first chunks may be longer by what memory it does not take yet. dW is a sum over chunks:
+`accumulate="fast"` adds in the gradient's dtype, `"exact"` in float32 (`exact_accumulation`), two bytes more for each
+element of W.
 
 By columns: a block of columns of Y for all rows. A first pass over blocks gives L; a second gives G, and with it the
 block's rows of dW, once and over all of N inside one GEMM: as exact as can be, and without memory of the size of W. dX
@@ -22,6 +23,7 @@ G has the dtype of Y, as it has under autograd; everything between is float32.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -202,22 +204,46 @@ class _Task:
 
 
 def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
-    count, classes = task.hidden.shape[0], task.weight.shape[0]
-    chunks = _parts(count, rows)
-    buffer, block, sums = task.hidden.new_empty(min(rows, count) * classes), None, None
+    classes = task.weight.shape[0]
+    early, late = _row_parts(task, rows, exact)
     task.writes_whole_rows = any(task.needs)
-    for begin, end in chunks:
-        block = task.logits(buffer, (begin, end), (0, classes))
-        if not any(task.needs):
-            task.ops.fold(block, task.statistics)
+    sums, number = None, len(early) + len(late)
+    for chunks in (early, late):
+        if not chunks:
             continue
-        task.ops.fold_and_write_gradient(block, task.statistics, task.factors)
-        # Only now: while the host prepares what follows, the GPU has the first logits to do.
-        sums = sums or _RowSums(task, rows, exact, len(chunks))
-        sums.add(block.logits, begin, end)
-    sums = sums or _RowSums(task, rows, exact, len(chunks))
-    del buffer, block  # a sum may want memory to be rounded into
+        buffer = task.hidden.new_empty((chunks[0][1] - chunks[0][0]) * classes)
+        for begin, end in chunks:
+            block = task.logits(buffer, (begin, end), (0, classes))
+            if not any(task.needs):
+                task.ops.fold(block, task.statistics)
+                continue
+            task.ops.fold_and_write_gradient(block, task.statistics, task.factors)
+            # Only now: while the host prepares what follows, the GPU has the first logits to do.
+            sums = sums or _RowSums(task, rows, exact, number, early[-1][1] if early else 0)
+            sums.add(block.logits, begin, end)
+        del buffer, block  # dX takes their place, or a sum that is rounded
+    sums = sums or _RowSums(task, rows, exact, number, 0)
     return task.result(*sums.take())
+
+
+TILE = 128
+"""Rows of the logits that a GEMM computes together."""
+
+
+def _row_parts(task: _Task, rows: int, exact: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The chunks, those first that are longer, since the memory that dX does not yet take holds more of the logits.
+
+    Every chunk costs a look at the whole sum of dW where that is exact, so it is worth having fewer of them.
+    """
+    (count, width), classes = task.hidden.shape, task.weight.shape[0]
+    longer = (rows // TILE + 1) * TILE
+    early = 0
+    if exact and task.needs.hidden and task.needs.weight and rows < count:
+        early = min((count * width - (longer - rows) * classes) // (longer * width), count // longer)
+    edge = max(early, 0) * longer
+    if math.ceil((count - edge) / rows) + edge // longer == math.ceil(count / rows):
+        edge = 0
+    return _parts(edge, longer), [(edge + begin, edge + end) for begin, end in _parts(count - edge, rows)]
 
 
 class _RowSums:
@@ -228,26 +254,42 @@ class _RowSums:
         rows: of a chunk.
         exact: how the gradient of the weight adds up.
         chunks: how many there are.
+        edge: up to this row the gradient of hidden states is kept in pieces.
     """
 
-    def __init__(self, task: _Task, rows: int, exact: bool, chunks: int) -> None:
-        self._task = task
-        self._hidden = task.hidden.new_empty(task.hidden.shape) if task.needs.hidden else None
+    def __init__(self, task: _Task, rows: int, exact: bool, chunks: int, edge: int) -> None:
+        self._task, self._edge = task, edge
+        self._pieces: list[Tensor] = []
+        self._hidden: Tensor | None = None
         self._bias = task.bias_grad()
         self._weight = _weight_sum(task, rows, exact, chunks) if task.needs.weight else None
 
     def add(self, gradient: Tensor, begin: int, end: int) -> None:
         """Take in the gradient of the logits of rows [begin, end)."""
-        if self._hidden is not None:
-            torch.mm(gradient, self._task.weight, out=self._hidden[begin:end])
+        task = self._task
+        if task.needs.hidden and end <= self._edge:
+            self._pieces.append(torch.mm(gradient, task.weight))
+        elif task.needs.hidden:
+            torch.mm(gradient, task.weight, out=self.hidden[begin:end])
         if self._weight is not None:
-            self._weight.add(gradient, self._task.hidden[begin:end])
+            self._weight.add(gradient, task.hidden[begin:end])
         if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=self._task.compute)
+            self._bias += gradient.sum(0, dtype=task.compute)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The gradient of all hidden states, as far as it is known."""
+        if self._hidden is None:
+            self._hidden = self._task.hidden.new_empty(self._task.hidden.shape)
+            if self._pieces:
+                torch.cat(self._pieces, out=self._hidden[: self._edge])
+                self._pieces.clear()
+        return self._hidden
 
     def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden states, weight and bias."""
-        return self._hidden, None if self._weight is None else self._weight.take(), self._bias
+        hidden = self.hidden if self._task.needs.hidden else None
+        return hidden, None if self._weight is None else self._weight.take(), self._bias
 
 
 def _weight_sum(task: _Task, rows: int, exact: bool, chunks: int) -> ProductSum | WideSum:

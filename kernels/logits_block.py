@@ -6,15 +6,18 @@ against, and what runs on a CPU and in float64; it makes temporaries of the bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import triton
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import GradientFactors, RowTerms, Statistics
+from subtensors.kernels.cross_entropy import GradientFactors, RowTerms, Statistics, Targets
+from subtensors.kernels.repeated_launch import RepeatedLaunch
 from subtensors.kernels.softmax_gradient import gradient_kernel, softmax_gradient_kernel, statistics_kernel
+
+softmax_gradient = RepeatedLaunch(softmax_gradient_kernel)
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,15 @@ class KernelOps:
         }
 
     def _operands(self, block: Block) -> tuple[Any, ...]:
+        """What a kernel of some rows starts with."""
+        targets = self.terms.targets.rows(*block.rows)
+        if targets.soft is not None:
+            targets = replace(targets, soft=targets.soft[:, slice(*block.columns)])
+        return self._with_targets(block.logits, targets)
+
+    def _with_targets(self, logits: Tensor, targets: Targets) -> tuple[Any, ...]:
         """What every kernel starts with; in the place of what is absent something that is not read."""
-        logits, targets = block.logits, self.terms.targets.rows(*block.rows)
-        soft = logits if targets.soft is None else _with_near_columns(targets.soft[:, slice(*block.columns)])
+        soft = logits if targets.soft is None else _with_near_columns(targets.soft)
         weight = logits if targets.class_weight is None else targets.class_weight
         hard = logits if targets.hard is None else targets.hard
         return logits, logits.stride(0), soft, soft.stride(0), weight, hard
@@ -194,21 +203,27 @@ class KernelOps:
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
-        rows, columns = block.logits.shape
-        mine, scale = statistics.rows(*block.rows), factors.rows(*block.rows)
-        softmax_gradient_kernel[(rows,)](
-            *self._operands(block),
-            *(mine.top, mine.total, mine.picked, mine.summed),
-            *(scale.on_softmax, scale.on_square, scale.on_target, scale.on_all),
-            *(columns, *self.numbers),
+        logits, targets = block.logits, self.terms.targets
+        rows, columns = logits.shape
+        # Slices of what there is of each row would take the host longer than the launch.
+        softmax_gradient(
+            rows,
+            *self._with_targets(logits, targets),
+            *(statistics.top, statistics.total, statistics.picked, statistics.summed),
+            *(factors.on_softmax, factors.on_square, factors.on_target, factors.on_all),
+            *(block.first_row, columns, *self.numbers),
+            **self.flags,
             PENALISED=self.terms.is_penalised,
-            **self._shape(LONG_ROWS if columns >= LONG else WHOLE_ROWS, columns),
+            **self._tile(LONG_ROWS if columns >= LONG else WHOLE_ROWS, columns),
         )
 
     def _shape(self, tile: Tile, columns: int) -> dict[str, Any]:
         """The kernel's compile-time arguments; a block narrower than the tile gets a narrower tile."""
-        width = min(tile.columns, max(128, triton.next_power_of_2(columns)))
-        return {**self.flags, "BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
+        return {**self.flags, **self._tile(tile, columns)}
+
+    def _tile(self, tile: Tile, columns: int) -> dict[str, Any]:
+        width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
+        return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
 
 
 def _with_near_columns(soft: Tensor) -> Tensor:

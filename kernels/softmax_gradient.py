@@ -145,13 +145,15 @@ def gradient_kernel(
     tl.store(gradients + row * gradient_stride + k, g.to(gradients.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def softmax_gradient_kernel(
     logits, row_stride, soft, soft_stride, class_weight, targets, tops, totals, picks, sums, on_softmax, on_square,
-    on_target, on_all, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
+    on_target, on_all, first_row, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, PENALISED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of rows that are there in full, then their gradient over them, a program a row.
+
+    The logits begin with row `first_row` of all; everything else is of all rows.
 
     Each thread keeps statistics of its own columns, `RUN` next to each other at a time, and threads meet once a row.
     The gradient is written from the end of the row to its beginning: what was read last is still in the cache, where
@@ -161,8 +163,9 @@ def softmax_gradient_kernel(
     exp(z - L) = 2^(c (y - top) - log2(total)) is a subtraction, one multiplication with an addition and one power.
     """
     PLAIN: tl.constexpr = not (SOFT or SMOOTHED or CAPPED)
-    row = tl.program_id(0).to(tl.int64)
-    row_logits, row_soft = logits + row * row_stride, soft + row * soft_stride
+    place = tl.program_id(0).to(tl.int64)
+    row = place + first_row
+    row_logits, row_soft = logits + place * row_stride, soft + row * soft_stride
     power = per_temperature * LOG2_E
     target = tl.zeros((), tl.int64)
     if not SOFT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from programs import Lowering, each_kernel_lowering, each_lowering
 from torch import Tensor
 
 from subtensors.kernels import exact_accumulation
+from subtensors.kernels import linear_cross_entropy as kernel
 from subtensors.kernels.exact_accumulation import ProductSum, WideSum, compensated_add, compensated_add_by_kernel
 from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -149,3 +152,29 @@ def test_what_float32_rounds_off_is_kept(lowering: Lowering) -> None:
     assert total[0] == 1 + 8 * 2**-26  # each of the eight is below half a rounding of one
     assert total[1] == torch.inf
     assert total[2].isnan()
+
+
+@pytest.mark.parametrize("rows", [5, 6, 12, 40])
+def test_first_chunks_are_longer_within_the_same_memory_where_that_makes_them_fewer(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "TILE", 4)
+    hidden, weight, target = torch.randn(40, 24), torch.randn(32, 24), torch.randint(32, (40,))
+    chunks: list[tuple[int, int]] = []
+    logits_of = kernel._Task.logits
+
+    def noted(task: Any, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
+        chunks.append(rows)
+        return logits_of(task, memory, rows, columns)
+
+    monkeypatch.setattr(kernel._Task, "logits", noted)
+    found = linear_cross_entropy(hidden, weight, target, rows=rows)
+    assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
+    assert chunks[-1][1] == 40
+    assert len(chunks) < 40 / rows or rows == 40
+    for begin, end in chunks:
+        rows_of_dx = end if end - begin > rows else 40
+        assert (end - begin) * 32 + rows_of_dx * 24 <= rows * 32 + 40 * 24
+    whole = linear_cross_entropy(hidden.double(), weight.double(), target)
+    for actual, expected in zip(found[:3], whole[:3], strict=True):
+        torch.testing.assert_close(actual, expected, check_dtype=False)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 BREAK = " ;; "
 """What stands between statements."""
 
