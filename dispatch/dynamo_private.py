@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -153,3 +154,14 @@ def is_symbolic(value: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)
+
+
+def tell_operands_apart() -> None:
+    """Let Dynamo call `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, where it says `Tensor.matmul(tensor, a)`.
+
+    That is what it says of `tensor @ a`, too; of other operators it tells which stood first. Checked on 2.11, 2.13.
+    """
+    from torch._dynamo.variables import builtin
+
+    builtin.populate_builtin_to_tensor_fn_map()
+    builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)

@@ -20,31 +20,41 @@ from subtensors.chunked.program_text import BREAK
 from subtensors.dispatch.region.axis import Policy
 from subtensors.dispatch.torch_private import as_called_outside
 
-Program = Callable[[Sequence[Tensor], Sequence[int], Sequence[float], Any], Any]
+Program = Callable[[Sequence[Tensor], Sequence[int], Sequence[float]], Any]
 
 
 @functools.lru_cache(maxsize=256)
 def _program(text: str) -> Program:
-    """The function of a text: of tensors `t`, whole numbers `i`, other numbers `x` and what chunks a tensor."""
-    scope: dict[str, Any] = {"torch": torch, "F": F, "Tensor": Tensor, "autocast": torch.autocast}
-    lines = ["def program(t, i, x, chunk):", *text.split(BREAK)]
+    """The function of a text: of tensors `t`, whole numbers `i` and other numbers `x`."""
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "F": F,
+        "Tensor": Tensor,
+        "autocast": torch.autocast,
+        "put": put,
+        "chunk": _chunk,
+    }
+    lines = ["def program(t, i, x):", *text.split(BREAK)]
     exec("\n    ".join(lines), scope)
     made: Program = scope["program"]
     return made
+
+
+def put(x: Tensor, key: Any, value: Any) -> Tensor:
+    """`x` after `x[key] = value`, in memory of its own."""
+    written = x.clone()
+    written[key] = value
+    return written
 
 
 def _chunk(x: Tensor, dim: int, *policy: Any) -> Any:
     return chunked_by(x, dim, Policy(*policy))
 
 
-def _whole(x: Tensor, dim: int, *policy: Any) -> Any:
-    return x
-
-
-def _result(chunk: Any, tensors: Sequence[Tensor], text: str, ints: Sequence[int], floats: Sequence[float]) -> Tensor:
+def _result(tensors: Sequence[Tensor], text: str, ints: Sequence[int], floats: Sequence[float]) -> Tensor:
     """What the program gives; casts and modes are those that its text names, whatever is set around it."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        out = _program(text)(tensors, ints, floats, chunk)
+        out = _program(text)(tensors, ints, floats)
     result: Tensor = out.realize() if isinstance(out, ChunkedTensor) else out
     return result
 
@@ -78,7 +88,14 @@ def _own(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("subtensors::chunked_program", mutates_args=())
 def chunked_program(
-    tensors: list[Tensor], text: str, ints: list[int], floats: list[float], needs: list[bool], deferred: bool
+    tensors: list[Tensor],
+    text: str,
+    ints: list[int],
+    floats: list[float],
+    needs: list[bool],
+    deferred: bool,
+    sizes: list[int],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor]]:
     """What a program gives, and those of its gradients that are needed now.
 
@@ -88,23 +105,29 @@ def chunked_program(
         ints, floats: numbers that it reads.
         needs: of which tensors a gradient is wanted.
         deferred: whether gradients are computed at backward.
+        sizes, dtype: of what it gives, on the device of the first tensor.
     """
     now = [n and not deferred for n in needs]
     with as_called_outside(), torch.set_grad_enabled(any(now)):
         leaves = _leaves(tensors, now)
-        result = _result(_chunk, leaves, text, ints, floats)
+        result = _result(leaves, text, ints, floats)
         gradients = _gradients(result, leaves, torch.ones_like(result)) if any(now) else []
     return _own(result, tensors), gradients
 
 
 @chunked_program.register_fake
 def _(
-    tensors: list[Tensor], text: str, ints: list[int], floats: list[float], needs: list[bool], deferred: bool
+    tensors: list[Tensor],
+    text: str,
+    ints: list[int],
+    floats: list[float],
+    needs: list[bool],
+    deferred: bool,
+    sizes: list[int],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor]]:
-    with torch.no_grad():
-        result = _result(_whole, tensors, text, ints, floats)
     wanted = [t for t, n in zip(tensors, needs, strict=True) if n and not deferred]
-    return result.new_empty(result.shape), [torch.empty_like(t) for t in wanted]
+    return tensors[0].new_empty(sizes, dtype=dtype), [torch.empty_like(t) for t in wanted]
 
 
 @torch.library.custom_op("subtensors::chunked_program_gradients", mutates_args=())
@@ -114,7 +137,7 @@ def chunked_program_gradients(
     """The gradients of a program for an upstream gradient of its result."""
     with as_called_outside(), torch.enable_grad():
         leaves = _leaves(tensors, needs)
-        return _gradients(_result(_chunk, leaves, text, ints, floats), leaves, upstream)
+        return _gradients(_result(leaves, text, ints, floats), leaves, upstream)
 
 
 @chunked_program_gradients.register_fake
@@ -125,7 +148,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    tensors, *ctx.program, ctx.needs, ctx.deferred = inputs
+    tensors, *ctx.program, ctx.needs, ctx.deferred, ctx.sizes, _ = inputs
     result, gradients = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(tensors if ctx.deferred else gradients))
@@ -145,7 +168,8 @@ def _backward(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Any, ...
             gradients[place] = gradient
     _, ints, floats = ctx.program
     # An empty list stands for tensors, each with its gradient.
-    return gradients, None, *([] if not numbers else None for numbers in (ints, floats)), None, None
+    of_numbers: list[Any] = [None if numbers else [] for numbers in (ints, floats, ctx.sizes)]
+    return gradients, None, *of_numbers[:2], None, None, of_numbers[2], None
 
 
 def _times(gradient: Tensor, number: Tensor) -> Tensor:

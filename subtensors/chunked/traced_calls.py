@@ -15,9 +15,10 @@ VIEWS = frozenset(
 
 _STAYS = VIEWS | frozenset(
     """linear matmul mm bmm einsum layer_norm rms_norm group_norm softmax log_softmax softmin normalize relu relu6 gelu
-    silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid logsigmoid softplus softsign softshrink
+    silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
     hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
-    tril triu cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod invert""".split()
+    tril triu diagonal diag put cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod
+    invert""".split()
 )
 """Calls whose result has the rows as their operand has, and is as wide: beside those of ops of each element."""
 
@@ -46,7 +47,18 @@ def _what_becomes(name: str) -> str:
     packets = (getattr(torch.ops.aten, n, None) for n in (bare, bare.removeprefix("r")))
     packet = next((p for p in packets if p is not None), None)
     classes = {op_class(getattr(packet, o)) for o in packet.overloads()} if packet is not None else set()
+    if classes == {OpClass.REDUCTION}:
+        return "gives"
     return "stays" if OpClass.POINTWISE in classes and OpClass.RANDOM not in classes else ""
+
+
+def _elsewhere(name: str) -> str:
+    """How a function that is none of `torch` or `F` is called: "torch.linalg.vector_norm" of "linalg_vector_norm"."""
+    module, _, rest = name.partition("_")
+    if rest and hasattr(getattr(torch, module, None), rest):
+        return f"torch.{module}.{rest}"
+    homes = {"torch._C._nn": torch._C._nn, "Tensor": torch.Tensor}
+    return next((f"{home}.{name}" for home, space in homes.items() if hasattr(space, name)), "")
 
 
 def _itself(name: str) -> str:
@@ -54,4 +66,5 @@ def _itself(name: str) -> str:
 
 
 what_becomes = torch.compiler.assume_constant_result(_what_becomes)
+elsewhere = torch.compiler.assume_constant_result(_elsewhere)
 constant_name = torch.compiler.assume_constant_result(_itself)

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.chunked.opaque_program import chunked_program
+from subtensors.chunked.opaque_program import chunked_program, put
 from subtensors.chunked.program_text import ProgramText, Step, merged
-from subtensors.chunked.traced_calls import REFUSED, VIEWS, constant_name, what_becomes
+from subtensors.chunked.traced_calls import REFUSED, VIEWS, constant_name, elsewhere, what_becomes
+from subtensors.dispatch.dynamo_private import tell_operands_apart
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.region.axis import Policy
 
@@ -55,9 +56,12 @@ class TracedChunk:
             return self.detach()
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return _called(f"Tensor.{name}", name, (self, *args), kwargs)
+            return _called(getattr(Tensor, name), f"Tensor.{name}", name, (self, *args), kwargs)
 
         return method
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _written(put, "put", "put_", (self, key, value), {})
 
     __hash__ = object.__hash__
 
@@ -66,9 +70,11 @@ class TracedChunk:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = constant_name(func.__name__)
-        if func is Tensor.matmul or name == "__getitem__":
-            args = _in_order(name, args)
-        return _called(_home(func, name), name, args, kwargs or {})
+        if name == "__getitem__" and isinstance(args[1], TracedChunk):
+            args = (args[1], args[0])  # of `a[b]` the compiler gives a tensor first
+        if name == "__rmatmul__":
+            return _called(torch.matmul, "torch.matmul", "matmul", (args[1], args[0]), {})
+        return _called(func, _home(func, name), name, args, kwargs or {})
 
 
 _OF_SIZES = frozenset(
@@ -86,47 +92,37 @@ def _home(func: Callable[..., Any], name: str) -> str:
     """How a program calls a function."""
     if getattr(F, name, None) is func:
         return f"F.{name}"
-    return f"torch.{name}" if getattr(torch, name, None) is func else f"Tensor.{name}"
+    if getattr(torch, name, None) is func:
+        return f"torch.{name}"
+    found: str = elsewhere(name)
+    return found
 
 
-def _in_order(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of `a @ b` and `a[b]`, of which the compiler gives the tensor first.
+def _called(function: Callable[..., Any], callee: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with traced chunks among its arguments.
 
-    Raises:
-        RuleError: the sizes don't tell which stood first.
+    Args:
+        function: what is called.
+        callee: how a program calls it.
+        name: its own.
+        args, kwargs: its arguments.
     """
-    first, second = args
-    if isinstance(second, TracedChunk) and isinstance(first, TracedChunk):
-        return second, first
-    if not isinstance(second, TracedChunk):
-        return args
-    if name == "__getitem__":
-        return second, first
-    if not isinstance(first, Tensor):
-        return args
-    chunk_first = first.shape[-2 if first.dim() > 1 else 0] == second.shape[-1]
-    tensor_first = first.shape[-1] == second.shape[-2]
-    if chunk_first and tensor_first:
-        raise RuleError("@ of a chunked and a square matrix is ambiguous under torch.compile: write torch.matmul")
-    return (second, first) if chunk_first else args
-
-
-def _called(callee: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call with traced chunks among its arguments."""
     if name in REFUSED:
         raise RuleError(
             f"{name} on chunked values: their gradient goes to the tensor that was chunked; call it on that"
         )
     if name.endswith("_") and not name.endswith("__"):
-        return _written(name, args, kwargs)
+        bare = name[:-1]
+        return _written(getattr(Tensor, bare, None), f"Tensor.{bare}", name, args, kwargs)
     if isinstance(args[0], (int, float)):
         args = (torch.as_tensor(args[0]), *args[1:])  # `2 * h`
     if name in ("linear", "matmul", "mm", "bmm"):
         args = _cast_once(args)
-    whole = _function(callee)(*_with(args, _whole_of), **_with(kwargs, _whole_of))
+    function = operator.getitem if name == "__getitem__" else function
+    whole = function(*_with(args, _whole_of), **_with(kwargs, _whole_of))
     fate = what_becomes(name)
     is_several = not isinstance(whole, Tensor) and fate != "parts"
-    if fate == "" or is_several or not _is_written(name, args, kwargs):
+    if fate == "" or callee == "" or is_several or not _is_written(name, args, kwargs):
         _note(name)
         return whole
     operands = _chunks((args, list(kwargs.values())))
@@ -143,16 +139,18 @@ def _called(callee: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     return TracedChunk(whole, Step(callee, args, kwargs, before), is_view)
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedChunk:
-    """The first operand after an in-place call: another value has taken the place of its own.
+def _written(
+    function: Callable[..., Any] | None, callee: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TracedChunk:
+    """The first operand after an in-place call: what another function gives has taken the place of its value.
 
     Raises:
         RuleError: its memory may be that of another value, which would not see the write.
     """
     chunk, bare = args[0], name[:-1]
     made = None
-    if isinstance(chunk, TracedChunk) and not chunk.is_view and not chunk.is_viewed:
-        made = _called(f"Tensor.{bare}", bare, args, kwargs)
+    if function is not None and isinstance(chunk, TracedChunk) and not chunk.is_view and not chunk.is_viewed:
+        made = _called(function, callee, bare, args, kwargs)
     if not isinstance(made, TracedChunk) or made.dtype != chunk.dtype:
         raise RuleError(f"{name} with chunked values under torch.compile has no rule here: take what {bare} returns")
     chunk.whole, chunk.step = made.whole, made.step
@@ -187,13 +185,6 @@ def _is_nameable(x: Any) -> bool:
         return _is_nameable((x.start, x.stop, x.step))
     nameable = (TracedChunk, Tensor, int, float, str, torch.dtype, torch.device, torch.memory_format)
     return x is None or x is Ellipsis or isinstance(x, nameable)
-
-
-def _function(callee: str) -> Any:
-    if callee == "Tensor.__getitem__":
-        return operator.getitem
-    home, _, name = callee.partition(".")
-    return getattr({"F": F, "torch": torch, "Tensor": Tensor}[home], name)
 
 
 def _with(tree: Any, replaced: Callable[[TracedChunk], Any]) -> Any:
@@ -233,7 +224,8 @@ def _given(step: Step, whole: Tensor) -> Tensor:
     needs = [grad and t.requires_grad for t in program.tensors]
     is_short = torch.float16 in [t.dtype for t, n in zip(program.tensors, needs, strict=True) if n]
     deferred = whole.dim() > 0 or is_short or not whole.is_floating_point()
-    result: Tensor = chunked_program(program.tensors, text, program.ints, program.floats, needs, deferred)[0]
+    given = (program.tensors, text, program.ints, program.floats, needs, deferred, list(whole.shape), whole.dtype)
+    result: Tensor = chunked_program(*given)[0]
     return result
 
 
@@ -245,6 +237,7 @@ def traced_chunk(x: Tensor, dim: int, policy: Policy) -> Any:
         dim: the dim that holds the rows.
         policy: how they are divided.
     """
+    _tell_operands_apart()
     dim = dim + x.dim() if dim < 0 else dim
     division = (policy.chunks, policy.rows, policy.memory_limit, policy.exact, policy.compiled)
     return TracedChunk(x, Step("chunk", (x, dim, *division), {}, []))
@@ -252,7 +245,7 @@ def traced_chunk(x: Tensor, dim: int, policy: Policy) -> Any:
 
 def _operator(name: str) -> Callable[..., Any]:
     def method(self: TracedChunk, *others: Any) -> Any:
-        return _called(f"Tensor.{name}", name, (self, *others), {})
+        return _called(getattr(Tensor, name), f"Tensor.{name}", name, (self, *others), {})
 
     return method
 
@@ -267,6 +260,9 @@ _OPERATORS |= {f"__{name}__": name for name in ("lt", "le", "gt", "ge", "eq", "n
 _OPERATORS |= {f"__i{name}__": f"{name.replace('true', '')}_" for name in ("add", "sub", "mul", "truediv", "pow")}
 for _name, _method in _OPERATORS.items():
     setattr(TracedChunk, _name, _operator(_method))
+
+
+_tell_operands_apart = torch.compiler.assume_constant_result(tell_operands_apart)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
