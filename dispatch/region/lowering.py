@@ -60,7 +60,7 @@ class LinearLogits:
 
 
 def linear_logits(logits: Value) -> LinearLogits | None:
-    """How logits of two dims were computed, if as a linear layer of an input."""
+    """How logits were computed, if as a linear layer of an input."""
     found = squashed_logits(logits)
     node = found.base.node
     if node is None or node.name not in ("mm.default", "addmm.default"):
@@ -68,7 +68,7 @@ def linear_logits(logits: Value) -> LinearLogits | None:
     args = node.args
     bias, hidden, weight = (None, *args) if node.name == "mm.default" else args[:3]
     plain = all(isinstance(x, Value) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
-    if not plain or weight.layout is not None or not _is_input(hidden) or hidden.layout.dim != 0:
+    if not plain or weight.layout is not None or not is_input(hidden) or hidden.layout.dim != 0:
         return None
     if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
         return None
@@ -78,19 +78,19 @@ def linear_logits(logits: Value) -> LinearLogits | None:
 _OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
 
 
-def _is_input(value: Value) -> bool:
+def is_input(value: Value) -> bool:
     """Is it an input of the region, or a reshape or a cast of one, as autocast makes it?"""
     while value.node is not None and value.tensor is None and value.node.name in _OF_INPUTS:
         value = value.node.args[0]
     return value.tensor is not None and value.layout is not None
 
 
-def _whole_input(value: Value) -> Tensor:
+def whole_input(value: Value) -> Tensor:
     """The tensor of an input, reshaped and cast as it was recorded."""
     node = value.node
     if node is None or value.tensor is not None:
         return evaluate(gathered(value))
-    operand = _whole_input(node.args[0])
+    operand = whole_input(node.args[0])
     with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
         return operand.reshape(value.shape).to(value.dtype)
 
@@ -195,7 +195,7 @@ def lowered_cross_entropy(
     flows = grad and logits.needs_grad
     dtype = loss_dtype(logits.dtype, logits.device.type)
     with recording(flows), torch.set_grad_enabled(flows):
-        hidden = found.rows_of(_whole_input(found.hidden))
+        hidden = found.rows_of(whole_input(found.hidden))
         weight = evaluate(_master(_transposed(found.weight), hidden.dtype))
         bias = None if found.bias is None else evaluate(found.bias)
     if logits.dtype == torch.float64 != hidden.dtype:

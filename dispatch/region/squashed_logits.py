@@ -45,6 +45,14 @@ class SquashedLogits:
                 value = record(aten.reshape.default, value, [*view, value.shape[-1]])
         return value
 
+    def again(self, logits: Value, dtype: torch.dtype) -> Value:
+        """Other logits, squashed as these were, in a dtype."""
+        out: Value = logits if logits.dtype == dtype else record(aten._to_copy.default, logits, dtype=dtype)
+        if self.softcap is not None:
+            out = record(aten.tanh.default, record(aten.div.Tensor, out, self.softcap))
+            out = record(aten.mul.Tensor, out, self.softcap)
+        return out if self.temperature == 1 else record(aten.div.Tensor, out, self.temperature)
+
 
 def squashed_logits(logits: Value) -> SquashedLogits:
     """Logits, looked at backwards for as long as there is nothing but casts to a wider dtype, views and squashes."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subtensors.chunked.picked_rows import picked_rows, selected_rows
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell, LinearCell
@@ -190,5 +191,8 @@ BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.float: _float,
     torch.gather: _gather,
     Tensor.gather: _gather,
+    Tensor.__getitem__: picked_rows,
+    torch.index_select: selected_rows,
+    Tensor.index_select: selected_rows,
 }
 """Each gives None where the call is recorded op by op."""

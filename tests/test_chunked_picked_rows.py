@@ -1,0 +1,104 @@
+"""Rows that a mask or an index picks of chunked values are chunked again: the tokens that count, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunked_programs import Allocations, check_chunked
+from torch import Tensor
+
+import subtensors as st
+from subtensors.chunked import calls
+
+ROWS, HIDDEN, VOCAB = 12, 6, 20
+
+
+def case() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "h": torch.randn(ROWS, HIDDEN, generator=g),
+        "w": torch.randn(VOCAB, HIDDEN, generator=g),
+        "b": torch.randn(VOCAB, generator=g),
+        "target": torch.randint(0, VOCAB, (ROWS,), generator=g),
+        "mask": torch.rand(ROWS, generator=g) > 0.4,
+    }
+
+
+def hidden_states(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h[mask], w, b), target[mask])
+
+
+def logits(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    scores = F.linear(h, w, b).to(torch.promote_types(h.dtype, torch.float32))
+    return F.cross_entropy(scores[mask], target[mask], label_smoothing=0.1)
+
+
+def capped(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    scores = 3 * torch.tanh((h @ w.t()) / 3) / 0.7
+    return F.cross_entropy(scores[mask, :], target[mask]) + b.sum()
+
+
+def by_positions(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    places = mask.nonzero()[:, 0].flip(0).repeat(2)
+    scores = F.linear(h, w, b)
+    picked = scores[places].log_softmax(-1).gather(-1, target[places][:, None])
+    return picked.square().mean() + scores.index_select(0, places).logsumexp(-1).mean()
+
+
+def of_sequences(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    scores = F.linear(h.view(3, 4, HIDDEN), w, b)[:, :-1]
+    labels, counted = target.view(3, 4)[:, 1:], mask.view(3, 4)[:, 1:]
+    return F.cross_entropy(scores[counted], labels[counted])
+
+
+def other_dims(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    scores = F.linear(h, w, b) * 1
+    allowed = b > 0
+    kept = scores[:, allowed].logsumexp(-1)
+    scores[:, ~allowed] = -5.0
+    scores[:, [1, 3]] += 0.5
+    return (scores.logsumexp(-1) - kept).square().mean() + scores.t()[allowed].mean()
+
+
+def of_each_element(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    return F.linear(h, w, b)[F.one_hot(target, VOCAB).bool()].mean()
+
+
+PROGRAMS = [hidden_states, logits, capped, by_positions, of_sequences, other_dims, of_each_element]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_picked_rows_give_what_they_give_on_plain_tensors(program: Any, dtype: torch.dtype, rows: int) -> None:
+    check_chunked(program, case(), {"h": {"rows": rows}}, dtype=dtype, passes=2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:-1], ids=lambda p: p.__name__)
+def test_logits_of_picked_rows_are_never_there_at_once(program: Any) -> None:
+    calls.fallbacks.clear()
+    values = {n: t.requires_grad_(t.is_floating_point()) for n, t in case().items()}
+    with Allocations() as seen:
+        program(**{**values, "h": st.chunk(values["h"], rows=2)}).backward()
+    assert not calls.fallbacks
+    assert seen.largest <= max(4 * VOCAB, HIDDEN * VOCAB)
+
+
+def test_no_rows_are_what_they_are_in_torch() -> None:
+    h, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    nothing = torch.zeros(4, dtype=torch.bool)
+    for x in (h, st.chunk(h, rows=2)):
+        loss = F.cross_entropy(F.linear(x, w)[nothing], torch.zeros(0, dtype=torch.long), reduction="sum")
+        loss.backward()
+        assert loss == 0
+        assert w.grad is not None
+        assert not w.grad.any()
+
+
+def test_rows_asked_for_are_rows_of_what_was_chunked() -> None:
+    x = st.chunk(torch.randn(6, 4, 3), rows=2)
+    picked = x[torch.ones(6, 4, dtype=torch.bool)]
+    assert "3 chunks of 8 of 24 rows" in st.explain(picked * 2)
