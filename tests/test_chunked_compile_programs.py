@@ -190,10 +190,21 @@ def test_what_comes_in_is_not_rounded_to_the_dtype_of_a_gradient() -> None:
         assert torch.equal(third, wanted)
 
 
+def test_rows_that_a_mask_picks_are_picked_in_the_program() -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        logits, counted = F.linear(h, w, b), target > 7
+        return F.cross_entropy(logits[counted], target[counted]) + logits[logits > 0].sum()
+
+    t = tensors()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = run(torch.compile(chunking(program, rows=2), fullgraph=True, backend="aot_eager"), t)
+    check_results(found, lambda t: run(plainly(program), t), t)
+
+
 def test_what_has_no_place_in_a_program_is_computed_in_full_and_said(caplog: pytest.LogCaptureFixture) -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         logits = F.linear(h, w, b)
-        return logits.sort(-1).values[..., :2].mean() + logits[logits > 0].sum()
+        return logits.sort(-1).values[..., :2].mean() + logits.sum()
 
     t = tensors()
     with (

@@ -56,6 +56,22 @@ def taken(x: Tensor, n: int, w: Tensor) -> Tensor:
     return x.gather(dim, torch.zeros_like(x, dtype=torch.int64).narrow(dim, 0, 1))
 
 
+def chosen(x: Tensor, n: int, w: Tensor) -> Tensor:
+    mask = w.flatten()[: len(x)] > -0.5
+    mask[0] = True
+    return x[mask]
+
+
+def gated(x: Tensor, n: int, w: Tensor) -> Tensor:
+    return F.glu(x, n % x.ndim) if x.shape[n % x.ndim] % 2 == 0 else x
+
+
+def placed(x: Tensor, n: int, w: Tensor) -> Tensor:
+    y = x * 1
+    y[..., torch.tensor([0, -1])] = w[0, 0]
+    return y
+
+
 OPS: dict[str, Op] = {
     "sin": lambda x, n, w: x.sin(),
     "scaled": lambda x, n, w: x * w[0, 0] + n,
@@ -91,6 +107,10 @@ OPS: dict[str, Op] = {
     "in_place": where_it_fits(in_place, 2),
     "picked": where_it_fits(picked),
     "taken": where_it_fits(taken),
+    "chosen": where_it_fits(chosen),
+    "gated": where_it_fits(gated),
+    "placed": where_it_fits(placed),
+    "crossed": where_it_fits(lambda x, n, w: x.diagonal(0, 0, -1), 2),
     "repeated": lambda x, n, w: x.expand(2, *x.shape) if x.ndim < 4 else x,
     "ranked": where_it_fits(lambda x, n, w: x * x.argmax(n % x.ndim, keepdim=True)),
 }

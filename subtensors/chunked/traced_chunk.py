@@ -169,11 +169,8 @@ def _cast_once(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Can a call stand in a program? Not one that draws random numbers, or whose sizes depend on values."""
+    """Can a call stand in a program? Not one that draws random numbers, or with arguments that can't be written."""
     if name == "dropout" and kwargs.get("training", args[2] if len(args) > 2 else True):
-        return False
-    keys = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[1:2]
-    if name == "__getitem__" and torch.bool in [k.dtype for k in keys if isinstance(k, (Tensor, TracedChunk))]:
         return False
     return _is_nameable((*args, *kwargs.values()))
 
