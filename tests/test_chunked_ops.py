@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import check_chunked, linear_case
+from chunked_programs import Allocations, check_chunked, linear_case
 from torch import Tensor
+
+import subtensors as st
+from subtensors.chunked import calls
 
 
 def softmax_of_rows(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
@@ -125,3 +128,29 @@ def test_programs_of_many_kinds_of_ops_are_right_in_value_and_gradient(
     # A softmax over the rows finds its statistics in a pass of its own.
     passes = 2 if program is softmax_of_rows else 1
     check_chunked(program, linear_case(), {"h": {"rows": rows}}, dtype=dtype, passes=passes)
+
+
+def divergence(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return F.kl_div(F.linear(h, w, b).log_softmax(-1), WANTED.to(h), reduction="batchmean")
+
+
+def angles(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return F.cosine_similarity(F.linear(h, w, b), WANTED.to(h), dim=-1).mean()
+
+
+def of_known_spread(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    return F.gaussian_nll_loss(F.linear(h, w), WANTED.to(h), F.softplus(F.linear(h, w, b)))
+
+
+WANTED = torch.randn(12, 20, generator=torch.Generator().manual_seed(2)).softmax(-1)
+
+
+@pytest.mark.parametrize("program", [divergence, angles, of_known_spread], ids=lambda p: p.__name__)
+def test_what_a_loss_makes_of_its_targets_alone_is_made_by_rows(program: Any) -> None:
+    check_chunked(program, linear_case(), {"h": {"rows": 5}})
+    calls.fallbacks.clear()
+    h, w, b = (torch.randn(sizes, requires_grad=True) for sizes in ((12, 6), (20, 6), (20,)))
+    with Allocations() as seen:
+        program(st.chunk(h, rows=1), w, b, None).backward()
+    assert seen.largest < 12 * 20
+    assert not calls.fallbacks

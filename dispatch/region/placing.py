@@ -7,6 +7,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from subtensors.dispatch.op_classes import OpClass, op_class
 from subtensors.dispatch.region.axis import Axis, Layout
 from subtensors.dispatch.region.graph import (
     Cut,
@@ -117,7 +118,26 @@ def along(value: Value, layout: Layout) -> Value | Cut:
     if own is not None and own.dim == layout.dim and own.like(layout):
         layout.axis.meet(own.axis)
         return value
-    return Cut(gathered(value), layout)
+    return _by_rows(value, layout) if _has_own_rows(value) else Cut(gathered(value), layout)
+
+
+def _has_own_rows(value: Value) -> bool:
+    """Is it a whole value that isn't known yet, each element of which is a function of its operands' at its place?"""
+    node = value.node
+    if value.layout is not None or value.tensor is not None or node is None or len(node.outputs) > 1:
+        return False
+    return isinstance(node.op, OpOverload) and op_class(node.op) is OpClass.POINTWISE
+
+
+def _by_rows(value: Value, layout: Layout) -> Value:
+    """What is read by rows is computed by rows, too: a constant made of others is never there in full."""
+    node = value.node
+    assert node is not None
+    args, kwargs = replace_leaves(
+        (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, Value) else x
+    )
+    out: Value = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+    return out
 
 
 def broadcast(value: Value, ndim: int, layout: Layout) -> Value | Cut:

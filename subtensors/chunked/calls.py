@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -98,8 +99,8 @@ def _recorded(
             cell = cell_of(x)
             users[id(cell)] = x
             return shell(kind, cell)
-        if grad and isinstance(x, Tensor) and x.requires_grad:
-            # Ops on it inside the function must be recorded too, or its gradient would be lost there.
+        if isinstance(x, Tensor) and ((grad and x.requires_grad) or func in _MATHS_ON_TARGETS):
+            # Ops on it inside the function must be recorded too, or its gradient would be lost there, or its rows.
             if id(x) not in borrowed:
                 borrowed[id(x)] = shell(kind, Cell(constant(whole_of(x)), borrowed=True))
                 lent[id(borrowed[id(x)]._cell)] = x
@@ -134,6 +135,8 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
     """Record one op, beneath autograd."""
     if is_in_place(op):
         return _write(op, args, kwargs)
+    if op is aten._local_scalar_dense.default:
+        return evaluate(args[0]._cell.value).item()
     if functional_form(op) is not op:
         raise NeedsValues(op, "it writes to a tensor that it is given")
     if torch.is_inference_mode_enabled():
@@ -290,6 +293,9 @@ _OF_VALUES = {
     torch.Tensor.__iter__,
     torch.Tensor.__contains__,
 }
+
+# What they make of their targets alone is as wide as these.
+_MATHS_ON_TARGETS = {F.kl_div, torch.kl_div, torch.cosine_similarity, F.cosine_similarity}
 
 _REFUSED = {
     torch.Tensor.requires_grad_,
