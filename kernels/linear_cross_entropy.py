@@ -211,6 +211,8 @@ def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
     for chunks in (early, late):
         if not chunks:
             continue
+        if sums is not None:
+            sums.gather()
         buffer = task.hidden.new_empty((chunks[0][1] - chunks[0][0]) * classes)
         for begin, end in chunks:
             block = task.logits(buffer, (begin, end), (0, classes))
@@ -270,15 +272,14 @@ class _RowSums:
         if task.needs.hidden and end <= self._edge:
             self._pieces.append(torch.mm(gradient, task.weight))
         elif task.needs.hidden:
-            torch.mm(gradient, task.weight, out=self.hidden[begin:end])
+            torch.mm(gradient, task.weight, out=self.gather()[begin:end])
         if self._weight is not None:
             self._weight.add(gradient, task.hidden[begin:end])
         if self._bias is not None:
             self._bias += gradient.sum(0, dtype=task.compute)
 
-    @property
-    def hidden(self) -> Tensor:
-        """The gradient of all hidden states, as far as it is known."""
+    def gather(self) -> Tensor:
+        """The memory of the gradient of all hidden states, with what is known of it."""
         if self._hidden is None:
             self._hidden = self._task.hidden.new_empty(self._task.hidden.shape)
             if self._pieces:
@@ -288,7 +289,7 @@ class _RowSums:
 
     def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden states, weight and bias."""
-        hidden = self.hidden if self._task.needs.hidden else None
+        hidden = self.gather() if self._task.needs.hidden else None
         return hidden, None if self._weight is None else self._weight.take(), self._bias
 
 

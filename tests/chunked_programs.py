@@ -81,6 +81,16 @@ def assert_as_exact(
     assert found <= allowed, f"{what}: error {found:.3g}, and {allowed:.3g} is allowed"
 
 
+def assert_errs_as_plain(found: Sequence[Any], plain: Sequence[Any], truth: Sequence[Any]) -> None:
+    """Whether tensors err, all elements together, by 1.5 times what plain torch's do, and a rounding of the truth."""
+    for place, (a, p, t) in enumerate(zip(found, plain, truth, strict=True)):
+        assert (a.dtype, a.shape) == (p.dtype, p.shape)
+        t = t.detach().double()
+        mine, theirs = (float((x.detach().double() - t).norm()) for x in (a, p))
+        allowed = 1.5 * theirs + torch.finfo(p.dtype).eps * float(t.norm())
+        assert mine <= allowed, f"result {place}: error {mine:.3g}, and {allowed:.3g} is allowed"
+
+
 _ROUNDED = {OpClass.POINTWISE, OpClass.CONTRACTION, OpClass.REDUCTION, OpClass.NORMALISATION, OpClass.SCAN}
 
 _EXACT = frozenset("neg abs relu where clone fill copy amax amin max min any all maximum minimum masked_fill".split())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -357,3 +359,31 @@ def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_ax
     a.coarsen(4)
     assert b.spans(lambda limit: 0) == [(0, 4), (4, 8), (8, 12)]
     assert Axis(3, Policy(chunks=8)).spans(lambda limit: 0) == [(0, 1), (1, 2), (2, 3)]
+
+
+def per_token(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(h @ w.t(), target, reduction="none").realize()  # type: ignore[attr-defined]
+
+
+def in_bfloat16(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(F.linear(h, w).float(), target)
+
+
+def squared(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    return F.linear(h, w).log_softmax(-1).gather(1, target[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("program", [per_token, in_bfloat16, squared], ids=lambda p: p.__name__)
+def test_what_a_region_read_is_let_go_with_its_backward_whoever_keeps_the_loss(program: Any) -> None:
+    h, w = torch.randn(12, 6, requires_grad=True).sin(), torch.randn(20, 6, requires_grad=True).cos()
+    watched = weakref.ref(h), weakref.ref(w)
+    gc.disable()
+    try:
+        loss = program(st.chunk(h, rows=5), w, torch.arange(12))
+        loss.sum().backward()
+        del h, w
+        assert [x() for x in watched] == [None, None]
+        assert loss.grad_fn is not None
+    finally:
+        gc.enable()

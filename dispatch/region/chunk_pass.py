@@ -84,8 +84,7 @@ class Results:
 def tangent_of(plan: Plan, value: Value, span: Span, whole: Tensor) -> Tensor:
     """A chunk's part of the gradient of a result."""
     if value.join is Join.STACK:
-        assert value.node is not None
-        rows = value.node.rows
+        rows = value.source
         return whole[sum(rows is None or rows.local(s) > 0 for s in plan.spans if s < span)]
     if value.join is Join.CAT:
         assert value.source is not None
@@ -181,10 +180,10 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
             for value in step.last:
                 known.pop(id(value), None)
             continue
-        if step.node.rows is not None and not step.node.rows.local(span):
-            known.update({id(v): None for v in step.node.outputs})
+        if step.rows is not None and not step.rows.local(span):
+            known.update({id(v): None for v in step.outputs})
             continue
-        with torch.set_grad_enabled(gradients is not None and step.node.grad):
+        with torch.set_grad_enabled(gradients is not None and step.grad):
             product = None if gradients is None else _product(step, places, gradients)
             if product is not None:
                 factors, sums = product
@@ -193,9 +192,10 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
                 )
             else:
                 args, kwargs = step.spec.unflatten([at(x) for x in step.leaves])
-                result = step.node.op(*args, **kwargs)
-        for value, tensor in zip(step.node.outputs, tensors_of(result), strict=True):
-            known[id(value)] = tensor
+                result = step.op(*args, **kwargs)
+        for made, tensor in zip(step.outputs, tensors_of(result), strict=True):
+            if made is not None:
+                known[id(made)] = tensor
         del result, tensor
         for place in step.last:
             known.pop(id(step.leaves[place]), None)
@@ -208,9 +208,7 @@ def _program(plan: Plan) -> Sequence[Step | CompiledRun]:
         return plan.steps
     if plan.program is None:
         kept = {id(v) for v in plan.outputs}
-        plan.program = compiled_program(
-            plan.steps, kept, lambda step: step.node.op in _FACTORS or step.node.op in ROW_OPS
-        )
+        plan.program = compiled_program(plan.steps, kept, lambda step: step.op in _FACTORS or step.op in ROW_OPS)
     return plan.program
 
 
@@ -222,7 +220,7 @@ def _product(
     step: Step, places: dict[int, int], gradients: Gradients
 ) -> tuple[tuple[Any, Any, Any], tuple[GradientSum, bool, GradientSum | None]] | None:
     """The operands of a product with a whole factor whose gradient is wanted, and the sums that they have."""
-    where = _FACTORS.get(step.node.op) if step.node.grad else None
+    where = _FACTORS.get(step.op) if step.grad else None
     if where is None:
         return None
     a, b = step.leaves[where[0]], step.leaves[where[1]]

@@ -62,7 +62,7 @@ def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable
     program: list[Any] = []
     run: list[Step] = []
     for place, step in enumerate([*steps, None]):
-        ends = step is None or cut(step) or not _named(step) or (run and run[0].node.grad != step.node.grad)
+        ends = step is None or cut(step) or not _named(step) or (run and run[0].grad != step.grad)
         if ends and run:
             program.extend([_compiled(run, steps[place:], kept)] if len(run) >= SHORTEST else run)
             run = []
@@ -76,16 +76,16 @@ def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable
 
 def _named(step: Step) -> bool:
     """Can the op and its arguments be written down?"""
-    op = step.node.op
+    op = step.op
     nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
     plain = (Input, Value, PerChunk, bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
-    return nameable and step.node.rows is None and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
+    return nameable and step.rows is None and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
 
 
 def _compiled(run: list[Step], later: Sequence[Step], kept: Collection[int]) -> CompiledRun:
-    made = {id(v) for step in run for v in step.node.outputs}
+    made = {id(v) for step in run for v in step.outputs if v is not None}
     read_later = {id(x) for step in later for x in step.leaves if isinstance(x, Value)} | set(kept)
-    results = [v for step in run for v in step.node.outputs if id(v) in read_later]
+    results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
     names: dict[int, str] = {}
     reads: list[Input | Value | PerChunk] = []
     constants: list[Any] = []
@@ -104,15 +104,15 @@ def _compiled(run: list[Step], later: Sequence[Step], kept: Collection[int]) -> 
 
     for place, step in enumerate(run):
         args, kwargs = step.spec.unflatten([_Text(written(x)) for x in step.leaves])
-        constants.append(step.node.op)
+        constants.append(step.op)
         call = ", ".join([*map(_nested, args), *(f"{key}={_nested(value)}" for key, value in kwargs.items())])
-        outputs = [f"v{place}_{k}" for k in range(len(step.node.outputs))]
-        names.update({id(v): name for v, name in zip(step.node.outputs, outputs, strict=True)})
+        outputs = [f"v{place}_{k}" for k in range(len(step.outputs))]
+        names.update({id(v): name for v, name in zip(step.outputs, outputs, strict=True) if v is not None})
         lines.append(f"    {', '.join(outputs)} = c{len(constants) - 1}({call})")
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
     dead = [x for x in reads if isinstance(x, Value) and id(x) not in read_later and id(x) not in made]
-    return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].node.grad, dead)
+    return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, dead)
 
 
 class _Text(str):

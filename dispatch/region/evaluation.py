@@ -106,10 +106,11 @@ class _Evaluation:
 
     def _pass_over(self, partials: Sequence[Value]) -> None:
         for plan in _passes(partials):
-            tensors = [self._whole(read.value) for read in plan.inputs]
+            asked, tensors = plan.asked, [self._whole(read) for read in plan.reads]
+            plan.let_go()
             differentiable = self.grad and plan.grad
             results = _recomputed(plan, tensors) if differentiable else forward_only(plan, tensors)
-            for value, tensor in zip(plan.outputs, results, strict=True):
+            for value, tensor in zip(asked, results, strict=True):
                 self._keep(value, plan.axis.prepared(tensor))
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
@@ -136,7 +137,8 @@ class _Evaluation:
             with torch.set_grad_enabled(self.grad and node.grad):
                 results = tensors_of(node.op(*args, **kwargs))
             for output, tensor in zip(node.outputs, results, strict=True):
-                self._keep(output, tensor)
+                if output is not None:
+                    self._keep(output, tensor)
         whole = known(asked)
         assert whole is not None
         return whole
@@ -152,11 +154,12 @@ class _Evaluation:
         self._pass_over([v for v in partials if not v.needs_grad])
         (plan,) = plans
         others = _others(asked, flowing)
-        reads = [self._whole(read.value) for read in plan.inputs]
+        reads, sums_of = [self._whole(read) for read in plan.reads], plan.asked
+        plan.let_go()
         rest = [self._whole(v) for v in others]
 
         def epilogue(sums: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-            env = {id(v): t for v, t in zip((*plan.outputs, *others), (*sums, *rest), strict=True)}
+            env = {id(v): t for v, t in zip((*sums_of, *others), (*sums, *rest), strict=True)}
             return _replayed(asked, env)
 
         out: Tensor = Together.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
@@ -210,5 +213,5 @@ def _replayed(value: Value, env: dict[int, Tensor]) -> Tensor:
         args, kwargs = replace_leaves((node.args, node.kwargs), at)
         with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
             results = tensors_of(node.op(*args, **kwargs))
-        env.update({id(v): t for v, t in zip(node.outputs, results, strict=True)})
+        env.update({id(v): t for v, t in zip(node.outputs, results, strict=True) if v is not None})
     return env[id(value)]

@@ -8,6 +8,7 @@ whole value that is added to, laid beside or stacked on the parts of other chunk
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,10 @@ class Value:
         needs_grad: whether a gradient flows through it.
     """
 
-    __slots__ = ("_meta", "device", "index", "join", "layout", "needs_grad", "node", "source", "tensor", "version")
+    __slots__ = (
+        *("_meta", "device", "index", "join", "layout", "needs_grad", "node", "source", "tensor", "version"),
+        "__weakref__",
+    )
 
     def __init__(
         self, meta: Tensor | None, device: torch.device, layout: Layout | None, node: Node | None, needs_grad: bool
@@ -77,8 +81,14 @@ class Value:
         self.tensor: Tensor | None = None
         """The whole value, once it is known."""
         self.source: Layout | None = None
-        """Of a partial that lays chunks side by side: where they go."""
+        """Of a partial that lays chunks side by side: where they go; of one that stacks them: the rows of a part."""
         self.version: int | None = None
+
+    def bare(self) -> Value:
+        """Its description, without what it is computed by or from: who keeps that keeps no tensor alive."""
+        out = Value(self.meta, self.device, self.layout, None, self.needs_grad)
+        out.join, out.index, out.source = self.join, self.index, self.source
+        return out
 
     @property
     def like(self) -> Tensor:
@@ -135,14 +145,26 @@ class Node:
         grad: whether it is differentiated.
     """
 
-    __slots__ = ("args", "axis", "grad", "kwargs", "name", "op", "outputs", "rows")
+    __slots__ = ("_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
 
     def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: Axis | None, grad: bool) -> None:
         self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
-        self.outputs: list[Value] = []
+        # A value knows its node. If the node kept the value, all that either reads would live until Python looks for
+        # cycles.
+        self._outputs: list[weakref.ref[Value]] = []
         self.rows: Layout | None = None
         """Of an op whose parts are stacked: the rows that a chunk must have some of to give a part."""
+
+    @property
+    def outputs(self) -> list[Value | None]:
+        """Its results, in order; None of what nobody reads."""
+        return [made() for made in self._outputs]
+
+    def gives(self, value: Value) -> None:
+        """Note its next result."""
+        value.index = len(self._outputs)
+        self._outputs.append(weakref.ref(value))
 
     def operands(self) -> list[Value | Cut]:
         """The values and cuts among its arguments."""
@@ -326,8 +348,8 @@ def emit(
         out = Value(
             meta, torch.device(device), None if isinstance(layout, Join) else layout, node, node.grad and differentiable
         )
-        out.join, out.index = join, len(node.outputs)
-        node.outputs.append(out)
+        out.join, out.source = join, node.rows if join is Join.STACK else None
+        node.gives(out)
         return out
 
     return replace_leaves(metas, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ class Input:
     """A tensor that a pass reads: each chunk its part of it, or all of it.
 
     Args:
-        value: the value.
+        value: its description.
         layout: which part a chunk reads; None for all.
     """
 
@@ -37,27 +37,41 @@ class Step:
     """One op of a pass, ready to be called.
 
     Args:
-        node: the op.
-        leaves: its arguments, flat, values and per-chunk arguments among them.
+        op: what is called.
+        name: of it.
+        grad: whether it is differentiated.
+        rows: of which a chunk must have some to give a part.
+        leaves: its arguments, flat, descriptions of values and per-chunk arguments among them.
         spec: the nest they came from.
+        outputs: descriptions of its results; None of what nobody reads.
         last: places in `leaves` of values that no later step reads.
     """
 
-    node: Node
+    op: Callable[..., Any]
+    name: str
+    grad: bool
+    rows: Layout | None
     leaves: list[Any]
     spec: Any
+    outputs: list[Value | None]
     last: list[int] = field(default_factory=list)
 
 
 class Plan:
     """One pass over the chunks of an axis, for some partial values.
 
+    Autograd keeps it as long as it keeps a result. So it holds descriptions of values; the values themselves, which
+    hold tensors, are `asked` and `reads` until `let_go`.
+
     Args:
         outputs: the partials; all of one axis.
     """
 
     def __init__(self, outputs: Sequence[Value]) -> None:
-        self.outputs = list(outputs)
+        self.asked = list(outputs)
+        self.reads: list[Value] = []
+        self._bare: dict[int, Value] = {}
+        self.outputs = [self._described(v) for v in outputs]
         self.inputs: list[Input] = []
         self.steps: list[Step] = []
         self.program: list[Any] | None = None
@@ -66,12 +80,23 @@ class Plan:
         for output in outputs:
             assert output.node is not None
             self._visit(output.node)
-        node = self.outputs[0].node
+        node = self.asked[0].node
         assert node is not None
         assert node.axis is not None
         self.axis: Axis = node.axis.root
         self._find_last_uses()
+        self._bare.clear()
+        self._done.clear()
         self.spans: list[Span] = self.axis.spans(self._rows)
+
+    def let_go(self) -> None:
+        """Keep no tensor alive any longer."""
+        self.asked, self.reads = [], []
+
+    def _described(self, value: Value) -> Value:
+        if id(value) not in self._bare:
+            self._bare[id(value)] = value.bare()
+        return self._bare[id(value)]
 
     def _visit(self, last: Node) -> None:
         # Depth first without recursion: a region may hold thousands of ops.
@@ -85,7 +110,9 @@ class Plan:
                 arguments: Any = (node.args, node.kwargs)
                 leaves: list[Any]
                 leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)
-                self.steps.append(Step(node, [self._slot(x) for x in leaves], spec))
+                slots = [self._slot(x) for x in leaves]
+                made = [None if v is None else self._described(v) for v in node.outputs]
+                self.steps.append(Step(node.op, node.name, node.grad, node.rows, slots, spec, made))
                 continue
             stack.append((node, True))
             for x in node.operands():
@@ -97,14 +124,15 @@ class Plan:
             return self._input(x.value, x.layout)
         if isinstance(x, Value) and (x.layout is None or x.tensor is not None):
             return self._input(x, x.layout)
-        return x
+        return self._described(x) if isinstance(x, Value) else x
 
     def _input(self, value: Value, layout: Layout | None) -> Input:
-        for known in self.inputs:
-            same = known.value is value or (value.tensor is not None and known.value.tensor is value.tensor)
+        for known, read in zip(self.inputs, self.reads, strict=True):
+            same = read is value or (value.tensor is not None and read.tensor is value.tensor)
             if same and _same(known.layout, layout):
                 return known
-        self.inputs.append(Input(value, layout))
+        self.reads.append(value)
+        self.inputs.append(Input(self._described(value), layout))
         return self.inputs[-1]
 
     def _find_last_uses(self) -> None:
@@ -126,9 +154,9 @@ class Plan:
         """Bytes that the results of all its ops take for one row."""
         total = 0
         for step in self.steps:
-            views = isinstance(step.node.op, torch._ops.OpOverload) and step.node.op.is_view
-            for value in step.node.outputs:
-                if value.layout is not None and not views and step.node.name != "reshape":
+            views = isinstance(step.op, torch._ops.OpOverload) and step.op.is_view
+            for value in step.outputs:
+                if value is not None and value.layout is not None and not views and step.name != "reshape":
                     total += value.meta.numel() * value.meta.element_size()
         return total // max(self.axis.size, 1)
 
@@ -153,7 +181,7 @@ class Plan:
             sums = ", its gradient summed" if read.layout is None and read.value.needs_grad else ""
             parts.append(f"  reads {how} {_described(read.value)}{sums}")
         for step in self.steps:
-            parts.append(f"  {step.node.name} -> {', '.join(_described(v) for v in step.node.outputs)}")
+            parts.append(f"  {step.name} -> {', '.join(_described(v) for v in step.outputs if v is not None)}")
         return "\n".join(parts)
 
 

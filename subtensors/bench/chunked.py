@@ -169,15 +169,18 @@ def _peak_mb(step: functools.partial[Tensor], device: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _milliseconds(step: functools.partial[Tensor], device: str, repeats: int = 12) -> float:
-    """The device time of a step, of steps that wait for each other; median."""
+def _milliseconds(step: functools.partial[Tensor], device: str, repeats: int = 12, warm_up: int = 12) -> float:
+    """The device time of a step, of steps that wait for each other; median.
+
+    The first dozen steps are not counted: an interpreter that has yet to learn its code keeps the device waiting.
+    """
     times = []
-    for _ in range(repeats):
+    for _ in range(warm_up + repeats):
         with Span(device) as span:
             step()
         synchronize(device)
         times.append(span.ms())
-    return median(times)
+    return median(times[warm_up:])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
