@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from subtensors.dispatch.torch_private import dispatch_keys
 
 
 def take_new_accumulator(leaf: torch.Tensor) -> None:
@@ -98,3 +101,16 @@ def saves_through_hooks() -> bool:
     True
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def as_called_outside() -> Iterator[None]:
+    """In here, as nowhere else in an op's implementation, autograd records and subclasses see functions of torch.
+
+    Checked on 2.11, 2.13.
+    """
+    included, excluded = dispatch_keys()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._EnableTorchFunction():
+        yield

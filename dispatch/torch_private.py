@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -338,19 +337,6 @@ def restored_autocast(keys: tuple[Any, Any]) -> Any:
 
 
 _AUTOCAST = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
-
-
-@contextmanager
-def as_called_outside() -> Iterator[None]:
-    """In here, as nowhere else in an op's implementation, autograd records and subclasses see functions of torch.
-
-    Checked on 2.11, 2.13.
-    """
-    included, excluded = dispatch_keys()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._EnableTorchFunction():
-        yield
 
 
 def without_modes() -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked_by
 from subtensors.chunked.program_text import BREAK
+from subtensors.dispatch.autograd_private import as_called_outside
 from subtensors.dispatch.region.axis import Policy
-from subtensors.dispatch.torch_private import as_called_outside
 
 Program = Callable[[Sequence[Tensor], Sequence[int], Sequence[float]], Any]
 
