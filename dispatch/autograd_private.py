@@ -25,6 +25,11 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
+def keeps_are_hooked() -> bool:
+    """Does anybody take what autograd keeps for a backward, as a checkpoint does? Checked on 2.11, 2.13."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+
+
 def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.backward` or `torch.autograd.grad` for a type that overrides torch's functions. Checked on 2.11, 2.13.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
@@ -257,3 +258,30 @@ def test_a_call_in_a_graph_of_the_callers_is_a_part_of_it() -> None:
         mine.replay()
         torch.testing.assert_close(out, expected)
     assert "part of a graph that is being captured" in next(iter(run.stats().fallbacks))
+
+
+def test_a_call_leaves_its_arguments_as_they_are(device: str) -> None:
+    run = st.bucketed(Net(device).inner, {"input": {1: SEQ}})
+    for n in (5, 6, 20):
+        x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
+        before = x.sin()  # which keeps it for its backward
+        (run(x).sum() + before.sum()).backward()
+        assert x._version == 0
+
+
+def test_a_call_in_a_checkpoint_is_a_replay_where_its_bucket_was_recorded(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    run = st.bucketed(net, DIMS)
+    for n in (20, 17):
+        ids, labels = tokens(n, device), tokens(n, device)
+        for model in (run, alone):
+            model(ids, labels).backward()
+    for n in (5, 6, 20, 18):
+        ids, labels = tokens(n, device), tokens(n, device)
+        for model in (run, alone):
+            checkpoint(model, ids, labels, use_reentrant=False).backward()
+        check(gradients(net), gradients(alone))
+    stats = run.stats()
+    # That a forward is replayed again for a checkpoint is no call's.
+    assert (stats.hits, [b.sizes["seq"] for b in stats.buckets]) == (3, [24])
+    assert ["checkpoint" in why for why in stats.fallbacks] == [True]

@@ -217,16 +217,16 @@ class Recorder:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
         dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
         padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+        copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
 
         # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
         # the capture: compiled code that it runs is compiled for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
             result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
         with torch.no_grad():
-            for x, own in zip(padded, leaves, strict=True):
-                if x is not own and x._dense._version:
+            for own, x, version in copies:
+                if x._dense._version != version:
                     own.copy_(x.unpad())
-        with torch.no_grad():
             bucket.load(leaves, reading.sizes)
         leaves = pytree.tree_leaves(result)
         bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)

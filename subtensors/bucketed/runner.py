@@ -36,6 +36,7 @@ from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
 from subtensors.bucketed.visit import Visit, add_sizes
+from subtensors.dispatch import autograd_private
 from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
@@ -195,6 +196,8 @@ class Bucketed:
             if self.on_miss != "capture":
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
+            if is_followed and autograd_private.keeps_are_hooked():
+                return self._fall_back("hooks, as of a checkpoint, take what would be recorded", None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
         if isinstance(bucket, TrainedBucket) and (obstacle := bucket.obstacle()):
             return self._fall_back(obstacle, None, args, kwargs)
