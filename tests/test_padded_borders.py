@@ -43,10 +43,10 @@ def real(x: Any) -> Any:
 
 @pytest.mark.parametrize("dims", [{2: SEQ}, {2: SEQ, 3: WIDTH}], ids=["height", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_border_is_that_of_the_true_end(name: str, dims: dict[int, st.Dim]) -> None:
+def test_a_border_is_that_of_the_true_end(name: str, dims: dict[int, st.Dim], device: str) -> None:
     torch.manual_seed(0)
     for n, m in ((5, 3), (8, 6), (3, 4)):
-        source = torch.randn(2, 3, n, m, dtype=torch.float64, requires_grad=True)
+        source = torch.randn(2, 3, n, m, dtype=torch.float64, device=device, requires_grad=True)
         padded_calls.fallbacks.clear()
         actual = real(PROGRAMS[name](st.pad(source, dims, value=NAN)))
         assert not padded_calls.fallbacks

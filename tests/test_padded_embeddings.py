@@ -32,19 +32,20 @@ def run(name: str, indices: Any, source: Tensor) -> tuple[Tensor, Tensor, Tensor
     """The result, the gradient of the table, and the table, which a norm changes."""
     table = source.clone().requires_grad_()
     function, keywords = CALLS[name]
+    keywords = {word: x.to(source.device) if isinstance(x, Tensor) else x for word, x in keywords.items()}
     out = function(indices, table, **keywords)
     out = out.unpad() if isinstance(out, st.PaddedTensor) else out
     out = torch.cat(out) if isinstance(out, list) else out
-    weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out)
+    weights = torch.arange(out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     (gradient,) = torch.autograd.grad(out, table, weights)
     return out, gradient, table.detach()
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_table_sees_real_indices_only(name: str) -> None:
+def test_a_table_sees_real_indices_only(name: str, device: str) -> None:
     torch.manual_seed(0)
-    indices = torch.randint(1, 7, (5,) if "between" in name else (3, 5))
-    source = torch.randn(7, 4, dtype=torch.float64)
+    indices = torch.randint(1, 7, (5,) if "between" in name else (3, 5), device=device)
+    source = torch.randn(7, 4, dtype=torch.float64, device=device)
     padded_calls.fallbacks.clear()
     actual = run(name, st.pad(indices, {indices.dim() - 1: SEQ}, value=10**9), source)
     assert not padded_calls.fallbacks

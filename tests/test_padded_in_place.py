@@ -114,9 +114,9 @@ WRITES = {
 @pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 3, 8)], ids=["one size", "ragged"])
 @pytest.mark.parametrize("name", WRITES)
-def test_a_view_and_its_whole_are_one(name: str, lengths: tuple[int, ...], records: bool) -> None:
+def test_a_view_and_its_whole_are_one(name: str, lengths: tuple[int, ...], records: bool, device: str) -> None:
     program = WRITES[name]
-    rows = [torch.randn(n, 3, dtype=torch.float64, requires_grad=records) for n in lengths]
+    rows = [torch.randn(n, 3, dtype=torch.float64, device=device, requires_grad=records) for n in lengths]
     x = st.pad(torch.stack(rows), {1: SEQ}, value=NAN) if lengths == (5, 5) else st.pad(rows, {0: SEQ}, value=NAN)
     actual = list(program(x).unpad())
     expected = [program(row[None])[0] for row in rows]

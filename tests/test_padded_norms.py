@@ -55,14 +55,14 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_running_statistics_learn_of_real_elements(name: str, compiled: bool) -> None:
+def test_running_statistics_learn_of_real_elements(name: str, compiled: bool, device: str) -> None:
     torch.manual_seed(0)
-    norm, plain = (NORMS[name]().double() for _ in range(2))
+    norm, plain = (NORMS[name]().double().to(device) for _ in range(2))
     run = torch.compile(norm, fullgraph=True, backend="aot_eager") if compiled and "cumulative" not in name else norm
     padded_calls.fallbacks.clear()
     for training in (True, True, False):
         for rows, n in ((3, 5), (2, 7)):
-            source = torch.randn(rows, 4, n, dtype=torch.float64, requires_grad=True)
+            source = torch.randn(rows, 4, n, dtype=torch.float64, device=device, requires_grad=True)
             norm.train(training), plain.train(training)
             out = run(st.pad(source, {0: BATCH, 2: SEQ}, value=NAN)).unpad()
             expected = plain(source)

@@ -356,20 +356,22 @@ OF_REAL_ELEMENTS: dict[str, Callable[[Any], Any]] = {
     "spread of complex numbers": lambda x: torch.std_mean(torch.complex(x, x * x), 1),
     "rounding to a scale": lambda x: torch.fake_quantize_per_tensor_affine(x.float(), 0.1, 0, -128, 127),
     "rounding to scales": lambda x: torch.fake_quantize_per_channel_affine(
-        x.float(), SCALES, torch.zeros(3, dtype=torch.int32), 2, -128, 127
+        x.float(), SCALES.to(x.device), torch.zeros(3, dtype=torch.int32, device=x.device), 2, -128, 127
     ),
     "local response": lambda x: F.local_response_norm(x.mT, 2),
-    "systems of equations": lambda x: torch.linalg.solve(x.unsqueeze(-1) * x.unsqueeze(-2) + torch.eye(3), x),
+    "systems of equations": lambda x: torch.linalg.solve(
+        x.unsqueeze(-1) * x.unsqueeze(-2) + torch.eye(3, device=x.device), x
+    ),
     "draws that are certain": lambda x: torch.multinomial((x[..., 0] == x[..., 0].amax(1, keepdim=True)).double(), 1),
 }
 
 
 @pytest.mark.parametrize("name", OF_REAL_ELEMENTS)
-def test_a_rule_sees_real_elements_only(name: str) -> None:
+def test_a_rule_sees_real_elements_only(name: str, device: str) -> None:
     program = OF_REAL_ELEMENTS[name]
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     for i, n in enumerate((5, 8, 2)):
-        source = torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True)
+        source = torch.randn(2, n, 3, dtype=torch.float64, device=device, requires_grad=True)
         expected = program(source)
         for run in (program, compiled):
             padded_calls.fallbacks.clear()
