@@ -319,10 +319,10 @@ def dispatch_keys() -> tuple[Any, Any]:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def restored_dispatch_keys(keys: tuple[Any, Any]) -> Any:
-    """A context in which the dispatcher includes and excludes these keys, and autocast not at all. Checked on 2.13."""
+def restored_dispatch_keys(keys: tuple[Any, Any], casting: bool = False) -> Any:
+    """A context in which the dispatcher includes and excludes these keys, autocast's not, but for `casting`. Checked on 2.13."""
     included, excluded = keys
-    for key in _AUTOCAST:
+    for key in () if casting else _AUTOCAST:
         excluded = excluded | torch._C.DispatchKeySet(key)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 

@@ -47,6 +47,13 @@ STEPS: dict[str, Step] = {
     "shifted": lambda x, w: torch.cat([x[:, :1], x[:, 1:] - x[:, :-1]], 1),
     "less the first": lambda x, w: x - x[:, :1],
     "the last assigned": lambda x, w: assigned(x, w),
+    "through a view": lambda x, w: through_a_view(x, w),
+    "smoothed": lambda x, w: torch.nn.functional.avg_pool1d(
+        torch.nn.functional.pad(x.transpose(1, 2), (1, 1), "reflect"), 3, 1
+    ).transpose(1, 2),
+    "resized": lambda x, w: torch.nn.functional.interpolate(x.transpose(1, 2), scale_factor=2, mode="linear")[
+        ..., 1::2
+    ].transpose(1, 2),
     "einsum": lambda x, w: torch.einsum("bnf,bmf,bmg->bng", x, x.tanh(), x.tanh()) / 8,
     "convolution": lambda x, w: torch.nn.functional.conv1d(
         x.transpose(1, 2), (w[:, None] * w[None] / 4)[..., None].expand(-1, -1, 3), padding=1
@@ -58,6 +65,14 @@ def assigned(x: Any, w: Tensor) -> Any:
     y = x * 1
     y[:, -1] = w
     return y
+
+
+def through_a_view(x: Any, w: Tensor) -> Any:
+    y = x * 1
+    view = y[:, 1:]
+    view.mul_(w).add_(1)
+    y[..., 0] *= 2
+    return torch.cat([y[:, :1], view], 1)
 
 
 ENDS: dict[str, Callable[[Any], Any]] = {

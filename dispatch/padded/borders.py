@@ -61,6 +61,9 @@ _ROOM = {"reflect": -1, "circular": 0}
 def _of_itself(call: Call, x: Padded) -> Padded:
     """A border that repeats the real part: each dim after the other."""
     mode, widths = call["mode"], list(call["pad"])
+    if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # Autocast has them in single precision, on a CPU.
+        x = x.like(x.dense.float()) if x.dense.dtype in (torch.float16, torch.bfloat16) else x
     for i in range(len(widths) // 2):
         d = x.dim() - 1 - i
         left, right = widths[2 * i], widths[2 * i + 1]

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
@@ -45,6 +46,11 @@ OPS = frozenset(
     index_select_backward poisson_nll_loss hinge_embedding_loss kl_div margin_ranking_loss""".split()
 )
 """Composite ops, by name or overload."""
+
+aten = torch.ops.aten
+
+CAST_INSIDE = frozenset([aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, aten.cov, aten.nll_loss_nd, aten.pad])
+"""Ops that rules take whole, whose parts autocast casts; any other op it casts before, or never."""
 
 FUNCTIONS = frozenset(
     """torch._tensor.Tensor.__rdiv__ torch._tensor.Tensor.__rmatmul__ torch._tensor.Tensor.__rmod__

@@ -210,7 +210,7 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
     running = _state.calls.pop()
     try:
-        with torch_private.restored_dispatch_keys(running.keys):
+        with torch_private.restored_dispatch_keys(running.keys, casting=op.overloadpacket in composites.CAST_INSIDE):
             if is_in_place(op) or functional_form(op) is not op:
                 return _mutate(op, args, kwargs, running)
             return _run(op, args, kwargs)

@@ -69,7 +69,7 @@ def current(x: PaddedTensor) -> PaddedTensor:
     if versions != origin.versions:
         new = origin.view(origin.base)
         origin.latest, origin.versions = new, versions
-        x._dense, x._dims, x._sizes, x._fill = new._dense, new._dims, new._sizes, new._fill
+        x._dense, x._dims, x._sizes, x._fill, x._written = new._dense, new._dims, new._sizes, new._fill, new._written
     return x if origin.latest is None else origin.latest
 
 

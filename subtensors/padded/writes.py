@@ -60,7 +60,7 @@ def write_back(outer: Tensor, new: Padded) -> None:
         raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {outer._dims}, the result {new.dims}")
     mask = value_of(outer).mask()
     dense = new.dense if mask is None else torch.where(mask, new.dense, outer._dense.detach())
-    value = replace(value_of(outer), dense=dense)
+    value = replace(value_of(outer), dense=dense, arrival=None)
     recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
     if outer._view == "copy" or (recording and outer._view):
         if outer._origin is None:
@@ -105,4 +105,4 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded
     targets = Padded(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
     values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
     flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
-    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None))
+    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None, arrival=None))
