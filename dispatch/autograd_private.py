@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.torch_private import dispatch_keys
+from subtensors.dispatch.dispatcher_private import dispatch_keys
 
 
 def take_new_accumulator(leaf: torch.Tensor) -> None:

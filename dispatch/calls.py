@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.columns import Columns, Elements, Repeated
+from subtensors.dispatch.dispatcher_private import is_transforming
 from subtensors.dispatch.ready_launch import LastLaunch
-from subtensors.dispatch.torch_private import is_transforming
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
 """Do kernels run on CPU tensors too? Triton interprets them there, slowly: so that they can be seen to be right."""

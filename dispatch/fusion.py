@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.calls import Call
 from subtensors.dispatch.columns import (
     Addresses,
@@ -279,7 +279,7 @@ class Fusion:
 
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
         reason = ""
-        if torch_private.is_transforming():
+        if dispatcher_private.is_transforming():
             reason = "a transform of torch.func or forward-mode differentiation is under way"
         elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c)):
             reason = "autograd records it"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dispatcher_private, torch_private
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 
 
@@ -38,7 +38,7 @@ class KeptValues(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 x = args[i] if i < len(args) else kwargs.get(argument.name)
                 if type(x) in PLAIN_TYPES and id(x) not in self._kept:
-                    with torch_private.without_modes():
+                    with dispatcher_private.without_modes():
                         self._kept[id(x)] = x, x.clone()
         return op(*args, **kwargs)
 

@@ -83,10 +83,15 @@ def test_autocast_casts_as_it_does_without_padding() -> None:
     assert gradient.isfinite().all()
 
 
+RECURRENT = torch.nn.GRU(3, 2, batch_first=True)
 CAST: dict[str, Callable[[Any], Any]] = {
+    "recurrent": lambda x: RECURRENT(x)[0],
+    "covariance": lambda x: torch.cov(x[0].mT),
+    "border": lambda x: torch.nn.functional.pad(x.mT, (1, 1), "reflect"),
+    "likelihood": lambda x: torch.nn.functional.nll_loss(x.mT, torch.zeros(x.shape[:2], dtype=torch.int64)),
     "einsum": lambda x: torch.einsum("bnf,bmf->bnm", x, x),
-    "inner": lambda x: torch.inner(x, torch.ones(3)),
-    "tensordot": lambda x: torch.tensordot(x, torch.ones(3, 2), dims=([2], [0])),
+    "inner": lambda x: torch.inner(x, torch.ones(3, dtype=x.dtype)),
+    "tensordot": lambda x: torch.tensordot(x, torch.ones(3, 2, dtype=x.dtype), dims=([2], [0])),
     "matmul": lambda x: x @ x.mT,
     "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x),
     "convolution": lambda x: torch.nn.functional.conv1d(x.mT, torch.ones(2, 3, 1)),
@@ -99,9 +104,10 @@ CAST: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CAST)
-def test_autocast_casts_each_op_as_it_does_without_padding(name: str) -> None:
-    t = torch.randn(2, 5, 3)
+def test_autocast_casts_each_op_as_it_does_without_padding(name: str, dtype: torch.dtype) -> None:
+    t = torch.randn(2, 5, 3, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         expected = CAST[name](t)
         actual = CAST[name](st.pad(t, {1: SEQ}, value=NAN))

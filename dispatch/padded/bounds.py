@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.gathering import rows_dim
 from subtensors.dispatch.padded.padded_value import Padded
-from subtensors.dispatch.torch_private import is_traced
 
 _watching: list[bool] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.kernels import masked_ops
@@ -40,7 +40,7 @@ def extents(x: Padded) -> list[Extent] | None:
     Args:
         x: the value.
     """
-    if not has_kernel(x.dense, FLOAT_DTYPES) or torch_private.is_traced(x.dense) or x.sizes is None or not x.dim():
+    if not has_kernel(x.dense, FLOAT_DTYPES) or dispatcher_private.is_traced(x.dense) or x.sizes is None or not x.dim():
         return None
     rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == ROWS]
     found = []

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
 from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
 from subtensors.dispatch.padded.selection import in_a_row
 from subtensors.dispatch.padded.sorting import in_order
-from subtensors.dispatch.torch_private import is_traced
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, Undecided, plain, result, static_dims
 from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
 from subtensors.dispatch.size_factors import Factors, bucket_of, is_prefix
-from subtensors.dispatch.torch_private import is_traced
 
 aten = torch.ops.aten
 

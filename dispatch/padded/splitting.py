@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import sympy
 import torch
 
+from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
 from subtensors.dispatch.padded.padded_value import (
@@ -26,7 +27,6 @@ from subtensors.dispatch.padded.padded_value import (
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.padded.views import row
 from subtensors.dispatch.size_expressions import Size
-from subtensors.dispatch.torch_private import is_traced
 
 aten = torch.ops.aten
 

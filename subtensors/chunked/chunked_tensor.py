@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched
 from subtensors.chunked.division import known_policy
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
+from subtensors.dispatch.dispatcher_private import is_transformed
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
@@ -17,7 +18,6 @@ from subtensors.dispatch.region.evaluation import evaluate, passes_for
 from subtensors.dispatch.region.graph import Value, leaf_value
 from subtensors.dispatch.region.lowering import LoweredPlan, expected_loss
 from subtensors.dispatch.region.plan import Plan
-from subtensors.dispatch.torch_private import is_transformed
 
 
 class ChunkedTensor(RecordedTensor):

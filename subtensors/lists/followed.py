@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from subtensors.dispatch.dispatcher_private import is_traced, is_transforming
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.mapping import ListCall, list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
-from subtensors.dispatch.torch_private import is_traced, is_transforming
 from subtensors.lists import list_calls
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dispatcher_private, torch_private
 from subtensors.dispatch.autograd_private import run_backward
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
@@ -74,7 +74,7 @@ class _Running:
     """One call under way: the keys of torch's dispatcher as they were outside, and the arguments' shells."""
 
     def __init__(self) -> None:
-        self.keys = torch_private.dispatch_keys()
+        self.keys = dispatcher_private.dispatch_keys()
         self.shells: dict[int, PaddedTensor] = {}
         self.outer: dict[int, Tensor] = {}
         self.written: dict[int, PaddedTensor] = {}
@@ -109,7 +109,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if name == "size" or isinstance(out, torch.Size):
                 return _watched_size(args[0], args[1:], kwargs)
         return out
-    if torch_private.is_transforming():
+    if dispatcher_private.is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
             f"unpad before it"
@@ -167,7 +167,7 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     shells = mapped(Tensor, running.shell, (args, kwargs))
     _state.calls.append(running)
     try:
-        with torch._C.DisableTorchFunctionSubclass(), torch_private.below_autograd():
+        with torch._C.DisableTorchFunctionSubclass(), dispatcher_private.below_autograd():
             out = func(*shells[0], **shells[1])
     finally:
         _state.calls.pop()
@@ -210,7 +210,9 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
     running = _state.calls.pop()
     try:
-        with torch_private.restored_dispatch_keys(running.keys, casting=op.overloadpacket in composites.CAST_INSIDE):
+        with dispatcher_private.restored_dispatch_keys(
+            running.keys, casting=op.overloadpacket in composites.CAST_INSIDE
+        ):
             if is_in_place(op) or functional_form(op) is not op:
                 return _mutate(op, args, kwargs, running)
             return _run(op, args, kwargs)
@@ -219,7 +221,7 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     finally:
         _state.calls.append(running)
     # Its parts are cast by autocast as they would be without padding.
-    with torch_private.restored_autocast(running.keys):
+    with dispatcher_private.restored_autocast(running.keys):
         return composites.decompose(op, args, kwargs)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
@@ -80,7 +80,9 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
 def _refuse_unless_known(func: Callable[..., Any], padded: list[PaddedTensor], missing: Exception) -> None:
     for x in padded:
         assert x._sizes is not None
-        traced = torch_private.is_traced(x._dense) or (x._dense.is_cuda and torch.cuda.is_current_stream_capturing())
+        traced = dispatcher_private.is_traced(x._dense) or (
+            x._dense.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
         if traced or x._sizes.rows is not None:
             why = "a compiler or a graph capture doesn't know them" if traced else "they differ from row to row"
             name = getattr(func, "__name__", str(func))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, static_dims
 from subtensors.dispatch.padded.true_sizes import ROWS, HostSize, TrueSizes
@@ -46,7 +46,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     """
     from subtensors.padded.wrapping import wrapped
 
-    if torch_private.is_transforming():
+    if dispatcher_private.is_transforming():
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
         )
@@ -71,7 +71,7 @@ def unpad(x: PaddedTensor) -> Any:
     sizes = value.sizes
     if sizes is None:
         return value.dense
-    if sizes.is_captured or (not sizes.known_on_host and torch_private.is_traced(sizes.values)):
+    if sizes.is_captured or (not sizes.known_on_host and dispatcher_private.is_traced(sizes.values)):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
     data = logical(value)
     note_plain(x, data if isinstance(data, list) else [data])

@@ -1,0 +1,77 @@
+"""What torch keeps private of its dispatcher: which keys an op passes, and what a tensor is just now.
+
+One function each, with the versions checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+
+_AUTOCAST = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def dispatch_keys() -> tuple[Any, Any]:
+    """The keys that torch's dispatcher includes and excludes in this thread now. Checked on 2.13."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def restored_dispatch_keys(keys: tuple[Any, Any], casting: bool = False) -> Any:
+    """A context in which the dispatcher includes and excludes these keys. Checked on 2.13.
+
+    Args:
+        keys: what `dispatch_keys` gave.
+        casting: autocast's as well.
+    """
+    included, excluded = keys
+    for key in () if casting else _AUTOCAST:
+        excluded = excluded | torch._C.DispatchKeySet(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def restored_autocast(keys: tuple[Any, Any]) -> Any:
+    """A context in which the dispatcher casts where it did under these keys. Checked on 2.13."""
+    included, excluded = dispatch_keys()
+    for key in _AUTOCAST:
+        if not keys[1].has(key):
+            excluded = excluded - torch._C.DispatchKeySet(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def without_modes() -> Any:
+    """A context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.13."""
+    return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+
+
+def below_autograd() -> Any:
+    """A context in which ops go past autograd, and composite ones stay whole. Checked on 2.13."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Is it a stand-in of a compiler or a transform, whose values nobody knows yet? Checked on 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+
+
+def run_by_the_compiler(function: F) -> F:
+    """A function that the compiler runs as it stands, on its stand-ins, without reading its source. Checked on 2.13."""
+    return torch._dynamo.allow_in_graph(function)  # type: ignore[no-any-return]
+
+
+def is_transforming() -> bool:
+    """Is a transform of torch.func, or forward-mode differentiation, under way? Checked on 2.11, 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
