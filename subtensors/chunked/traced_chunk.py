@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ class TracedChunk:
             return _called(getattr(Tensor, name), f"Tensor.{name}", name, (self, *args), kwargs)
 
         return method
+
+    def __len__(self) -> int:
+        return self.whole.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.select(0, k) for k in range(len(self))])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         _written(put, "put", "put_", (self, key, value), {})
