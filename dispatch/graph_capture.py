@@ -347,7 +347,7 @@ class Recording:
         if self.device.type != "cuda":
             self._words[:count].copy_(torch.from_numpy(self._host[:count]))
             return
-        pinned = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        pinned = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.numpy()[:] = self._host[:count]
         self._words[:count].copy_(pinned, non_blocking=True)
 

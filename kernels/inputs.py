@@ -30,7 +30,7 @@ def load_inputs_reference(
         if source.shape != target.shape:
             target.zero_()
         target[tuple(map(slice, source.shape))].copy_(source)
-    true_sizes.copy_(torch.tensor(list(sizes), dtype=torch.int64))
+    true_sizes.copy_(torch.tensor(list(sizes), dtype=torch.int64, device="cpu"))
 
 
 class InputLoad:

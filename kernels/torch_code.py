@@ -40,7 +40,8 @@ def operands(numbers: Sequence[float], device: torch.device) -> list[Any]:
     """Live numbers as what stands for a tensor: on a CPU tensors, made once for all elements."""
     if device.type != "cpu":
         return list(numbers)
-    return [torch.tensor(n, dtype=torch.float64 if isinstance(n, float) else torch.int64) for n in numbers]
+    kinds = [torch.float64 if isinstance(n, float) else torch.int64 for n in numbers]
+    return [torch.tensor(n, dtype=kind, device=device) for n, kind in zip(numbers, kinds, strict=True)]
 
 
 class _Writer:

@@ -83,7 +83,11 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
         [v for i, v in tensors if i in written],
         [v for i, v in tensors if i not in written],
         # As a product, which the compiler turns into a tensor input, a number that changes does not recompile.
-        [v * torch.ones((), dtype=torch.float64) for i, v in enumerate(values) if kinds[i][0] in ("float", "int")],
+        [
+            v * torch.ones((), dtype=torch.float64, device="cpu")
+            for i, v in enumerate(values)
+            if kinds[i][0] in ("float", "int")
+        ],
     )
     return True
 
@@ -98,9 +102,9 @@ def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) 
     def stand_in(kind: tuple[Any, ...]) -> Any:
         match kind:
             case ("list", dtype):
-                return Elements([torch.empty(1, dtype=dtype)])
+                return Elements([torch.empty(1, dtype=dtype, device="cpu")])
             case ("tensor", dtype, rank):
-                return torch.empty((1,) * rank, dtype=dtype)
+                return torch.empty((1,) * rank, dtype=dtype, device="cpu")
             case ("float",):
                 return 0.5
             case ("int",):

@@ -268,7 +268,7 @@ class Optimizer(Stepping):
         """Of sharded parameters: can a step be done to the shards that are here, and do they depend on each other?"""
         if not self._is_fused:
             return False, False
-        p = torch.ones(2)
+        p = torch.ones(2, device="cpu")
         kept = self._kept(group)
         entries = [
             Elements([self._start(p, e, False, group)]) if e in kept else None for e in (*self._entries, AVERAGE)

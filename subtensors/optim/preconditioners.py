@@ -44,7 +44,7 @@ def square(p: Tensor, side: str) -> Tensor:
 
 def host_count(p: Tensor) -> Tensor:
     """A count of steps that is read on the host, where it decides what a step does."""
-    return torch.zeros((), dtype=torch.float32)
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def parts_by_count(step: TensorList) -> dict[int, list[int]]:

@@ -107,7 +107,7 @@ class SavedState(DeclaredState):
         if name not in (MASTER, AVERAGE, *self._entries):
             return value.to(p.device) if isinstance(value, Tensor) else value
         entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype), group)
-        value = torch.as_tensor(value)
+        value = value if isinstance(value, Tensor) else torch.tensor(value, device=entry.device)
         if value.shape != entry.shape:
             raise ValueError(
                 f"state entry {name!r} has shape {tuple(value.shape)}, and {tuple(entry.shape)} is expected"
