@@ -52,7 +52,7 @@ _ASKED_OF_MEMORY = frozenset(
 """What a tensor without memory may say otherwise."""
 
 _MEMORY = "_memory_of_sleeper"
-_REASON = "a kernel of torch on a tensor of a released Arena: call restore() on the Arena first"
+_REASON = "{} on a tensor of a released Arena: call restore() on the Arena first"
 
 
 class Asleep:
@@ -91,7 +91,7 @@ def memory_of(t: Tensor) -> Tensor:
 def refuse_sleeper(op: str) -> NoReturn:
     """AddressError for an op on a tensor whose memory is away."""
     error = _PassesCompiler if torch_private.is_in_compiler() else AddressError
-    raise error(f"{op} on a tensor of a released Arena: call restore() on the Arena first")
+    raise error(_REASON.format(op))
 
 
 def refuse_sleepers(lists: Iterable[Iterable[Tensor]], op: str = "a kernel") -> None:
@@ -180,7 +180,7 @@ class Sleep:
                 self._sleepers.append(ref(t))
                 # A wrapper has none.
                 if not is_traceable_wrapper_subclass(t):
-                    vars(t)[_MEMORY] = torch_private.take_memory(t, _REASON)
+                    vars(t)[_MEMORY] = torch_private.take_memory(t, _REASON.format("a kernel of torch"))
         except BaseException:
             self.wake()
             raise

@@ -12,6 +12,7 @@ from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, TypeVar, cast
 
+import optree
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
@@ -21,33 +22,7 @@ from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.plain_types import PLAIN_TYPES, read_as_plain
 from subtensors.dispatch.sleeping import Asleep, refuse_sleeper
 from subtensors.kernels.address import bytes_at
-
-_COPY = "write into it with copy_(), or make another one with st.static(t)"
-_SHAPE = "give it the shape of the result"
-_VIEW = "take a view of it instead"
-
-# What moves a tensor or lets it grow, each with what to do instead. Torch asks about methods and about functions.
-_MOVERS: dict[Any, tuple[str, str]] = {
-    Tensor.data.__set__: (".data =", _COPY),  # type: ignore[attr-defined]
-    Tensor.resize_: ("resize_", _COPY),
-    Tensor.resize_as_: ("resize_as_", _COPY),
-    torch.resize_as_: ("resize_as_", _COPY),
-    Tensor.as_strided_: ("as_strided_", _VIEW),
-    torch.as_strided_: ("as_strided_", _VIEW),
-    Tensor.addbmm_: ("addbmm_", _SHAPE),  # the one op in place that broadcasts the tensor itself
-    Tensor.share_memory_: ("share_memory_", "share a clone() of it"),
-}
-for _name, _instead in (
-    ("set_", _COPY),
-    ("resize_", _COPY),
-    ("resize_as_", _COPY),
-    ("as_strided_", _VIEW),
-    ("addbmm_", _SHAPE),
-):
-    _packet = getattr(torch.ops.aten, _name)
-    for _op in (_packet, *(getattr(_packet, overload) for overload in _packet.overloads())):
-        _MOVERS[_op] = _name, _instead
-
+from subtensors.static_memory.movers import COPY, MOVERS, same_place, stays
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -109,10 +84,10 @@ class StaticAddressTensor(_ReadAsPlain):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and not all(kind in PLAIN_TYPES or issubclass(kind, StaticAddressTensor) for kind in types):
-            return NotImplemented  # another type with rules of its own decides
-        if func in _MOVERS and isinstance(args[0], StaticAddressTensor) and not _stays(func, args, kwargs or {}):
-            _refuse(args[0], *_MOVERS[func])
+        if len(types) > 1 and (others := [kind for kind in types if not _is_plain(kind)]):
+            return _among_others(func, types, args, kwargs or {}, others)
+        if func in MOVERS and isinstance(args[0], StaticAddressTensor) and not stays(func, args, kwargs or {}):
+            _refuse(args[0], *MOVERS[func])
         if kwargs and not torch.compiler.is_compiling() and (outs := _outs_of(func, kwargs)):
             return _write_out(func, types, args, kwargs, outs)
         result = super().__torch_function__(func, types, args, kwargs or {})
@@ -128,8 +103,8 @@ class StaticAddressTensor(_ReadAsPlain):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not _same_place(self, value):
-            _refuse(self, ".data =", _COPY)
+        if not same_place(self, value):
+            _refuse(self, ".data =", COPY)
 
     def detach(self) -> Tensor:
         """The same memory as another StaticAddressTensor that autograd does not watch."""
@@ -139,11 +114,11 @@ class StaticAddressTensor(_ReadAsPlain):
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refused: it would move the tensor."""
-        _refuse(self, "set_", _COPY)  # torch asks no __torch_function__ about this one
+        _refuse(self, "set_", COPY)  # torch asks no __torch_function__ about this one
 
     def _use_count(self) -> NoReturn:  # type: ignore[override]
         # torch.utils.swap_tensors asks this of both tensors before it changes anything.
-        _refuse(self, "torch.utils.swap_tensors", _COPY)
+        _refuse(self, "torch.utils.swap_tensors", COPY)
 
     def __format__(self, spec: str) -> str:
         return format(self.data, spec) if spec or self.dim() == 0 else str(self)  # torch asks for its own class
@@ -264,34 +239,35 @@ def with_role(t: _T, requires_grad: bool, is_parameter: bool) -> _T:
     return t.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+def _is_plain(kind: type) -> bool:
+    return kind in PLAIN_TYPES or issubclass(kind, StaticAddressTensor)
+
+
+def _among_others(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: list[Any]
+) -> Any:
+    """Another type decides, by rules of its own; one that takes no static tensors is given plain views of them."""
+    if torch.compiler.is_compiling():
+        return NotImplemented
+    for kind in others:
+        result = kind.__torch_function__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    given: Any = (args, kwargs)
+    plain_args, plain_kwargs = optree.tree_map(_plain_view, given, none_is_leaf=True)
+    return func(*plain_args, **plain_kwargs)
+
+
+def _plain_view(value: Any) -> Any:
+    """Of a static tensor a plain one over the same memory, which autograd leads through."""
+    if not isinstance(value, StaticAddressTensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.view_as(value, value)
+
+
 def _is_new(result: Any, of: Tensor) -> bool:
     return isinstance(result, Tensor) and result is not of  # a name, of type()
-
-
-def _stays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does this call of a mover leave the tensor as it is? Torch makes such calls: `module.to(its own device)`."""
-    tensor, rest = args[0], args[1:]
-    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-        return _same_place(tensor, rest[0])
-    if _MOVERS[func][0] == "resize_":
-        size = rest[0] if rest and not isinstance(rest[0], int) else rest
-        return tuple(kwargs.get("size", size)) == tuple(tensor.shape)
-    if _MOVERS[func][0] == "addbmm_":
-        batches = (*rest, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
-        return tuple(tensor.shape) == (batches[0].shape[1], batches[1].shape[2])
-    if _MOVERS[func][0] == "resize_as_":
-        return bool((rest[0] if rest else kwargs["the_template"]).shape == tensor.shape)
-    return bool(func == Tensor.share_memory_ and tensor.is_cuda)
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
-        b.data_ptr(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.device,
-    )
 
 
 def _refuse(tensor: Tensor, op: str, instead: str) -> NoReturn:
@@ -335,7 +311,7 @@ def _write_out(
     for t, alias in fixed:
         if alias.shape != t.shape:
             name = getattr(func, "__name__", str(func))
-            _refuse(t, f"{name}({', '.join(outs)}=...) of shape {tuple(alias.shape)}", _COPY)
+            _refuse(t, f"{name}({', '.join(outs)}=...) of shape {tuple(alias.shape)}", COPY)
     if error is not None:
         raise error
     return exchanged(result, named)
