@@ -65,7 +65,7 @@ class CompiledGraph:
 
     def serves(self, inputs: Sequence[Tensor]) -> bool:
         """Does what the compiler took for granted of the open sizes hold for these inputs?"""
-        return self._sizes.evaluate_guards_for_args(self._inputs, [*inputs, *self._held])
+        return self._sizes.evaluate_guards_for_args(self._inputs[: len(inputs)], inputs)
 
 
 def _backend(options: dict[str, Any]) -> Callable[..., Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import FINITE, Padded, is_padded, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of
+from subtensors.kernels.written_out import written_out
 
 aten = torch.ops.aten
 
@@ -82,6 +84,8 @@ def _mask(
             mask = torch.zeros_like(mask, dtype=q.dense.dtype).masked_fill_(~mask, float("-inf"))
         while len(made) >= MASKS:
             made.pop(next(iter(made)))
+        if is_traced(mask) and not mask.requires_grad:
+            mask = written_out(_for_each_query(mask, scores))
         # While the caller's is held, no other tensor gets its id.
         made[key] = mask, given.dense if given is not None else None
     return _for_each_query(made[key][0], scores)
