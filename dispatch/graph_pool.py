@@ -38,6 +38,8 @@ class GraphPool:
         self._last_number = torch_private.current_stream(device)
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._was_used = False
+        """Did something run on its stream?"""
         captures.watch(device)
         weakref.finalize(self, captures.when_idle, partial(_reset, self.graphs)).atexit = False
 
@@ -47,7 +49,9 @@ class GraphPool:
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
-                return program()
+                out = program()
+                self._was_used = True
+                return out
         finally:
             current.wait_stream(self.stream)
 
@@ -89,8 +93,10 @@ class GraphPool:
 
     def _make_workspaces(self) -> None:
         """Have cuBLAS and cuBLASLt make theirs for this stream, if they have none or were told to give them up."""
-        ones = torch.ones(8, 8, device=self.device)
-        torch.addmm(ones[0], ones @ ones, ones)
+        if not self._was_used:
+            ones = torch.ones(8, 8, device=self.device)
+            torch.addmm(ones[0], ones @ ones, ones)
+        torch.cuda.current_blas_handle()  # comes with a workspace
 
     def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """For each tensor that is in the pool the same one without a claim on its memory.
@@ -113,6 +119,7 @@ class GraphPool:
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
             self.stream = torch.cuda.Stream(self.device)
+            self._was_used = False
 
     def is_current(self) -> bool:
         """Is the pool's device the current one?"""

@@ -2,12 +2,14 @@
 
 What a captured graph reads stays where it is; each call brings tensors of other sizes. Between the two stands one walk
 over all the static inputs. Its launch is made ready once: a call hands over addresses and sizes, nothing else varies.
+Until another thread has compiled the kernel, torch's ops do the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -54,7 +56,7 @@ class InputLoad:
         self.load: Callable[[Sequence[Tensor], tuple[int, ...]], None] = self._by_torch
         if true_sizes.is_cuda:
             self.walk = Walk(targets, dims, true_sizes)
-            self.load = self.walk
+            self.load = self._until_compiled
 
     def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Load these.
@@ -64,6 +66,11 @@ class InputLoad:
             sizes: the true sizes.
         """
         self.load(sources, sizes)
+
+    def _until_compiled(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
+        if self.walk.is_compiled():
+            self.load = self.walk
+        (self.walk if self.load is self.walk else self._by_torch)(sources, sizes)
 
     def _by_torch(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         load_inputs_reference(sources, self.targets, sizes, self.true_sizes)
@@ -90,6 +97,11 @@ class Walk:
         self._kept = [*targets, true_sizes]
         self._device = true_sizes.device
         self._launcher: Any = None
+        self._kernel = _compiled(self._constants, self._device, self._count) if true_sizes.is_cuda else None
+
+    def is_compiled(self) -> bool:
+        """Does a call not wait for the compiler?"""
+        return self._kernel is None or self._kernel.done()
 
     def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Load these; see `InputLoad`."""
@@ -103,24 +115,35 @@ class Walk:
             moved.append(whole)
         arguments = (tuple([t.data_ptr() for t in moved]), *self._fixed, sizes, self._end, *self._constants)
         if self._launcher is None:
-            if self._device.type != "cuda":
+            if self._kernel is None:
                 load_inputs_kernel[(self.programs,)](*arguments)
                 return
-            compiled = _compiled(self._constants, self._device, self._count)
-            self._launcher = compiled[(self.programs, 1, 1)]
+            self._launcher = self._kernel.result()[(self.programs, 1, 1)]
         self._launcher(*arguments, stream=torch._C._cuda_getCurrentRawStream(self._device.index))  # type: ignore[attr-defined]
 
 
+_COMPILER = ThreadPoolExecutor(1, "subtensors-compiler")
+
+
 @cache
-def _compiled(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Any:
-    """The kernel for inputs of these kinds, compiled for arguments of any value."""
+def _compiled(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Future[Any]:
+    """The kernel for inputs of these kinds, once it is compiled for arguments of any value and loaded.
+
+    Triton takes a second to start; the program that is waiting for its inputs has libraries to start as well.
+    """
+    return _COMPILER.submit(_compile, constants, device, sizes)
+
+
+def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Any:
     dims, widths, _ = constants
     each = (_ANY,) * len(widths)
     shapes = tuple((_ANY,) * len(which) for which in dims)
     with torch.cuda.device(device):
-        return load_inputs_kernel.warmup(
+        kernel = load_inputs_kernel.warmup(
             each, each, (*each, _ANY), each, shapes, each, (_ANY,) * sizes, _ANY, *constants, grid=(1,)
         )
+        kernel[(1, 1, 1)]  # is loaded by this
+    return kernel
 
 
 def _plan(target: Tensor, dims: Sequence[int]) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
