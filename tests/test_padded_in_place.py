@@ -106,6 +106,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 WRITES = {
     **{f"whole of a {name}": views_then_whole(take) for name, take in VIEWS.items()},
     **{f"through a {name}": written_through(take) for name, take in VIEWS.items()},
+    "scattered": lambda x: torch.slice_scatter(torch.select_scatter(x, x[:, 0] * 2, 1, -1), x[..., :2], 2, 1),
     "augmented": augmented,
     "seen by both": seen_by_both,
 }

@@ -217,11 +217,11 @@ def test_rows_of_a_ragged_batch_are_taken_with_their_lengths() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5, 7, 2), (7,)])
-@pytest.mark.parametrize("needs_weights", [True, False])
+@pytest.mark.parametrize(("needs_weights", "zero"), [(True, False), (False, False), (False, True)])
 def test_attention_whose_heads_lie_beside_the_rows_is_that_of_each_row(
-    needs_weights: bool, lengths: tuple[int, ...]
+    needs_weights: bool, zero: bool, lengths: tuple[int, ...]
 ) -> None:
-    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True, add_zero_attn=zero).double()
     rows = [torch.randn(n, 8, dtype=torch.float64) for n in lengths]
     x = st.pad(rows, {0: SEQ}, value=NAN)
     out, weights = attention(x, x, x, need_weights=needs_weights)

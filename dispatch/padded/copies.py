@@ -46,7 +46,7 @@ def cat(call: Call) -> Padded:
     position = torch.arange(joined.shape[d], device=joined.device)
     index, real_end, bucket_end = position, None, 0
     for x, size in zip(parts[:-1], true_sizes[:-1], strict=True):
-        value = sizes.of(size)
+        value = sizes.of_each(size)
         real_end = value if real_end is None else real_end + value
         bucket_end += x.shape[d]
         end = real_end.unsqueeze(-1) if real_end.dim() else real_end

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, result
 from subtensors.dispatch.padded.true_sizes import ROWS
-from subtensors.dispatch.size_factors import Factors
+from subtensors.dispatch.size_factors import Factors, bucket_of
 
 
 def taken(x: Padded, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1) -> Padded:
@@ -41,7 +41,9 @@ def gathered(x: Padded, dim: int, index: Tensor, factors: Factors) -> Padded:
     if index.dim() == 1:
         out = x.dense.index_select(dim, index)
     else:
-        rows = rows_dim(x)
+        rows, outer, inner = _place_of_rows(x)
+        # Flattened with heads, say, a row is in its dim once for each.
+        index = index.repeat_interleave(inner, 0).repeat(outer, 1)
         shape = [1] * x.dim()
         shape[rows], shape[dim] = index.shape
         if dim < rows:
@@ -59,6 +61,15 @@ def rows_dim(x: Padded) -> int:
     for d, factors in enumerate(x.dims):
         if len(factors) == 1 and factors[0].size == ROWS:
             return d
+    raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
+
+
+def _place_of_rows(x: Padded) -> tuple[int, int, int]:
+    """The dim of a ragged batch's rows, and how many indices there are around all rows and within each."""
+    for d, factors in enumerate(x.dims):
+        at = next((i for i, factor in enumerate(factors) if factor.size == ROWS), None)
+        if at is not None and all(factor.is_static for factor in factors if factor.size != ROWS):
+            return d, bucket_of(factors[:at]), bucket_of(factors[at + 1 :])
     raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
 
 

@@ -90,8 +90,7 @@ class Padded:
         """The true size of a dim: () or, of several rows, (rows,) int64 on the device; an int where it is static."""
         if not self.is_padded(dim) or self.sizes is None:
             return self.shape[dim]
-        size = self.sizes.of(size_of(self.dims[dim]))
-        return size[0] if self.sizes.rows == 1 and size.dim() else size
+        return self.sizes.of_each(size_of(self.dims[dim]))
 
     def mask(self, only: Iterable[int] | None = None) -> Tensor | None:
         """True where data is real.

@@ -112,7 +112,7 @@ def _part(x: Padded, d: int, start: Size, size: Size, parts: int) -> Padded:
     """One of so many parts, from where its expression says on."""
     assert x.sizes is not None
     longest = -(-x.shape[d] // parts)
-    return taken(x, d, x.sizes.of(start), longest, padded_dim(longest, size))
+    return taken(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
 
 
 def _known(call: Call, x: Padded, d: int) -> list[int]:

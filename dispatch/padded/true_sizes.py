@@ -88,6 +88,11 @@ class TrueSizes:
             self._found[size] = self._of(size)
         return self._found[size]
 
+    def of_each(self, size: Size) -> Tensor:
+        """The value of an expression on the device: (rows,) int64 where there are several rows, else ()."""
+        value = self.of(size)
+        return value[0] if self.rows == 1 and value.dim() else value
+
     def _of(self, size: Size) -> Tensor:
         symbols = [ROWS, *self.symbols] if size.has(ROWS) else list(self.symbols)
         values = self.values

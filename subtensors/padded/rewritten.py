@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.padded.padded_value import plain
 from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.wrapping import followed
+from subtensors.padded.writes import write_view
 
 
 def embedding_bag(
@@ -56,5 +59,28 @@ def embedding_bag(
     return total / size.clamp(min=1) if mode == "mean" else total
 
 
-REWRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {functional.embedding_bag: embedding_bag}
+def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A copy of a tensor with other values where a view lies."""
+
+    def scattered(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(input, PaddedTensor):
+            raise RuleError("PaddedTensor has no rule for scattering padded values into a plain tensor")
+        whole: Any = input.clone()
+        new = followed(src) if isinstance(src, PaddedTensor) else plain(src)
+        write_view(whole, lambda x: view(x, *args, **kwargs), new)
+        return whole  # type: ignore[no-any-return]
+
+    return scattered
+
+
+def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
+
+
+REWRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {
+    functional.embedding_bag: embedding_bag,
+    **dict.fromkeys([torch.select_scatter, Tensor.select_scatter], _scattered(torch.select)),
+    **dict.fromkeys([torch.slice_scatter, Tensor.slice_scatter], _scattered(_slice)),
+    **dict.fromkeys([torch.diagonal_scatter, Tensor.diagonal_scatter], _scattered(torch.diagonal)),
+}
 """Python functions by the ones that take their place."""
