@@ -154,3 +154,12 @@ def test_what_a_loss_makes_of_its_targets_alone_is_made_by_rows(program: Any) ->
         program(st.chunk(h, rows=1), w, b, None).backward()
     assert seen.largest < 12 * 20
     assert not calls.fallbacks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extremes_of_chunks_that_memory_bounds_meet_their_own_ties(dtype: torch.dtype) -> None:
+    def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        logits = F.linear(h, w, b)
+        return logits.amax(0), logits.max(0).values, logits.softmax(0).amin(0)
+
+    check_chunked(program, linear_case(), {"h": {"memory_limit": 512}}, dtype=dtype, passes=3)

@@ -72,12 +72,16 @@ def _levels(asked: Value) -> list[list[Value]]:
 
 
 def _passes(partials: Sequence[Value]) -> list[Plan]:
-    """One pass for the partials of each axis, those with a gradient apart: they alone are run again in backward."""
+    """One pass for the partials of each axis, those with a gradient apart: they alone are run again in backward.
+
+    Results of one op are of one pass: passes with and without gradients may have other chunks.
+    """
     groups: dict[tuple[int, bool], list[Value]] = {}
     for value in partials:
         assert value.node is not None
         assert value.node.axis is not None
-        groups.setdefault((id(value.node.axis.root), value.needs_grad), []).append(value)
+        flows = any(made is not None and made.needs_grad for made in value.node.outputs)
+        groups.setdefault((id(value.node.axis.root), flows), []).append(value)
     return [Plan(values) for _, values in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
