@@ -234,8 +234,8 @@ class _Nowhere(torch.Tensor):
 def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
     """Leave a tensor without memory, so that C++ that reads or writes it raises rather than ends the process.
 
-    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile, errors are torch's,
-    and a leaf gets another node that accumulates its gradient.
+    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile, errors are torch's own.
+    A leaf whose gradient a graph is to accumulate stays as it is there: the gradient would follow it to the device.
 
     Args:
         tensor: of any class that has a storage.
@@ -258,13 +258,27 @@ def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
         memory = torch.Tensor.detach(tensor)
         if (release := getattr(torch._C, "_set_storage_access_error_msg", None)) is not None:
             release(tensor, message)
-        else:
+        elif not _awaits_gradient(tensor):
             count = memory.untyped_storage().nbytes() // memory.element_size()
             nothing = torch.empty(count, dtype=memory.dtype, device="meta")
             nothing = nothing.as_strided(memory.shape, memory.stride(), memory.storage_offset())
             nowhere = torch.Tensor._make_subclass(_Nowhere, nothing, False, device_for_backend_keys=memory.device)
             give_memory(tensor, nowhere)
         return memory
+
+
+def _awaits_gradient(tensor: torch.Tensor) -> bool:
+    """Does a graph, or whoever hooked it, hold the node that accumulates this leaf's gradient? Checked on 2.13."""
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return False
+
+    def notes() -> dict[str, bool]:
+        with torch.enable_grad():
+            node: Any = torch.Tensor.view_as(tensor, tensor).grad_fn
+        return node.next_functions[0][0].metadata  # type: ignore[no-any-return]
+
+    notes()["asked"] = True  # of a node that nobody holds, nothing is left
+    return notes().pop("asked", False)
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
