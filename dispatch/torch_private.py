@@ -234,7 +234,7 @@ class _Nowhere(torch.Tensor):
 def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
     """Leave a tensor without memory, so that C++ that reads or writes it raises rather than ends the process.
 
-    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile, errors are torch's own.
+    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile; errors are torch's.
     A leaf whose gradient a graph is to accumulate stays as it is there: the gradient would follow it to the device.
 
     Args:
