@@ -12,11 +12,16 @@ OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph", "disable")
 """Those of `torch.compile` that a traced graph has a use for, or no need of."""
 
 
-def start_workers() -> None:
-    """Have the processes that compile kernels start meanwhile: it takes them seconds. Checked on 2.11, 2.13."""
-    from torch._inductor.async_compile import maybe_warm_pool
+def start_workers(options: dict[str, Any]) -> None:
+    """Have the processes that compile kernels start meanwhile: it takes them seconds. Checked on 2.11, 2.13.
 
-    maybe_warm_pool()
+    Args:
+        options: of `torch.compile`.
+    """
+    if _backend_name(options) == "inductor":
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 class CompiledGraph:
@@ -68,11 +73,14 @@ class CompiledGraph:
         return self._sizes.evaluate_guards_for_args(self._inputs[: len(inputs)], inputs)
 
 
+def _backend_name(options: dict[str, Any]) -> Any:
+    """The backend, by name or itself."""
+    return "eager" if options.get("disable") else options.get("backend") or "inductor"
+
+
 def _backend(options: dict[str, Any]) -> Callable[..., Any]:
     """What `torch.compile` would call with a graph and its inputs."""
-    backend = options.get("backend") or "inductor"
-    if options.get("disable"):
-        backend = "eager"
+    backend = _backend_name(options)
     mode, more = options.get("mode"), options.get("options")
     if backend != "inductor":
         return torch._TorchCompileWrapper(backend, mode, more, True)

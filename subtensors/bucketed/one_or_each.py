@@ -81,7 +81,7 @@ class OneOrEach(ABC, Generic[T]):
         """What serves one."""
         self._is_known = False
         if bucket.device.type == "cuda":
-            compiler_private.start_workers()
+            compiler_private.start_workers(options)
 
     @abstractmethod
     def traced(self, bucket: Any, points: Sequence[tuple[int, ...]]) -> T:
