@@ -6,10 +6,8 @@ maths is done, and nothing of a tensor's size is kept between.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels import blockwise
+from subtensors.kernels.triton_or_none import tl, triton
 
 SIZE = tl.constexpr(blockwise.SIZE)
 SMALLEST = tl.constexpr(blockwise.SMALLEST)

@@ -8,9 +8,6 @@ import linecache
 from dataclasses import dataclass
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels import blockwise_tiles, tile_math
 from subtensors.kernels.libdevice import libdevice
 from subtensors.kernels.program import Extent, Program
@@ -18,6 +15,7 @@ from subtensors.kernels.segment_writer import ARGUMENTS, SegmentWriter, function
 from subtensors.kernels.segments import Segment
 from subtensors.kernels.source_text import renumbered
 from subtensors.kernels.tile_writer import TileWriter
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 
 import torch
-import triton
 
 from subtensors.kernels.launch import Grid
+from subtensors.kernels.triton_or_none import triton
 
 
 def compile_together(grids: Sequence[Grid]) -> None:

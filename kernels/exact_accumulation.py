@@ -18,10 +18,10 @@ Knuth's exact sum of two): two bytes an element as well. Its products are added 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from subtensors.kernels.gradient_updates import compensated_add_kernel
+from subtensors.kernels.triton_or_none import triton
 
 BLOCK = 2048
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @triton.jit

@@ -7,8 +7,7 @@ number is an argument, so that one compiled kernel serves all buckets of a progr
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
+
+from subtensors.kernels.triton_or_none import tl, triton
 
 _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     name: getattr(torch, name)
@@ -37,7 +37,9 @@ def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 if triton.knobs.runtime.interpret:
     libdevice: Any = SimpleNamespace(**{name: _interpreted(f) for name, f in (_UNARY | _BINARY).items()})
-else:
+elif triton:
     import triton.language.extra.cuda as cuda
 
     libdevice = cuda.libdevice
+else:
+    libdevice = tl.extra.cuda.libdevice

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import triton
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import GradientFactors, RowTerms, Statistics, Targets
 from subtensors.kernels.repeated_launch import RepeatedLaunch
 from subtensors.kernels.softmax_gradient import gradient_kernel, softmax_gradient_kernel, statistics_kernel
+from subtensors.kernels.triton_or_none import triton
 
 softmax_gradient = RepeatedLaunch(softmax_gradient_kernel)
 

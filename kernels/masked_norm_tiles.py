@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels.masked_tiles import columns_inside, rows_inside
 from subtensors.kernels.tile_math import div, sqrt
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @triton.jit

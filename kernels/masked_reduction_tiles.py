@@ -17,12 +17,10 @@ rows are few is cut into parts, one program each, whose states a second kernel m
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels.libdevice import libdevice
 from subtensors.kernels.masked_tiles import column_bounds, columns_inside, exp, rows_inside
 from subtensors.kernels.tile_math import div, sqrt
+from subtensors.kernels.triton_or_none import tl, triton
 
 INFINITY = tl.constexpr(float("inf"))
 

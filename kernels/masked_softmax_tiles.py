@@ -6,11 +6,9 @@ float64 for float64.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels.masked_tiles import columns_inside, exp, rows_inside
 from subtensors.kernels.tile_math import div
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @triton.jit

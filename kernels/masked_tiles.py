@@ -5,10 +5,8 @@ The levels, sizes and slots are those of `masked_layout`.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels.libdevice import libdevice
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @triton.jit

@@ -8,8 +8,7 @@ row, and strides are those of contiguous rows.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from subtensors.kernels.triton_or_none import tl, triton
 
 AT_ONCE = tl.constexpr(256)
 """Rows of a ragged batch whose sizes are added up at a time."""

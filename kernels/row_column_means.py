@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from subtensors.kernels.launch import to_device
 from subtensors.kernels.lowering import TRITON_TYPES
 from subtensors.kernels.row_column_tiles import mean_columns, mean_rows
+from subtensors.kernels.triton_or_none import tl
 
 ROWS = 32
 """Rows a program of the first kernel."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from subtensors.kernels.triton_or_none import tl, triton
 
 # Rows of the table, a column a matrix: its address, shape, where its results go, and its part of the partial sums.
 ADDRESS, HEIGHT, WIDTH, ROW_OUT, COLUMN_OUT, PARTIAL = (tl.constexpr(i) for i in range(6))

@@ -23,10 +23,8 @@ float32, and each element is overwritten by whoever has read it last, so that th
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels.libdevice import libdevice
+from subtensors.kernels.triton_or_none import tl, triton
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

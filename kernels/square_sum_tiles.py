@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from subtensors.kernels.tile_math import arrive, combine, to_bits
+from subtensors.kernels.triton_or_none import tl, triton
 
 
 @triton.jit

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from subtensors.kernels.blockwise import SIZE, block_count
 from subtensors.kernels.launch import Grid, Kernels, Tiling, bits, to_device
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program
+from subtensors.kernels.triton_or_none import triton
 
 logger = logging.getLogger("subtensors.tuning")
 
