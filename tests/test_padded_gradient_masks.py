@@ -194,3 +194,13 @@ def test_a_gradient_of_gradients_is_masked_everywhere() -> None:
 
     found = second(poisoned(values).requires_grad_())
     torch.testing.assert_close(found, second(values.clone().requires_grad_()), rtol=1e-9, atol=1e-11)
+
+
+def test_a_gradient_that_others_are_added_to_says_what_it_holds_then() -> None:
+    x = st.pad(torch.randn(2, 5, 4), {1: SEQ}).requires_grad_()
+    weight, ones = torch.randn(4, 4), poisoned(torch.ones(2, 5, 4))
+    for times, used in ((1, weight), (2, weight), (2, ones)):
+        (F.linear(x, used) if used is weight else x * used).sum().backward()
+        expected = torch.full((2, 5, 4), float(used is ones)) + times * weight.sum(0)
+        torch.testing.assert_close(x.grad.unpad(), expected)  # type: ignore[union-attr]
+        torch.testing.assert_close(x.grad.sum(), expected.sum())  # type: ignore[union-attr]

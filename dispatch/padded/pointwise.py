@@ -239,7 +239,9 @@ def _holds_as_much(dtype: torch.dtype, call: Call) -> bool:
 
 
 def _name(call: Call) -> str:
-    return call.op._schema.name.split("::")[1]
+    """The op's, of one in place that of what it computes."""
+    name: str = call.op._schema.name
+    return name.split("::")[1].rstrip("_")
 
 
 def _sizes(factors: Factors) -> str:

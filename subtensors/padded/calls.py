@@ -207,6 +207,8 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = _run(op, args, kwargs)
         if op_class(op) is OpClass.REDUCTION:
             return out._dense
+        if is_in_place(op) and isinstance(args[0], PaddedTensor):
+            args[0]._fill = out._fill if isinstance(out, PaddedTensor) else None
         return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
     running = _state.calls.pop()
     try:
