@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -70,7 +71,10 @@ class InputLoad:
     def _until_compiled(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         if self.walk.is_compiled():
             self.load = self.walk
-        (self.walk if self.load is self.walk else self._by_torch)(sources, sizes)
+            self.walk(sources, sizes)
+            return
+        self._by_torch(sources, sizes)
+        _started().result()
 
     def _by_torch(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         load_inputs_reference(sources, self.targets, sizes, self.true_sizes)
@@ -129,9 +133,23 @@ _COMPILER = ThreadPoolExecutor(1, "subtensors-compiler")
 def _compiled(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Future[Any]:
     """The kernel for inputs of these kinds, once it is compiled for arguments of any value and loaded.
 
-    Triton takes a second to start; the program that is waiting for its inputs has libraries to start as well.
+    That takes a good part of a second, in which the program that waits for its inputs compiles kernels of its own.
     """
+    _started()
     return _COMPILER.submit(_compile, constants, device, sizes)
+
+
+@cache
+def _started() -> Future[None]:
+    """Triton has read itself, as it does before it compiles anything: twice as long where two threads do it at once."""
+    return _COMPILER.submit(_start)
+
+
+def _start() -> None:
+    with suppress(ImportError):  # of a Triton that calls it otherwise
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Any:
