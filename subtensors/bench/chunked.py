@@ -23,6 +23,9 @@ from subtensors.bench.timing import Span, synchronize
 from subtensors.chunked.chunk import chunk
 from subtensors.kernels.linear_cross_entropy import Accumulate
 
+REST_S = 1.0
+"""Seconds without work before a way is timed: a GPU that the ones before have heated would be up to 4% slower."""
+
 OURS = "subtensors"
 """All of our settings."""
 
@@ -174,6 +177,8 @@ def _milliseconds(step: functools.partial[Tensor], device: str, repeats: int = 1
 
     The first dozen steps are not counted: an interpreter that has yet to learn its code keeps the device waiting.
     """
+    if device == "cuda":
+        time.sleep(REST_S)
     times = []
     for _ in range(warm_up + repeats):
         with Span(device) as span:
