@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -92,8 +93,14 @@ def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda h, **others: program(h=torch.sin(h), **others)
 
 
-@pytest.mark.parametrize("division", [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "1KiB"}, {}], ids=str)
-@pytest.mark.parametrize("program", [*LOSSES, squares], ids=lambda p: p.__name__)
+DIVISIONS: list[dict[str, Any]] = [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "1KiB"}, {}]
+
+
+@pytest.mark.parametrize(
+    ("program", "division"),
+    [*((language_model, d) for d in DIVISIONS), *zip([*LOSSES[1:], squares], cycle(DIVISIONS), strict=False)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_a_compiled_program_with_chunks_is_the_program(
     program: Callable[..., Tensor], division: dict[str, Any]
 ) -> None:

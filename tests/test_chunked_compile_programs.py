@@ -154,13 +154,12 @@ def test_a_compiled_program_runs_chunk_by_chunk_and_is_the_program(program: Call
     assert max(sizes) <= own
 
 
-@pytest.mark.parametrize("program", [z_loss, entropy], ids=lambda p: p.__name__)
-def test_a_compiled_program_of_sizes_that_vary_is_the_program(program: Callable[..., Tensor]) -> None:
-    compiled = torch.compile(chunking(program, rows=4, dim=1), fullgraph=True, backend="aot_eager", dynamic=True)
+def test_a_compiled_program_of_sizes_that_vary_is_the_program() -> None:
+    compiled = torch.compile(chunking(z_loss, rows=4, dim=1), fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (8, 5):
         t = {n: (x.detach()[:, :length] if n in ("h", "target") else x.detach()) for n, x in tensors().items()}
         t = {n: x.requires_grad_(x.is_floating_point()) for n, x in t.items()}
-        check_results(run(compiled, t), lambda t: run(plainly(program), t), t)
+        check_results(run(compiled, t), lambda t: run(plainly(z_loss), t), t)
 
 
 def test_values_that_are_asked_for_are_plain_and_differentiable() -> None:
