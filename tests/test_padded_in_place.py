@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +137,17 @@ def test_a_view_and_its_whole_are_one_in_compiled_code() -> None:
         t = torch.randn(2, n, 3, dtype=torch.float64)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             torch.testing.assert_close(compiled(st.pad(t, {1: SEQ}, value=NAN)).unpad(), seen_by_both(t))
+
+
+def test_a_view_that_had_to_be_copied_does_not_hold_its_whole() -> None:
+    rows = [torch.randn(5, 3), torch.randn(3, 3)]
+    whole = st.pad(rows, {0: SEQ}, value=NAN) * 2
+    last, held = whole[:, -1:], weakref.ref(whole)
+    del whole
+    gc.collect()
+    assert held() is None
+    last.add_(1)
+    assert all(a.equal(row[-1:] * 2 + 1) for a, row in zip(last.unpad(), rows, strict=True))
 
 
 def test_what_a_plain_view_would_not_follow_is_refused() -> None:

@@ -31,7 +31,7 @@ from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import size_of
-from subtensors.padded.origins import remember
+from subtensors.padded.origins import remember, take_copies_again
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.rewritten import REWRITTEN
 from subtensors.padded.size_arithmetic import PaddedSize, is_watching, watched_shape
@@ -79,6 +79,7 @@ class _Running:
         self.outer: dict[int, Tensor] = {}
         self.written: dict[int, PaddedTensor] = {}
         self.plain_views: list[Tensor] = []
+        self.overwritten: list[Any] = []
 
     def shell(self, x: Tensor) -> Tensor:
         """What stands for an argument below autograd."""
@@ -173,6 +174,8 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         _state.calls.pop()
     for shell in running.written.values():
         write_back(running.outer[id(shell)], value_of(shell))
+    for written in running.overwritten:
+        take_copies_again(written)
     out = mapped(Tensor, lambda t: _outside(t, running), out)
     remember(func, args, kwargs, out, running.plain_views)
     return out
@@ -248,6 +251,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     recording = torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values())
     if not recording and _writes_anything(op, targets, args, kwargs, running):
         op(*mapped(PaddedTensor, lambda t: t._dense, args), **mapped(PaddedTensor, lambda t: t._dense, kwargs))
+        running.overwritten.append(running.outer[id(targets[0])])
         return targets[0]
     through_views = {id(target): target for target in targets if id(target) not in running.outer and target._view}
     if recording and any(target._dense.requires_grad for target in through_views.values()):

@@ -25,13 +25,13 @@ class Origin:
     """Where a view comes from.
 
     Args:
-        base: what it is a view of.
+        held: gives what it is a view of; None where nobody holds that any more, and a copy holds it not either.
         view: takes it.
         versions: of the base and what that is a view of, when it was taken.
         latest: the view as it was taken last; None where that is the view itself.
     """
 
-    base: PaddedTensor
+    held: Callable[[], PaddedTensor | None]
     view: Callable[[PaddedTensor], Any]
     versions: tuple[int, ...]
     latest: PaddedTensor | None = None
@@ -52,9 +52,14 @@ def remember(
     base, rest = args[0], args[1:]
     note_plain(base, plain)
     for i, result in enumerate(found(Tensor, out)):
-        if isinstance(result, PaddedTensor) and result._view and result is not base:
+        if not isinstance(result, PaddedTensor) or result is base:
+            continue
+        if result._view == "copy" or (result._view and torch.is_grad_enabled()):
+            if result._view == "copy":
+                for whole in _wholes(base):
+                    whole._copies = [*(held for held in whole._copies if held() is not None), weakref.ref(result)]
             result._origin = Origin(
-                base,
+                weakref.ref(base) if result._view == "copy" else lambda: base,
                 lambda whole, i=i: found(Tensor, func(whole, *rest, **kwargs))[i],  # type: ignore[misc]
                 _versions(base, result._view == "copy"),
             )
@@ -65,12 +70,22 @@ def current(x: PaddedTensor) -> PaddedTensor:
     origin: Origin | None = x._origin
     if origin is None:
         return x
-    versions = _versions(origin.base, x._view == "copy")
-    if versions != origin.versions:
-        new = origin.view(origin.base)
+    base = origin.held()
+    versions = _versions(base, x._view == "copy") if base is not None else origin.versions
+    if base is not None and versions != origin.versions:
+        new = origin.view(base)
         origin.latest, origin.versions = new, versions
         x._dense, x._dims, x._sizes, x._fill, x._written = new._dense, new._dims, new._sizes, new._fill, new._written
     return x if origin.latest is None else origin.latest
+
+
+def take_copies_again(x: PaddedTensor) -> None:
+    """Have views that had to be copied follow what was just written: a copy doesn't hold what it is a view of."""
+    for whole in _wholes(x):
+        for held in whole._copies:
+            copied = held()
+            if copied is not None:
+                current(copied)
 
 
 def note_plain(base: PaddedTensor, plain: Sequence[Tensor]) -> None:
@@ -92,10 +107,10 @@ def refuse_plain_views(x: PaddedTensor) -> None:
 
 def _wholes(x: PaddedTensor) -> Iterator[PaddedTensor]:
     """A tensor, what it is a view of, and so on."""
-    yield x
-    while x._origin is not None:
-        x = x._origin.base
-        yield x
+    whole: PaddedTensor | None = x
+    while whole is not None:
+        yield whole
+        whole = whole._origin.held() if whole._origin is not None else None
 
 
 def _versions(x: PaddedTensor, copied: bool) -> tuple[int, ...]:

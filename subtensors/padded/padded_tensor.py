@@ -50,6 +50,7 @@ class PaddedTensor(Tensor):
     _written: int | None
     _origin: Any
     _plain_views: list[Any]
+    _copies: list[Any]
 
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
@@ -268,7 +269,7 @@ def wrap(value: Padded) -> PaddedTensor:
         device=dense.device,
     )
     out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
-    out._origin, out._plain_views = None, []
+    out._origin, out._plain_views, out._copies = None, [], []
     out._arrival = value.arrival
     # A write to real values leaves the padding as it is, and what was repeated there is no longer.
     out._written = dense._version if value.fill == REPEATED else None

@@ -14,7 +14,7 @@ from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import together
 from subtensors.dispatch.size_factors import bucket_of
-from subtensors.padded.origins import refuse_plain_views
+from subtensors.padded.origins import refuse_plain_views, take_copies_again
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.wrapping import followed, wrapped
 
@@ -33,6 +33,7 @@ def copied_whole(target: Tensor, source: Tensor) -> bool:
     together([x._sizes for x in (target, source) if x._sizes is not None])
     with torch._C.DisableTorchFunctionSubclass():
         target._dense.copy_(source._dense)
+    take_copies_again(target)
     return True
 
 
@@ -63,13 +64,15 @@ def write_back(outer: Tensor, new: Padded) -> None:
     value = replace(value_of(outer), dense=dense, arrival=None)
     recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
     if outer._view == "copy" or (recording and outer._view):
-        if outer._origin is None:
+        base = outer._origin.held() if outer._origin is not None else None
+        if base is not None:
+            write_view(base, outer._origin.view, value)
+            return
+        if outer._view == "alias":
             raise RuleError(
-                "this view of a PaddedTensor does not know what it is a view of, and is not written to where autograd "
-                "follows it or where it had to be copied: write to the whole, x[...] = value, or to a clone of the view"
+                "this view of a PaddedTensor was taken where autograd doesn't follow, and is not written to where it "
+                "does: write to the whole, x[...] = value, or to a clone of the view"
             )
-        write_view(outer._origin.base, outer._origin.view, value)
-        return
     if recording:
         refuse_plain_views(outer)
     with torch._C.DisableTorchFunctionSubclass():
@@ -77,6 +80,7 @@ def write_back(outer: Tensor, new: Padded) -> None:
             outer.copy_(wrapped(value))
         else:
             outer._dense.copy_(dense)
+    take_copies_again(outer)
 
 
 def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded) -> None:
