@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import FrameType
 from typing import Any, TypeVar
 
 import sympy
@@ -308,7 +309,12 @@ def is_tracing() -> bool:
     """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
     from torch._guards import TracingContext
 
-    return TracingContext.try_get() is not None or str(sys._getframe(2).f_globals.get("__name__")).startswith(_COMPILER)
+    if TracingContext.try_get() is not None:
+        return True
+    asker: FrameType | None = sys._getframe(2)
+    while asker is not None and asker.f_code.co_name == "__torch_function__":
+        asker = asker.f_back  # a mode's, such as that of torch.set_default_device
+    return asker is not None and str(asker.f_globals.get("__name__")).startswith(_COMPILER)
 
 
 def asks_names_alone() -> bool:

@@ -84,6 +84,14 @@ def test_fused_maths_is_the_same_compiled_too(elsewhere: str) -> None:
             torch.testing.assert_close(a, e)
 
 
+def test_the_compiler_is_told_the_layout_of_a_list_as_ever(elsewhere: str) -> None:
+    names: dict[str, Any] = {"__name__": "torch._subclasses.of_the_compiler"}
+    exec("def layout_of(x): return x.layout", names)
+    x = st.TensorList(values(0))
+    assert names["layout_of"](x) is torch.strided
+    assert x.layout == [torch.strided] * len(x)
+
+
 def test_a_list_is_the_same(elsewhere: str) -> None:
     x, y = st.TensorList(values(0)), st.TensorList(values(1))
     expected = [a * 2 + b.exp() for a, b in zip(x, y, strict=True)]
@@ -103,4 +111,4 @@ def test_a_step_is_captured_with_tensors_made_on_the_gpu_by_default() -> None:
             for p, g in zip(params, values(number + 1), strict=True):
                 p.grad = g.cuda()
             optimizer.step()
-    assert optimizer.capture().replays
+    assert optimizer.replays
