@@ -25,6 +25,7 @@ from subtensors.bucketed.training import TrainedBucket
 from subtensors.byte_sizes import in_units
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
+from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
 
@@ -215,8 +216,7 @@ class Recorder:
 
     def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
-        dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
-        padded = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+        padded = _padded(leaves, reading, bucket.device)
         copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
 
         # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
@@ -337,6 +337,18 @@ class Recorder:
                 bucket.forget()
         if self.pools:
             torch.cuda.empty_cache()
+
+
+def _padded(leaves: Sequence[Any], reading: Reading, device: torch.device) -> list[Any]:
+    """A call's leaves with the padding of their bucket; their true sizes are in one place, as those of a graph are."""
+    dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
+    values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
+    sizes = TrueSizes(tuple(dim.symbol for dim in reading.dims), reading.buckets, values, reading.sizes)
+    found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+    for x, given in zip(found, leaves, strict=True):
+        if x is not given and isinstance(x, PaddedTensor):
+            x._sizes = sizes
+    return found
 
 
 def said_in_a_line(error: Exception) -> str:
