@@ -7,6 +7,7 @@ where the backward computes cheap values again. Values that are random are never
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.torch_capture import NotFunctional, writes
 
+_MOVES = (torch.ops.aten.permute.default, torch.ops.aten.view.default)
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
@@ -52,6 +54,9 @@ class Halves:
         saved = [n for n in saved if n in needed]
         self.read = [i for i, n in enumerate(inputs) if n in needed]
         """Which of the inputs the backward is given, after what was saved and before the gradients of results."""
+        _cast_in_products(joint.graph, apart={*saved, *tangents})
+        outs = _outs(joint.graph)
+        wanted = outs[results : results + gradients]
         self.forward = _extracted(joint, inputs, [*outs[:results], *saved])
         self.backward = _extracted(joint, [*saved, *[inputs[i] for i in self.read], *tangents], wanted)
         places = {node: i for i, node in enumerate(traces[0])}
@@ -86,6 +91,34 @@ def _merge_equals(graph: fx.Graph, apart: Sequence[fx.Node]) -> dict[fx.Node, fx
         if first[node] is not node:
             node.replace_all_uses_with(first[node])
     return first
+
+
+def _cast_in_products(graph: fx.Graph, apart: AbstractSet[fx.Node]) -> None:
+    """Have products that are only cast to float32 come out in it: that is what a GPU sums them in.
+
+    So are the gradients of weights that autocast rounds. It saves a kernel for each, and a rounding.
+
+    Args:
+        graph: computes nothing twice.
+        apart: nodes that are wanted as they are.
+    """
+    graph.eliminate_dead_code()
+    for cast in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        node, moved = cast.args[0], []
+        while node.target in _MOVES and len(node.users) == 1:
+            moved.append(node)
+            node = node.args[0]
+        value = node.meta.get("val")
+        is_product = node.target is torch.ops.aten.mm.default and len(node.users) == 1 and value.is_cuda
+        if cast.args[1] != torch.float32 or not is_product or not apart.isdisjoint([cast, node, *moved]):
+            continue
+        with graph.inserting_before(node):
+            wide = graph.call_function(torch.ops.aten.mm.dtype, (*node.args, torch.float32))
+            wide.meta = dict(node.meta)
+        node.replace_all_uses_with(wide)
+        cast.replace_all_uses_with(cast.args[0])
+        graph.erase_node(cast)
+        graph.erase_node(node)
 
 
 def _what_it_computes(node: fx.Node) -> Any:
