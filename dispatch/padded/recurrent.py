@@ -11,6 +11,7 @@ which is exact, and so is its gradient. Backwards in time a layer runs forward o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,13 +77,16 @@ def _layer(
         others = torch.zeros_like(gate)
         weights = [torch.cat([weights[0], torch.cat([-gate, gate, others, others])], 1), *weights[1:]]
     begin: Any = states if is_lstm else states[0]
-    out, *last = call.op(
-        dense, begin, weights, call["has_biases"], 1, 0.0, call["train"], False, call["batch_first"]
-    )  # fmt: skip
+    options = call["has_biases"], 1, 0.0, call["train"], False, call["batch_first"]
+    with warnings.catch_warnings():
+        # One layer's weights are not where cuDNN keeps those of the whole network, so that it copies them.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        # Called as torch's own function, its warnings are raised in here.
+        out, *last = getattr(torch, call.op.overloadpacket.__name__)(dense, begin, weights, *options)
     outputs = result(out, [*x.dims[:2], *static_dims([out.shape[2]])], x.sizes).gradient_masked()
     ends = [apply(aten.select.int, outputs, time, -1)]
     if is_lstm:
-        cell = last[1].squeeze(0)
+        cell = last[1].reshape(x.shape[1 - time], -1)
         ends.append(result(cell, [x.dims[1 - time], *static_dims([cell.shape[1]])], x.sizes).gradient_masked())
     return [apply(aten.flip.default, outputs, [time]) if backwards else outputs, *ends]
 
