@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +17,14 @@ SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 @pytest.fixture
-def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
+def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PretendPool]]:
     """Where a CPU pretends to capture; none on a GPU, which does."""
-    return pretend(monkeypatch, watches="keeps" in request.function.__name__) if device == "cpu" else []
+    watches = "keeps" in request.function.__name__
+    if watches:  # what is there already is none of the tensors that a pool looks through
+        gc.freeze()
+    yield pretend(monkeypatch, watches) if device == "cpu" else []
+    if watches:
+        gc.unfreeze()
 
 
 def data(n: int, device: str) -> Tensor:
@@ -91,10 +98,11 @@ def test_a_program_that_keeps_what_it_makes_is_run_at_every_size(device: str, po
 
 @torch.no_grad()
 def test_a_program_that_must_be_run_at_every_size_is(device: str, pools: list[PretendPool]) -> None:
-    tuned = set()
+    tuned, tries = set(), []
 
     def program(x: Tensor) -> Tensor:
         if x.shape[1] not in tuned:
+            tries.append(x.shape[1])
             if any(p.is_capturing for p in pools):
                 raise RuntimeError("tuning is no part of a capture")
             torch.cuda.synchronize() if device == "cuda" else None
@@ -107,6 +115,8 @@ def test_a_program_that_must_be_run_at_every_size_is(device: str, pools: list[Pr
         torch.testing.assert_close(run(x), x.softmax(1))
     stats = run.stats()
     assert (stats.captures, stats.hits, stats.fallbacks) == (4, 3, {})
+    # It is tried once without a run.
+    assert tries == [8, 32, 32, 16, 24]
     assert [p.runs for p in pools] in ([], [4])
 
 
@@ -166,10 +176,11 @@ def test_a_program_that_replaces_its_buffers_has_no_graph(device: str, pools: li
     assert "RuleError: it replaces calls, and a graph can only write to it" in run.stats().fallbacks
 
 
+@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
 def test_what_a_program_writes_to_its_arguments_is_the_callers(
-    compiled: bool, device: str, pools: list[PretendPool]
+    compiled: bool, warm: bool, device: str, pools: list[PretendPool]
 ) -> None:
     def program(x: Tensor, cache: Tensor) -> Tensor:
         x.mul_(2)
@@ -178,8 +189,9 @@ def test_what_a_program_writes_to_its_arguments_is_the_callers(
 
     run = st.bucketed(program, {"x": {1: SEQ}}, compile=compiled and {"backend": "aot_eager"})
     caches = torch.ones(2, 2, 3, dtype=torch.float64, device=device)
-    run.warmup(data(5, device), caches[0], progress=False)
-    assert bool((caches == 1).all())
+    if warm:
+        run.warmup(data(5, device), caches[0], progress=False)
+        assert bool((caches == 1).all())
     for n in (5, 30, 7, 12, 20, 31):
         x = data(n, device)
         given, plain = x.clone(), x.clone()

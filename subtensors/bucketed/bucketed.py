@@ -25,8 +25,8 @@ def bucketed(
         program: a function or module of tensors; it runs on PaddedTensors, once for each bucket.
         dims: for each argument that varies, by name or position, its padded dims, such as `{"input_ids": {1: seq}}`;
             for a container those of every tensor in it, or a dict or list like it.
-        compile: True, or the options of `torch.compile`: the program is compiled once, with the buckets' sizes left
-            open, and captured as compiled code.
+        compile: True, or a dict with the backend, mode, options or dynamic of `torch.compile`: the program is compiled
+            once, with the buckets' sizes left open, and captured as compiled code.
         max_graphs: the most graphs at a time; the least recently called one makes room.
         memory_limit: of the graphs' pool and all static inputs: bytes, or text such as "2GiB".
         on_miss: of a size that has no graph, or can't have one: "capture" one if that is possible, run it at its true
