@@ -113,17 +113,16 @@ class RandomBackward(torch.autograd.Function):
 
 
 def test_a_backward_that_is_random_itself_gets_the_gradient_that_arrives(device: str, options: dict[str, Any]) -> None:
-    weight = torch.randn(4, device=device, requires_grad=True)
+    layer = nn.Linear(4, 1, device=device)
 
     def program(x: Tensor) -> Tensor:
-        return RandomBackward.apply((x @ weight).sum()) * 2  # type: ignore[no-untyped-call,no-any-return]
+        return RandomBackward.apply(layer(x).sum()) * 2  # type: ignore[no-untyped-call,no-any-return]
 
     run = st.bucketed(program, {"x": {0: SEQ}}, compile=options or True)
     for n in (5, 6):
         x = torch.randn(n, 4, device=device)
-        found, expected = (
-            torch.autograd.grad(f(x), weight, torch.tensor(7.0, device=device))[0] for f in (run, program)
-        )
+        seven = torch.tensor(7.0, device=device)
+        found, expected = (torch.autograd.grad(f(x), layer.weight, seven) for f in (run, program))
         torch.testing.assert_close(found, expected)
     assert codes(run) == [True]
 
