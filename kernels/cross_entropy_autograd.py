@@ -21,7 +21,8 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy import CrossEntropy
 from subtensors.kernels.in_place_scale import scale_
-from subtensors.kernels.linear_cross_entropy import Accumulate, LossAndGradients, linear_cross_entropy
+from subtensors.kernels.linear_cross_entropy import Accumulate, linear_cross_entropy
+from subtensors.kernels.loss_task import LossAndGradients
 
 
 class Schedule(NamedTuple):

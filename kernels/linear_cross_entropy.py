@@ -24,35 +24,17 @@ G has the dtype of Y, as it has under autograd; everything between is float32.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
+from subtensors.kernels.cross_entropy import CrossEntropy
 from subtensors.kernels.exact_accumulation import ProductSum, WideSum, product_into
-from subtensors.kernels.logits_block import Block, BlockOps, block_ops, uses_kernels
+from subtensors.kernels.logits_block import uses_kernels
+from subtensors.kernels.loss_task import LossAndGradients, LossTask, Needs
 
 Accumulate = Literal["exact", "fast"]
-
-
-class Needs(NamedTuple):
-    """Which gradients are wanted; one that is not costs nothing."""
-
-    hidden: bool = True
-    weight: bool = True
-    bias: bool = True
-
-
-class LossAndGradients(NamedTuple):
-    """What `linear_cross_entropy` gives: the loss, and each gradient that was asked for."""
-
-    loss: Tensor
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
 
 
 @torch.no_grad()
@@ -106,7 +88,7 @@ def linear_cross_entropy(
         torch.Size([4, 3])
     """
     _check(hidden, weight, target, bias, rows, columns, accumulate)
-    task = _Task(
+    task = LossTask(
         hidden,
         weight,
         target,
@@ -122,88 +104,7 @@ def linear_cross_entropy(
     return _by_rows(task, rows or max(1, hidden.shape[0]), accumulate == "exact")
 
 
-@dataclass
-class _Task:
-    """What is to be computed, and of what.
-
-    What there is of each row takes many small kernels. It is computed when it is first asked for, which is after the
-    first logits: the GPU has a product to do while the host prepares them.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None
-    options: CrossEntropy
-    needs: Needs
-    upstream: Tensor | None
-    weight_grad_dtype: torch.dtype
-    kernels: bool | None
-    writes_whole_rows: bool = False
-    """Is the gradient written as soon as a row was read?"""
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The dtype in which sums are kept."""
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
-
-    @cached_property
-    def terms(self) -> RowTerms:
-        """The loss as a function of the statistics of rows."""
-        kernels = uses_kernels(self.hidden, self.kernels)
-        return RowTerms(self.options, self.target, self.weight.shape[0], self.compute, kernels)
-
-    @cached_property
-    def statistics(self) -> Statistics:
-        """Those of the rows, as far as logits were seen."""
-        memory = Statistics.unwritten if self.writes_whole_rows else Statistics.none
-        return memory(self.hidden.shape[0], self.compute, self.hidden.device)
-
-    @cached_property
-    def factors(self) -> GradientFactors:
-        """Those of the gradient of the logits."""
-        return self.terms.gradient_factors(self.upstream)
-
-    @cached_property
-    def ops(self) -> BlockOps:
-        """What works on blocks of logits."""
-        return block_ops(self.terms, self.hidden, self.kernels)
-
-    def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """The block of these rows and columns at the beginning of some memory."""
-        height, width = rows[1] - rows[0], columns[1] - columns[0]
-        return Block(memory[: height * width].view(height, width), rows[0], columns[0])
-
-    def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Compute a block of logits at the beginning of some memory."""
-        block = self.block(memory, rows, columns)
-        hidden, weight = self.hidden[slice(*rows)], self.weight[slice(*columns)].t()
-        if self.bias is None:
-            torch.mm(hidden, weight, out=block.logits)
-        else:
-            torch.addmm(self.bias[slice(*columns)], hidden, weight, out=block.logits)
-        return block
-
-    def weight_grad(self) -> Tensor | None:
-        """Memory for the gradient of the weight, where it is wanted."""
-        if not self.needs.weight:
-            return None
-        return torch.empty(self.weight.shape, dtype=self.weight_grad_dtype, device=self.weight.device)
-
-    def bias_grad(self) -> Tensor | None:
-        """Zeros to add the gradient of the bias to, where it is wanted."""
-        if not self.needs.bias:
-            return None
-        return torch.zeros(self.weight.shape[0], dtype=self.compute, device=self.weight.device)
-
-    def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
-        """The loss, and these gradients in the dtypes of what they are of."""
-        loss = self.terms.loss(self.statistics)
-        hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
-        return LossAndGradients(loss, hidden, weight, bias)
-
-
-def _by_rows(task: _Task, rows: int, exact: bool) -> LossAndGradients:
+def _by_rows(task: LossTask, rows: int, exact: bool) -> LossAndGradients:
     classes = task.weight.shape[0]
     early, late = _row_parts(task, rows, exact)
     task.writes_whole_rows = any(task.needs)
@@ -232,7 +133,7 @@ TILE = 128
 """Rows of the logits that a GEMM computes together."""
 
 
-def _row_parts(task: _Task, rows: int, exact: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _row_parts(task: LossTask, rows: int, exact: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The chunks, those first that are longer, since the memory that dX does not yet take holds more of the logits.
 
     Every chunk costs a look at the whole sum of dW where that is exact, so it is worth having fewer of them.
@@ -259,7 +160,7 @@ class _RowSums:
         edge: up to this row the gradient of hidden states is kept in pieces.
     """
 
-    def __init__(self, task: _Task, rows: int, exact: bool, chunks: int, edge: int) -> None:
+    def __init__(self, task: LossTask, rows: int, exact: bool, chunks: int, edge: int) -> None:
         self._task, self._edge = task, edge
         self._pieces: list[Tensor] = []
         self._hidden: Tensor | None = None
@@ -293,7 +194,7 @@ class _RowSums:
         return hidden, None if self._weight is None else self._weight.take(), self._bias
 
 
-def _weight_sum(task: _Task, rows: int, exact: bool, chunks: int) -> ProductSum | WideSum:
+def _weight_sum(task: LossTask, rows: int, exact: bool, chunks: int) -> ProductSum | WideSum:
     """Where the gradient of the weight adds up over chunks of so many rows."""
     classes, width = task.weight.shape
     is_short = task.weight_grad_dtype == task.hidden.dtype and task.hidden.itemsize == 2
@@ -305,7 +206,7 @@ def _weight_sum(task: _Task, rows: int, exact: bool, chunks: int) -> ProductSum 
     return ProductSum(weight_grad, task.hidden.dtype, exact, chunks, kernels)
 
 
-def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
+def _by_columns(task: LossTask, columns: int, kept: int) -> LossAndGradients:
     count = task.hidden.shape[0]
     blocks = _parts(task.weight.shape[0], columns)
     scratch = task.hidden.new_empty(count * columns)
@@ -344,7 +245,7 @@ def _by_columns(task: _Task, columns: int, kept: int) -> LossAndGradients:
     return task.result(None if hidden_sum is None else hidden_sum.take(), weight_grad, bias_grad)
 
 
-def _hidden_sum(task: _Task, columns: int, blocks: int) -> ProductSum | WideSum:
+def _hidden_sum(task: LossTask, columns: int, blocks: int) -> ProductSum | WideSum:
     """Where the gradient of the hidden states adds up over blocks of so many columns."""
     count, width = task.hidden.shape
     if columns >= width or task.hidden.itemsize != 2:  # a block takes as much as the result, or needs no rounding
@@ -352,7 +253,7 @@ def _hidden_sum(task: _Task, columns: int, blocks: int) -> ProductSum | WideSum:
     return ProductSum(task.hidden.new_empty(count, width), task.hidden.dtype, True, blocks, kernels=False)
 
 
-def _places(task: _Task, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
+def _places(task: LossTask, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
     """Where blocks of logits wait for the second pass; those without a place are computed again.
 
     The gradient of the weight lends its memory. For each column its rows take up H elements, and the logits N. So with

@@ -16,7 +16,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy_autograd import Schedule, differentiable_cross_entropy
 from subtensors.kernels.in_place_scale import scale_by_kernel
-from subtensors.kernels.linear_cross_entropy import LossAndGradients
+from subtensors.kernels.loss_task import LossAndGradients
 
 BY_ROWS, BY_COLUMNS = Schedule(rows=5), Schedule(columns=7)
 each_schedule = pytest.mark.parametrize("schedule", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])

@@ -16,6 +16,7 @@ from subtensors.kernels import exact_accumulation
 from subtensors.kernels import linear_cross_entropy as kernel
 from subtensors.kernels.exact_accumulation import ProductSum, WideSum, compensated_add, compensated_add_by_kernel
 from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.loss_task import LossTask
 
 ROWS, WIDTH, CLASSES = 512, 24, 96
 
@@ -161,13 +162,13 @@ def test_first_chunks_are_longer_within_the_same_memory_where_that_makes_them_fe
     monkeypatch.setattr(kernel, "TILE", 4)
     hidden, weight, target = torch.randn(40, 24), torch.randn(32, 24), torch.randint(32, (40,))
     chunks: list[tuple[int, int]] = []
-    logits_of = kernel._Task.logits
+    logits_of = LossTask.logits
 
     def noted(task: Any, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
         chunks.append(rows)
         return logits_of(task, memory, rows, columns)
 
-    monkeypatch.setattr(kernel._Task, "logits", noted)
+    monkeypatch.setattr(LossTask, "logits", noted)
     found = linear_cross_entropy(hidden, weight, target, rows=rows)
     assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
     assert chunks[-1][1] == 40

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.kernels.cross_entropy import CrossEntropy, RowTerms
-from subtensors.kernels.linear_cross_entropy import LossAndGradients, linear_cross_entropy
+from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.loss_task import LossAndGradients
 
 GRADIENTS = ("hidden", "weight", "bias")
 
