@@ -62,7 +62,16 @@ def _vector_norm(
     return norm.to(result)
 
 
-def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def _variance(x: Tensor, *args: Any, **options: Any) -> Any:
+    return _wide_variance(x, *args, **options).to(x.dtype)
+
+
+def _deviation(x: Tensor, *args: Any, **options: Any) -> Any:
+    return _wide_variance(x, *args, **options).sqrt().to(x.dtype)
+
+
+def _wide_variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """In the dtype that sums are taken in: its root may be a float16 where itself is none."""
     _whole(dim, keepdim)
     if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
         raise RuntimeError("std and var only support floating point and complex dtypes")
@@ -70,7 +79,7 @@ def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
     count = torch.ops.subtensors.numel(x)
     away = wide - wide.sum() / count
     degrees = count - (1 if correction is None else correction)
-    return ((away * away).sum() / degrees.clamp(min=0)).to(x.dtype)
+    return (away * away).sum() / degrees.clamp(min=0)
 
 
 def _any(x: Tensor) -> Any:
@@ -93,7 +102,7 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: lambda x, p=2: _vector_norm(x, p),
     aten.var.correction: _variance,
-    aten.std.correction: lambda x, *args, **kwargs: _variance(x, *args, **kwargs).sqrt(),
+    aten.std.correction: _deviation,
     aten.max.default: lambda x: aten.amax.default(x),
     aten.min.default: lambda x: aten.amin.default(x),
     aten.empty_like.default: lambda x, **options: aten.zeros_like.default(x, **options),

@@ -366,3 +366,16 @@ def test_every_formula_of_the_table_is_tested() -> None:
                 recorded |= {step.name for step in traced.program.instructions}
     # What in-place updates, st.stochastic_round_ and 8-bit state record is tested elsewhere.
     assert names - recorded <= {"convert_element_type", "stochastic_round", *blockwise.OPS}
+
+
+@each_lowering
+@pytest.mark.parametrize(
+    "deviation",
+    [lambda x: x.std(), lambda x: x.std(correction=0), lambda x: x.norm()],
+    ids=["std", "about its mean", "norm"],
+)
+def test_a_root_is_a_half_where_what_it_is_taken_of_is_none(
+    deviation: Callable[[Tensor], Tensor], lowering: Lowering
+) -> None:
+    halves = torch.tensor([1e4, -0.3, 2.2, 0.6], dtype=torch.float16, device=lowering.device)
+    check(lowering, deviation, Elements([halves, halves * 2]))
