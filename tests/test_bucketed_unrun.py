@@ -220,3 +220,18 @@ def test_what_a_step_writes_to_its_arguments_is_the_callers(device: str) -> None
         assert torch.equal(given, x * 2)
         assert seen.item() == calls
     assert weight.grad is not None
+
+
+@torch.no_grad()
+def test_one_tensor_as_two_arguments_is_written_where_both_are(device: str, pools: list[PretendPool]) -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return (x + y).cumsum(1)
+
+    run = st.bucketed(program, {"x": {1: SEQ}, "y": {1: SEQ}})
+    for n, is_one in ((5, False), (5, True), (30, True), (7, False), (12, True)):
+        x, y = data(n, device), data(n, device)
+        a, b = x.clone(), y.clone()
+        torch.testing.assert_close(run(x, x if is_one else y), program(a, a if is_one else b))
+        torch.testing.assert_close(x, a)
+    assert sum(run.stats().fallbacks.values()) == 3

@@ -97,6 +97,12 @@ class Bucket:
             found.append(leaves[caller.leaf]._sizes.values)
         self._load(found, sizes)
 
+    def obstacle(self, leaves: Sequence[Any]) -> str:
+        """Why a call can't be answered by a replay now; "" where it can."""
+        if not self.written or len({id(leaves[s.leaf]) for s in self.reading.sources}) == len(self.reading.sources):
+            return ""
+        return "it writes to an argument, and one tensor is given as several"
+
     def write_back(self, leaves: Sequence[Any]) -> None:
         """Copy what the program wrote to its arguments to those of the call."""
         for i in self.written:

@@ -156,7 +156,7 @@ class Recorder:
         versions, held = self.state.versions(), bucket.pool.held_bytes()
         self._record(bucket)
         self._note_writes(versions)
-        if bucket.refusal:
+        if bucket.refusal or bucket.obstacle(leaves):
             bucket.refusal = ""
             return None
         self._note_recorded(bucket)
@@ -191,6 +191,8 @@ class Recorder:
         else:
             bucket.load(leaves, reading.sizes)
             result = bucket.run_once(reading.host)
+            if obstacle := bucket.obstacle(leaves):
+                raise RuleError(obstacle)
             bucket.write_back(leaves)
         self._note_writes(before)
         self.state.optimizers.look()  # the first step makes their state

@@ -199,7 +199,7 @@ class Bucketed:
             if is_followed and autograd_private.keeps_are_hooked():
                 return self._fall_back("hooks, as of a checkpoint, take what would be recorded", None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
-        if isinstance(bucket, TrainedBucket) and (obstacle := bucket.obstacle()):
+        if obstacle := bucket.obstacle(leaves):
             return self._fall_back(obstacle, None, args, kwargs)
         bucket.last_call = next(self.recorder.clock)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:

@@ -215,7 +215,7 @@ class TrainedBucket(Bucket):
         with recording_modes(records=True):
             self._take(self._forward())
 
-    def obstacle(self) -> str:
+    def obstacle(self, leaves: Sequence[Any]) -> str:
         """Why the program must not be replayed now; "" where it may."""
         return self.effects.obstacle() if self.graph is not None else ""
 
