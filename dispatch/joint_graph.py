@@ -54,7 +54,7 @@ class Halves:
         saved = [n for n in saved if n in needed]
         self.read = [i for i, n in enumerate(inputs) if n in needed]
         """Which of the inputs the backward is given, after what was saved and before the gradients of results."""
-        _cast_in_products(joint.graph, apart={*saved, *tangents})
+        _cast_in_products(joint.graph, wanted, apart={*saved, *tangents})
         outs = _outs(joint.graph)
         wanted = outs[results : results + gradients]
         self.forward = _extracted(joint, inputs, [*outs[:results], *saved])
@@ -93,17 +93,22 @@ def _merge_equals(graph: fx.Graph, apart: Sequence[fx.Node]) -> dict[fx.Node, fx
     return first
 
 
-def _cast_in_products(graph: fx.Graph, apart: AbstractSet[fx.Node]) -> None:
+def _cast_in_products(graph: fx.Graph, casts: Sequence[fx.Node], apart: AbstractSet[fx.Node]) -> None:
     """Have products that are only cast to float32 come out in it: that is what a GPU sums them in.
 
-    So are the gradients of weights that autocast rounds. It saves a kernel for each, and a rounding.
+    So are the gradients of weights that autocast rounds. It saves a kernel for each, and a rounding. Where the cast is
+    not the end, the compiler makes it a part of what follows, which then reads half as much.
 
     Args:
         graph: computes nothing twice.
+        casts: what may be such, among other nodes.
         apart: nodes that are wanted as they are.
     """
     graph.eliminate_dead_code()
-    for cast in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+    ends = {graph.output_node()}
+    for cast in dict.fromkeys(casts):
+        if cast.target is not torch.ops.prims.convert_element_type.default or set(cast.users) != ends:
+            continue
         node, moved = cast.args[0], []
         while node.target in _MOVES and len(node.users) == 1:
             moved.append(node)

@@ -59,19 +59,22 @@ def test_what_stands_for_something_else_is_no_equal_value() -> None:
     assert len(ops(graph)) == 2
 
 
-@pytest.mark.parametrize("is_used_twice", [False, True])
-def test_a_product_that_is_only_cast_comes_out_in_float32_on_a_gpu(is_used_twice: bool) -> None:
+@pytest.mark.parametrize("also", ["", "product", "sum"])
+def test_a_product_that_is_only_cast_comes_out_in_float32_on_a_gpu(also: str) -> None:
     def program(call: Callable[..., fx.Node], a: fx.Node, b: fx.Node) -> list[fx.Node]:
         product = call(aten.mm.default, a, b)
         turned = call(aten.permute.default, call(aten.permute.default, product, [1, 0]), [1, 0])
         cast = call(prims.convert_element_type.default, turned, torch.float32)
-        return [cast, product] if is_used_twice else [cast]
+        if also == "sum":
+            return [call(aten.add.Tensor, cast, cast), cast]
+        return [cast, product] if also else [cast]
 
     kept = ["aten.mm.default", "aten.permute.default", "aten.permute.default", "prims.convert_element_type.default"]
+    kept += ["aten.add.Tensor"] * (also == "sum")
     for device in ("cpu", "cuda"):
         graph = made(program, device)
-        _cast_in_products(graph, apart=frozenset())
-        is_changed = device == "cuda" and not is_used_twice
+        _cast_in_products(graph, list(graph.output_node().args[0]), apart=frozenset())  # type: ignore[arg-type]
+        is_changed = device == "cuda" and not also
         assert ops(graph) == (["aten.mm.dtype", *kept[1:3]] if is_changed else kept)
 
 
