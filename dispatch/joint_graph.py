@@ -109,7 +109,8 @@ def _cast_in_products(graph: fx.Graph, casts: Sequence[fx.Node], apart: Abstract
     for cast in dict.fromkeys(casts):
         if cast.target is not torch.ops.prims.convert_element_type.default or set(cast.users) != ends:
             continue
-        node, moved = cast.args[0], []
+        node: Any = cast.args[0]
+        moved: list[fx.Node] = []
         while node.target in _MOVES and len(node.users) == 1:
             moved.append(node)
             node = node.args[0]
@@ -121,7 +122,7 @@ def _cast_in_products(graph: fx.Graph, casts: Sequence[fx.Node], apart: Abstract
             wide = graph.call_function(torch.ops.aten.mm.dtype, (*node.args, torch.float32))
             wide.meta = dict(node.meta)
         node.replace_all_uses_with(wide)
-        cast.replace_all_uses_with(cast.args[0])
+        cast.replace_all_uses_with(moved[0] if moved else wide)
         graph.erase_node(cast)
         graph.erase_node(node)
 
