@@ -241,6 +241,10 @@ def new_data(net: Scale) -> None:
     net.weight.data = net.weight.data * 2
 
 
+def transposed_in_place(net: Scale) -> None:
+    net.inner.weight.data = net.inner.weight.data.t()
+
+
 def new_parameter(net: Scale) -> None:
     net.weight = nn.Parameter(net.weight.detach() * 3)
 
@@ -253,6 +257,7 @@ def new_module(net: Scale) -> None:
     ("replace", "said"),
     [
         (new_data, "weight was replaced"),
+        (transposed_in_place, "inner.weight was replaced"),
         (new_parameter, "weight was replaced"),
         (new_module, "a module was replaced"),
     ],

@@ -51,6 +51,7 @@ class State:
         self._held = _values(self._holders)
         self._tensors = self.tensors()
         self._guard = AddressGuard(self._tensors)
+        self._layouts = _layouts(self._tensors)
         with torch.no_grad():
             # Keeps the memory, also where `.data` is replaced.
             self._memory = [t.detach() for t in self._tensors]
@@ -71,7 +72,11 @@ class State:
 
     def moved(self) -> str:
         """What is no longer as recorded, in words; "" where nothing is."""
-        if not _are_same(_values(self._holders), self._held) or not self._guard.matches(self._tensors):
+        if (
+            not _are_same(_values(self._holders), self._held)
+            or not self._guard.matches(self._tensors)
+            or _layouts(self._tensors) != self._layouts
+        ):
             return f"{self._name_of_first_moved(self.tensors())} was replaced"
         if not _are_same(_values(self._parents), self._children):
             return "a module was replaced"
@@ -140,9 +145,14 @@ class State:
             for name, t in [*root.named_parameters(), *root.named_buffers()]:
                 names.setdefault(t.data_ptr(), name)
         for now, before in zip(tensors, self._memory, strict=False):
-            if now.data_ptr() != before.data_ptr():
+            if now.data_ptr() != before.data_ptr() or _layouts([now]) != _layouts([before]):
                 return names.get(now.data_ptr(), "a tensor")
         return "a tensor"
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    """Of those that may be laid out in other ways where they are, as by `w.data = w.data.t()`."""
+    return [(t.shape, t.stride()) for t in tensors if t.ndim > 1]
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> set[int]:
