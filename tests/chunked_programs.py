@@ -227,3 +227,27 @@ def linear_case(rows: int = 12, hidden: int = 6, vocab: int = 20, seed: int = 0)
         "b": torch.randn(vocab, generator=g),
         "target": torch.randint(0, vocab, (rows,), generator=g),
     }
+
+
+def loss_and_gradients(program: Callable[..., Tensor], t: dict[str, Tensor]) -> list[Any]:
+    """What a program gives for named tensors, and the gradients of those that want one."""
+    leaves = [x for x in t.values() if x.requires_grad]
+    for x in leaves:
+        x.grad = None
+    loss = program(**t)
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in leaves)]
+
+
+def chunking(program: Callable[..., Tensor], **division: Any) -> Callable[..., Tensor]:
+    """A program of hidden states `h`, which it makes, and marks as chunked."""
+
+    def chunked(h: Tensor, **others: Tensor) -> Tensor:
+        return program(h=st.chunk(torch.sin(h), **division), **others)
+
+    return chunked
+
+
+def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What `chunking` makes, without chunks."""
+    return lambda h, **others: program(h=torch.sin(h), **others)

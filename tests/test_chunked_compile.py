@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import assert_errs_as_plain, check_results, in_dtype
+from chunked_programs import assert_errs_as_plain, check_results, chunking, in_dtype, loss_and_gradients, plainly
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -73,26 +73,6 @@ def squares(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
 LOSSES = [language_model, tied, module, capped, heated, weighed, taught]
 
 
-def run(program: Callable[..., Tensor], t: dict[str, Tensor]) -> list[Any]:
-    leaves = [x for x in t.values() if x.requires_grad]
-    for x in leaves:
-        x.grad = None
-    loss = program(**t)
-    loss.backward()
-    return [loss.detach(), *(x.grad for x in leaves)]
-
-
-def chunking(program: Callable[..., Tensor], **division: Any) -> Callable[..., Tensor]:
-    def chunked(h: Tensor, **others: Tensor) -> Tensor:
-        return program(h=st.chunk(torch.sin(h), **division), **others)
-
-    return chunked
-
-
-def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda h, **others: program(h=torch.sin(h), **others)
-
-
 DIVISIONS: list[dict[str, Any]] = [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "1KiB"}, {}]
 
 
@@ -105,8 +85,8 @@ def test_a_compiled_program_with_chunks_is_the_program(
     program: Callable[..., Tensor], division: dict[str, Any]
 ) -> None:
     t = tensors()
-    found = run(torch.compile(chunking(program, **division), fullgraph=True, backend="aot_eager"), t)
-    check_results(found, lambda t: run(plainly(program), t), t)
+    found = loss_and_gradients(torch.compile(chunking(program, **division), fullgraph=True, backend="aot_eager"), t)
+    check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -127,11 +107,13 @@ def test_a_compiled_loss_under_autocast_is_computed_in_its_dtype(dtype: torch.dt
         with torch.autocast("cpu", torch.bfloat16):
             return language_model(h=st.chunk(F.layer_norm(h, [HIDDEN]), rows=2), dtype=dtype, **others)
 
-    expected = run(program, t)
-    found = run(torch.compile(chunked, fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)
+    expected = loss_and_gradients(program, t)
+    found = loss_and_gradients(torch.compile(chunked, fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)
     assert dtypes == [torch.bfloat16] * 2
     wide = in_dtype(t, torch.float64, {"h", "w", "b"})
-    truth = run(lambda h, **others: language_model(h=F.layer_norm(h, [HIDDEN]), dtype=torch.float64, **others), wide)
+    truth = loss_and_gradients(
+        lambda h, **others: language_model(h=F.layer_norm(h, [HIDDEN]), dtype=torch.float64, **others), wide
+    )
     assert_errs_as_plain(found, expected, truth)
 
 
@@ -158,7 +140,9 @@ def test_the_compilers_graphs_hold_no_logits(program: Callable[..., Tensor]) -> 
         return make_boxed_func(graph.forward)
 
     t = tensors()
-    run(torch.compile(chunking(program, rows=1), fullgraph=True, backend=aot_autograd(fw_compiler=look)), t)
+    loss_and_gradients(
+        torch.compile(chunking(program, rows=1), fullgraph=True, backend=aot_autograd(fw_compiler=look)), t
+    )
     assert len(sizes) > 10
     assert max(sizes) <= VOCAB * HIDDEN
 
@@ -216,9 +200,9 @@ def test_the_maths_of_a_chunk_is_compiled_once_and_is_itself(
     monkeypatch.setattr(compiled, "BACKEND", backend)
     t = tensors()
     torch._dynamo.utils.counters.clear()
-    found = [run(chunking(program, rows=2, compile=True), t) for _ in range(3)]
+    found = [loss_and_gradients(chunking(program, rows=2, compile=True), t) for _ in range(3)]
     for results in found:
-        check_results(results, lambda t: run(plainly(program), t), t)
+        check_results(results, lambda t: loss_and_gradients(plainly(program), t), t)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     # A run of ops is compiled for whole chunks and for the last, short one, with and without gradients; not again.
     assert graphs <= 4 * 3
@@ -228,4 +212,8 @@ def test_the_maths_of_a_chunk_is_compiled_once_and_is_itself(
 @pytest.mark.gpu
 def test_inductor_compiles_the_maths_of_a_chunk() -> None:
     t = {n: x.detach().cuda().requires_grad_(x.requires_grad) for n, x in tensors().items()}
-    check_results(run(chunking(entropies, rows=2, compile=True), t), lambda t: run(plainly(entropies), t), t)
+    check_results(
+        loss_and_gradients(chunking(entropies, rows=2, compile=True), t),
+        lambda t: loss_and_gradients(plainly(entropies), t),
+        t,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import check_results
+from chunked_programs import check_results, chunking, loss_and_gradients, plainly
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -118,26 +118,6 @@ PROGRAMS = [
 ]
 
 
-def run(program: Callable[..., Tensor], t: dict[str, Tensor]) -> list[Any]:
-    leaves = [x for x in t.values() if x.requires_grad]
-    for x in leaves:
-        x.grad = None
-    loss = program(**t)
-    loss.backward()
-    return [loss.detach(), *(x.grad for x in leaves)]
-
-
-def chunking(program: Callable[..., Tensor], **division: Any) -> Callable[..., Tensor]:
-    def chunked(h: Tensor, **others: Tensor) -> Tensor:
-        return program(h=st.chunk(torch.sin(h), **division), **others)
-
-    return chunked
-
-
-def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda h, **others: program(h=torch.sin(h), **others)
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_a_compiled_program_runs_chunk_by_chunk_and_is_the_program(program: Callable[..., Tensor]) -> None:
     sizes: list[int] = []
@@ -148,7 +128,7 @@ def test_a_compiled_program_runs_chunk_by_chunk_and_is_the_program(program: Call
 
     t = tensors()
     compiled = torch.compile(chunking(program, rows=1), fullgraph=True, backend=aot_autograd(fw_compiler=look))
-    check_results(run(compiled, t), lambda t: run(plainly(program), t), t)
+    check_results(loss_and_gradients(compiled, t), lambda t: loss_and_gradients(plainly(program), t), t)
     # Targets are as wide as logits, or as similarities.
     own = {wide_regression: BATCH * LENGTH * VOCAB, contrastive: (BATCH * LENGTH) ** 2}.get(program, VOCAB * HIDDEN)
     assert max(sizes) <= own
@@ -159,7 +139,7 @@ def test_a_compiled_program_of_sizes_that_vary_is_the_program() -> None:
     for length in (8, 5):
         t = {n: (x.detach()[:, :length] if n in ("h", "target") else x.detach()) for n, x in tensors().items()}
         t = {n: x.requires_grad_(x.is_floating_point()) for n, x in t.items()}
-        check_results(run(compiled, t), lambda t: run(plainly(z_loss), t), t)
+        check_results(loss_and_gradients(compiled, t), lambda t: loss_and_gradients(plainly(z_loss), t), t)
 
 
 def test_values_that_are_asked_for_are_plain_and_differentiable() -> None:
@@ -168,8 +148,8 @@ def test_values_that_are_asked_for_are_plain_and_differentiable() -> None:
         return (tokens * torch.linspace(0, 1, LENGTH, dtype=tokens.dtype)).sum() + tokens.min()
 
     t = tensors()
-    found = run(torch.compile(chunking(program, chunks=2), fullgraph=True, backend="aot_eager"), t)
-    check_results(found, lambda t: run(plainly(program), t), t)
+    found = loss_and_gradients(torch.compile(chunking(program, chunks=2), fullgraph=True, backend="aot_eager"), t)
+    check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
 
 
 def test_what_comes_in_is_not_rounded_to_the_dtype_of_a_gradient() -> None:
@@ -197,8 +177,8 @@ def test_rows_that_a_mask_picks_are_picked_in_the_program() -> None:
 
     t = tensors()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        found = run(torch.compile(chunking(program, rows=2), fullgraph=True, backend="aot_eager"), t)
-    check_results(found, lambda t: run(plainly(program), t), t)
+        found = loss_and_gradients(torch.compile(chunking(program, rows=2), fullgraph=True, backend="aot_eager"), t)
+    check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
 
 
 def test_what_has_no_place_in_a_program_is_computed_in_full_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,8 +191,8 @@ def test_what_has_no_place_in_a_program_is_computed_in_full_and_said(caplog: pyt
         caplog.at_level(logging.WARNING, "subtensors"),
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
     ):
-        found = run(torch.compile(chunking(program, rows=2), fullgraph=True, backend="aot_eager"), t)
-    check_results(found, lambda t: run(plainly(program), t), t)
+        found = loss_and_gradients(torch.compile(chunking(program, rows=2), fullgraph=True, backend="aot_eager"), t)
+    check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
     assert "sort of chunked values under torch.compile: they are computed in full" in caplog.text
 
 
@@ -239,5 +219,5 @@ def test_a_write_that_another_value_would_not_see_is_refused(name: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_on_a_gpu_a_compiled_program_is_the_program(program: Callable[..., Tensor]) -> None:
     t = {n: x.detach().requires_grad_(x.requires_grad) for n, x in tensors("cuda").items()}
-    found = run(torch.compile(chunking(program, rows=1), fullgraph=True), t)
-    check_results(found, lambda t: run(plainly(program), t), t)
+    found = loss_and_gradients(torch.compile(chunking(program, rows=1), fullgraph=True), t)
+    check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
