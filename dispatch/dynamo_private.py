@@ -103,7 +103,7 @@ def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
             raise RuntimeError(reason)
         return None if rule is None else rule(variable, tx)
 
-    setattr(TensorVariable, "method_attr_grad", gradient)  # noqa: B010
+    setattr(TensorVariable, "method_attr_grad", gradient)  # noqa: B010 (mypy takes no assignment to a method)
 
 
 def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
@@ -121,7 +121,7 @@ def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
             return TensorVariable.var_getattr(variable, tx, name)
         return rule(variable, tx, name)
 
-    setattr(TensorWithTFOverrideVariable, "var_getattr", var_getattr)  # noqa: B010
+    setattr(TensorWithTFOverrideVariable, "var_getattr", var_getattr)  # noqa: B010 (as above)
 
 
 def call_eagerly(function: Callable[..., Any], reason: str) -> None:

@@ -67,6 +67,7 @@ def test_kernels_of_a_call_are_compiled_once_each_and_away_from_the_caller(compi
     expected = [t.double() * 1.5 for t in p]
     norms = fusion(p, step, 0.25)
     for t, truth, norm in zip(p, expected, norms, strict=True):
+        # One rounding to the dtype of the element; a norm is rounded as well, and is of values before theirs.
         torch.testing.assert_close(t.double(), truth, rtol=2**-8 if t.dtype == torch.bfloat16 else 1e-6, atol=0)
         torch.testing.assert_close(norm.double(), t.double().norm(), rtol=1e-2, atol=0)
     distinct = {id(k.run) for g in groups(fusion) if isinstance(g, KernelGroup) for k in g.kernels.kernels}
