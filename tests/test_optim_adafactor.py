@@ -180,3 +180,15 @@ def test_options_of_every_optimizer_are_taken(device: str) -> None:
         assert {t.dtype for name, t in state.items() if name != "step"} == {torch.float32}
         assert torch.equal(p, state["master_param"].bfloat16())
         assert "ema" in state
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (2, 0), (3, 0, 2)], ids=str)
+def test_a_parameter_without_elements_is_passed_over(shape: tuple[int, ...], device: str) -> None:
+    params = [Parameter(torch.ones(2, 3, device=device)), Parameter(torch.ones(shape, device=device))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = st.optim.Adafactor(params)
+    for _ in range(2):
+        optimizer.step()
+    assert params[1].shape == optimizer.state[params[1]]["variance"].shape == shape
+    assert (params[0] < 1).all()

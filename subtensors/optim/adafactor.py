@@ -88,7 +88,7 @@ class Adafactor(MatrixOptimizer):
 
     def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Rows and columns for what has them, and otherwise the whole second moment."""
-        return entry == "step" or (entry == "variance") != (p.dim() > 1)
+        return entry == "step" or (entry == "variance") != (p.dim() > 1 and p.numel() > 0)
 
     def update(
         self,
