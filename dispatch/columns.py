@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from operator import add, attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.tensor_guards import MetadataGuard, PlaceGuard
+
+_nbytes = attrgetter("nbytes")
 
 
 class Elements(list[Tensor]):
@@ -145,6 +148,13 @@ def _promising(column: Sequence[Tensor]) -> Elements | None:
     return column.holder if isinstance(column, Elements) and not torch.is_grad_enabled() else None
 
 
+def _reaches(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each tensor the bytes from the first of its elements to behind the last."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return list(map(_nbytes, tensors))
+    return [_reach(t) * t.element_size() for t in tensors]
+
+
 def _reach(tensor: Tensor) -> int:
     """From the first of its elements to behind the last, counted in elements."""
     count = tensor.numel()
@@ -165,11 +175,10 @@ def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
     ends: list[int] = []
     written: list[bool] = []
     for index, column in enumerate(columns):
-        for tensor in distinct(column):
-            begin = tensor.data_ptr()
-            starts.append(begin)
-            ends.append(begin + _reach(tensor) * tensor.element_size())
-        written += [index in stored] * (len(starts) - len(written))
+        begins = list(map(Tensor.data_ptr, distinct(column)))
+        starts += begins
+        ends += map(add, begins, _reaches(distinct(column)))
+        written += [index in stored] * len(begins)
     order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
     start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]
     keep = end > start

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import optree
@@ -24,6 +25,8 @@ from subtensors.kernels.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelud
 from subtensors.kernels.program import Extent, Parameter
 
 logger = logging.getLogger("subtensors.fused")
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass
@@ -82,7 +85,6 @@ class KernelGroup(Group):
         self.is_cuda = self.device.type == "cuda"
         matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
         self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices, exchange)
-        self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern]
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
         self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
         stored = trace.program.stores
@@ -90,8 +92,11 @@ class KernelGroup(Group):
         self.is_seeded = kernels.is_seeded
         self.stores = {i: _bytes_written(self.parameters[i]) for i in stored}
         """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
-        self.observed = {i for i in stored if not is_fixed(columns[i]) or any(t.requires_grad for t in columns[i])}
+        self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
         outputs = [trace.program.value(v) for v in trace.program.outputs]
+        is_tiled = any(v.extent is Extent.ELEMENT for v in outputs)
+        self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern] if is_tiled else []
+        """Of each element what an output has that is as large."""
         self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
         self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
         self.bindings: list[Binding] = []

@@ -5,8 +5,9 @@ Elements with the same route run together, in one group of a plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from subtensors.dispatch.columns import Columns, PerBlock, Repeated
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.kernels.lowering import DTYPES
 from subtensors.kernels.program import Extent, Parameter
+
+_layout = attrgetter("layout")
+_look = attrgetter("device", "dtype", "layout", "shape")
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,22 @@ class Route:
 def routes_of(columns: Columns) -> dict[Route, list[int]]:
     """The elements by how they can run, in order; looked into once for all that are alike."""
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, row in enumerate(zip(*columns, strict=True)):
-        alike.setdefault(tuple([_kind(t) for t in row]), []).append(index)
+    for index, row in enumerate(zip(*map(_kinds, columns), strict=True)):
+        alike.setdefault(row, []).append(index)
     routes: dict[Route, list[int]] = {}
     for indices in alike.values():
         routes.setdefault(route_of([c[indices[0]] for c in columns], columns), []).extend(indices)
     return {route: sorted(indices) for route, indices in routes.items()}
 
 
-def _kind(t: Tensor) -> tuple[Any, ...]:
-    """All that a route depends on."""
-    strides = t.stride() if t.layout is torch.strided else ()
-    return type(t), t.device, t.dtype, t.layout, t.shape, strides
+def _kinds(column: Sequence[Tensor]) -> list[Any]:
+    """Of each tensor all that a route depends on."""
+    if isinstance(column, Repeated):
+        return _kinds(column[:1]) * len(column)
+    strides: Iterable[Any] = map(Tensor.stride, column)
+    if set(map(_layout, column)) != {torch.strided}:
+        strides = [t.stride() if t.layout is torch.strided else () for t in column]
+    return list(zip(map(type, column), map(_look, column), strides, strict=True))
 
 
 def route_of(row: Sequence[Tensor], columns: Columns) -> Route:

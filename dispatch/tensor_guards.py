@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+_layout = attrgetter("layout")
 _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
@@ -22,7 +24,7 @@ class MetadataGuard:
         self._firsts = self._first_places(tensors)
         distinct = tensors if self._firsts is None else [tensors[i] for i in dict.fromkeys(self._firsts)]
         # It ends the process on tensors that have no strides: those are alike to none.
-        has_strides = all(t.layout == torch.strided for t in distinct)
+        has_strides = set(map(_layout, distinct)) <= {torch.strided}
         self._count = len(tensors) if has_strides else -1
         self._guards: Any = None
         if has_strides:
@@ -41,8 +43,10 @@ class MetadataGuard:
     @staticmethod
     def _first_places(tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """For each tensor the first place where it stands; None when all differ. The C++ loop wants distinct ones."""
+        if len(set(map(id, tensors))) == len(tensors):
+            return None
         first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
-        return None if len(first) == len(tensors) else [first[id(t)] for t in tensors]
+        return [first[id(t)] for t in tensors]
 
 
 class AddressGuard:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from subtensors.optim.beginnings import AT_ONCE, can_begin_with_others, counts
 from subtensors.optim.capture import Capture
 from subtensors.optim.low_bit_state import form_of, keep
 from subtensors.optim.single_tensor import is_narrow
@@ -68,8 +69,38 @@ class DeclaredState(torch.optim.Optimizer):
 
     def _names(self, p: Tensor, entries: tuple[str, ...], group: dict[str, Any]) -> tuple[str, ...]:
         """Of these entries, those that the parameter has, a master among them."""
-        own = tuple([entry for entry in entries if entry == AVERAGE or self.suits(entry, p, group)])
+        own = entries
+        if type(self).suits is not DeclaredState.suits:
+            own = tuple([entry for entry in entries if entry == AVERAGE or self.suits(entry, p, group)])
         return (MASTER, *own) if group.get("master_weights") and is_narrow(p.dtype) else own
+
+    def _fill_all(self, params: Sequence[Tensor], names: Sequence[tuple[str, ...]], group: dict[str, Any]) -> None:
+        """Make what these parameters lack of their state entries; what is alike of those without state, together."""
+        # What goes into fewer bits or elsewhere is made one by one, so that there is never twice the memory.
+        stays = group.get("state_dtype") is None and self._arena is None
+        begun: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p, own in zip(params, names, strict=True):
+            if stays and own and not self.state.get(p) and can_begin_with_others(p):
+                begun.setdefault((own, p.device, p.dtype), []).append(p)
+            else:
+                self._fill(p, own, group)
+        for (own, _, _), together in begun.items():
+            columns = [self._begin(together, name, MASTER in own, group) for name in own]
+            if self._capture is not None:
+                columns = [list(map(self._placed, column)) for column in columns]
+            for p, *entries in zip(together, *columns, strict=True):
+                self.state[p] = dict(zip(own, entries, strict=True))
+
+    def _begin(self, params: list[Tensor], name: str, has_master: bool, group: dict[str, Any]) -> list[Tensor]:
+        """What `_start` makes of each of these parameters, which are of one device and dtype."""
+        if name == "step" and name not in self._declaration:
+            return counts(params)
+        is_copy = name in (MASTER, AVERAGE)
+        at_once = AT_ONCE.get(torch.clone if is_copy else self._declaration[name])
+        if at_once is None or not (is_copy or type(self).start is DeclaredState.start):
+            return [self._start(p, name, has_master, group) for p in params]
+        dtype = params[0].dtype
+        return at_once(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
 
     def _fill(self, p: Tensor, names: tuple[str, ...], group: dict[str, Any]) -> None:
         """Make what the parameter lacks of these state entries."""

@@ -99,6 +99,15 @@ def form_of(entry: str, p: Tensor, group: Mapping[str, Any], low_bit: Mapping[st
     return torch.bfloat16
 
 
+def forms_of(
+    entries: tuple[str, ...], p: Tensor, group: Mapping[str, Any], low_bit: Mapping[str, bool]
+) -> tuple[torch.dtype | None, ...]:
+    """`form_of` of each of these entries."""
+    if group.get("state_dtype") is None:
+        return (None,) * len(entries)
+    return tuple([form_of(entry, p, group, low_bit) for entry in entries])
+
+
 def keep(state: Any, entry: str, form: torch.dtype | None) -> None:
     """Bring an entry of a parameter's state into the form that it is to be kept in."""
     is_quantized = entry + SCALES in state

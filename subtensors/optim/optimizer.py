@@ -19,7 +19,7 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.declared_state import AVERAGE, MASTER
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
-from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, form_of
+from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, forms_of
 from subtensors.optim.options import IN_STEP, Options, check_options, recorded
 from subtensors.optim.shards import sharding_of
 from subtensors.optim.single_tensor import SQUARES, single_tensor
@@ -223,11 +223,12 @@ class Optimizer(Stepping):
         if lists is not None and not lists.has_params(params):
             self._forget()
         kinds: dict[tuple[Any, ...], list[int]] = {}
-        for i in [i for i, g in enumerate(grads) if g is not None]:
+        present = [i for i, g in enumerate(grads) if g is not None]
+        names = [self._names(params[i], entries, group) for i in present]
+        self._fill_all([params[i] for i in present], names, group)
+        for i, kept in zip(present, names, strict=True):
             p = params[i]
-            kept = self._names(p, entries, group)
-            self._fill(p, kept, group)
-            forms = tuple([form_of(entry, p, group, self.low_bit) for entry in kept])
+            forms = forms_of(kept, p, group, self.low_bit)
             kinds.setdefault((p.device, p.is_complex(), sharding_of(p), kept, forms), []).append(i)
         batches = []
         for (device, is_complex, sharding, kept, forms), indices in self._cut(kinds, params):
