@@ -7,46 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from counted_buckets import Counted
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
-from subtensors.bucketed.recorder import Recorder
 
 SEQ = st.Dim("seq", max=32, buckets=8)
-
-
-class Counted:
-    """How often buckets were recorded, and replayed to answer other calls than the first; counted where it is done."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.recorded = self.replayed = 0
-        record, replay, first = bucket_module.Bucket.record, bucket_module.Bucket.replay, Recorder.first_answer
-
-        def counting_record(bucket: Any) -> None:
-            self.recorded += 1
-            record(bucket)
-
-        def counting_replay(bucket: Any, *args: Any) -> None:
-            self.replayed += 1
-            replay(bucket, *args)
-
-        def uncounted_first(recorder: Any, *args: Any) -> Any:
-            replayed = self.replayed
-            answer = first(recorder, *args)
-            self.replayed = replayed
-            return answer
-
-        patch.setattr(bucket_module.Bucket, "record", counting_record)
-        patch.setattr(bucket_module.Bucket, "replay", counting_replay)
-        patch.setattr(Recorder, "first_answer", uncounted_first)
-
-    def take(self) -> tuple[int, int]:
-        """Recordings and replays since the last time."""
-        found = self.recorded, self.replayed
-        self.recorded = self.replayed = 0
-        return found
 
 
 @pytest.fixture
@@ -225,72 +193,6 @@ def test_released_memory_comes_back_with_the_next_call(device: str, counted: Cou
     counted.take()
     torch.testing.assert_close(run(x), softmax(x))
     assert counted.take() == (1, 0)
-
-
-class Scale(nn.Module):
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
-        self.inner = nn.Linear(3, 3, device=device, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.weight).softmax(1)
-
-
-def new_data(net: Scale) -> None:
-    net.weight.data = net.weight.data * 2
-
-
-def transposed_in_place(net: Scale) -> None:
-    net.inner.weight.data = net.inner.weight.data.t()
-
-
-def new_parameter(net: Scale) -> None:
-    net.weight = nn.Parameter(net.weight.detach() * 3)
-
-
-def new_module(net: Scale) -> None:
-    net.inner = nn.Linear(3, 3, device=net.weight.device, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("replace", "said"),
-    [
-        (new_data, "weight was replaced"),
-        (transposed_in_place, "inner.weight was replaced"),
-        (new_parameter, "weight was replaced"),
-        (new_module, "a module was replaced"),
-    ],
-)
-@torch.no_grad()
-def test_what_was_replaced_is_recorded_again_and_said(
-    device: str, replace: Any, said: str, counted: Counted, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = Scale(device)
-    run = st.bucketed(net, {"x": {1: SEQ}})
-    x = data(3, device)
-    for _ in range(2):
-        torch.testing.assert_close(run(x), net(x))
-    replace(net)
-    counted.take()
-    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
-        torch.testing.assert_close(run(x), net(x))
-    assert counted.recorded == 1
-    assert [said in r.message for r in caplog.records] == [True]
-    torch.testing.assert_close(run(x), net(x))
-    assert counted.recorded == 1
-
-
-@torch.no_grad()
-def test_values_that_change_in_place_are_read_without_recording_again(device: str, counted: Counted) -> None:
-    net = Scale(device)
-    run = st.bucketed(net, {"x": {1: SEQ}})
-    x = data(3, device)
-    run(x)
-    for parameter in net.parameters():
-        parameter.mul_(1.5)
-    torch.testing.assert_close(run(x), net(x))
-    assert counted.take() == (1, 1)
 
 
 @torch.no_grad()

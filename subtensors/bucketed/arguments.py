@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.held import held_of
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.padded.true_sizes import HostSize
 from subtensors.dispatch.size_factors import Factors
@@ -134,7 +135,7 @@ def leaf_key(x: Any) -> Any:
         known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
     if issubclass(kind, FIXED):
-        return kind, x.data_ptr(), x.shape, x.stride(), x.dtype
+        return kind, x.requires_grad, held_of(x) or id(x)
     if kind is float:
         return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
     return kind, x

@@ -149,8 +149,10 @@ def _joint(bucket: TrainedBucket, inputs: Sequence[Tensor]) -> tuple[list[Tensor
         bucket.check(outputs)
         roots_at = outputs.roots()
         roots = [outputs.leaves[i].value for i in roots_at]
-        if leaves_behind(roots) & own.keys():
+        behind = leaves_behind(roots)
+        if behind & own.keys():
             raise NotFunctional("a parameter is read from elsewhere than its module")
+        bucket.check_leaves(behind, leaves)
         wrt = [*[x for x in statics if x.requires_grad], *[own.get(id(t), t) for t in bucket.fixed()]]
         tangents = [torch.ones_like(root) for root in roots]
         gradients = torch.autograd.grad(roots, wrt, tangents, allow_unused=True)

@@ -7,15 +7,19 @@ each replay; another optimizer whose numbers changed is recorded again, unless t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, compress
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.held import Held
 from subtensors.dispatch.graph_numbers import GraphNumbers
-from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.optim.group_numbers import step_signature
 from subtensors.optim.optimizer import Optimizer
+
+_VALUES = methodcaller("values")
 
 
 class Optimizers:
@@ -31,22 +35,28 @@ class Optimizers:
 
     def look(self) -> None:
         """Take what is there now for what is recorded."""
-        self._state = self.tensors()
-        self._guard = AddressGuard(self._state)
-        with torch.no_grad():
-            # Keeps the memory, also where `.data` is replaced.
-            self._memory = [t.detach() for t in self._state]
+        entries = self._entries()
+        self._is_tensor = [isinstance(x, Tensor) for x in entries]
+        self._tensors = list(compress(entries, self._is_tensor))
+        self._held = Held(self._tensors)
         self._options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
 
     def tensors(self) -> list[Tensor]:
         """Their state."""
-        return [t for opt in self._found for own in opt.state.values() for t in own.values() if isinstance(t, Tensor)]
+        return [x for x in self._entries() if isinstance(x, Tensor)]
+
+    def _entries(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, chain.from_iterable(opt.state.values() for opt in self._found))))
 
     def moved(self) -> str:
         """What is no longer as recorded, in words; "" where nothing is."""
         if not self._found:
             return ""
-        if not self._guard.matches(self.tensors()):
+        entries = self._entries()
+        tensors = list(compress(entries, self._is_tensor))
+        if not all(map(is_, tensors, self._tensors)):
+            tensors = self.tensors()
+        if len(entries) != len(self._is_tensor) or not self._held.are(tensors):
             return "the state of an optimizer was replaced"
         options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
         if options != self._options:

@@ -19,7 +19,7 @@ from subtensors.bucketed.compiled import Compiled
 from subtensors.bucketed.compiled_gradients import CompiledGradients
 from subtensors.bucketed.example import kept_state
 from subtensors.bucketed.followed_call import ReplayClock
-from subtensors.bucketed.state import State
+from subtensors.bucketed.state import State, leaves_behind
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
 from subtensors.byte_sizes import in_units
@@ -133,6 +133,14 @@ class Recorder:
 
         Where it can't be recorded, the bucket's refusal says why.
         """
+        if moved := self.state.moved():
+            self.restart(moved)
+        try:
+            return self._run_or_record(bucket, reading, leaves)
+        finally:
+            self.state.reached.leave_out_others()
+
+    def _run_or_record(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
         family = reading.family_key
         if self._captures_unrun.get(family) and not torch.backends.cudnn.benchmark:
             found = self._record_unrun(bucket, reading, leaves)
@@ -230,9 +238,10 @@ class Recorder:
                 if x._dense._version != version:
                     own.copy_(x.unpad())
             bucket.load(leaves, reading.sizes)
-        leaves = pytree.tree_leaves(result)
-        bucket.is_differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        roots = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+        bucket.is_differentiable = bool(roots)
         if bucket.is_differentiable:
+            bucket.first_leaves = frozenset(leaves_behind(roots))
             # What returns no gradients may be a whole step, which is not to be taken twice.
             try:
                 with kept_state(self.state):
@@ -318,8 +327,10 @@ class Recorder:
 
     def restart(self, moved: str) -> None:
         """Forget every graph, since what they read is no longer there."""
-        _log.warning("%s is recorded again: %s", self.name, moved)
-        for bucket in self.recorded():
+        recorded = self.recorded()
+        if recorded:
+            _log.warning("%s is recorded again: %s", self.name, moved)
+        for bucket in recorded:
             bucket.forget()
         self.state.look()
         # Compiled code holds the tensors that it was compiled with.

@@ -105,15 +105,10 @@ class Bucketed:
     # --- what a call is ---------------------------------------------------------------------------------------------
 
     def _modes(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """What beside the arguments decides what the program computes; first whether autograd follows it."""
+        """What beside the arguments decides what the program computes; first what autograd follows."""
         cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
         types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
-        return self._is_followed(leaves), cast, types, self.state.training()
-
-    def _is_followed(self, leaves: Sequence[Any]) -> bool:
-        return torch.is_grad_enabled() and (
-            self.state.needs_gradients() or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-        )
+        return self.state.followed(leaves), cast, types, self.state.training()
 
     def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         self._example = self._example or (args, kwargs)
@@ -137,6 +132,8 @@ class Bucketed:
             places = style.ordered(self.dims.of_leaves(args, kwargs))
             reading = read(leaves, places, (style.key, modes))
             device = device_of(reading, self.state.tensors())
+            if self.state.is_lazy():
+                raise Unreadable("parameters have no size before the first call")
         except SizeError as error:
             if "padded on one Dim" in str(error) or " in another argument" in str(error):
                 raise
@@ -153,7 +150,7 @@ class Bucketed:
             with bucketed_program():
                 return style.call(self.program, leaves)
 
-        visit.bucket = self.recorder.bucket_of(modes[0], reading, leaves, call, device)
+        visit.bucket = self.recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)
         return visit
 
     def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InsideCall | None:

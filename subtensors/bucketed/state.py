@@ -8,8 +8,6 @@ writes to its state is looked at before.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -19,44 +17,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.held import Held
 from subtensors.bucketed.optimizers import Optimizers
+from subtensors.bucketed.reached import Reached
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
-from subtensors.dispatch.tensor_guards import AddressGuard
-
-_DEPTH = 3
 
 
 class State:
     """The state of a program: that of the modules in it, and the tensors that it closes over.
 
     Args:
-        program: a module, a method of one, a function that reaches modules, tensors and optimizers by its closure or by
-            names of its file, or a partial of these.
+        program: as `Reached` takes it.
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
-        found = list(dict.fromkeys(_within(program, _DEPTH)))
-        self.roots = [x for x in found if isinstance(x, nn.Module)]
-        self.loose = [x for x in found if isinstance(x, Tensor)]
-        self.optimizers = Optimizers([x for x in found if isinstance(x, torch.optim.Optimizer)])
+        self._program = program
         self.look()
 
     def look(self) -> None:
         """Take what is there now for what is recorded."""
+        self.reached = Reached(self._program)
+        parts = self.reached.parts
+        self.roots = [x for x in parts if isinstance(x, nn.Module)]
         self.modules = list(dict.fromkeys(module for root in self.roots for module in root.modules()))
         self._holders = [d for m in self.modules for d in (m._parameters, m._buffers) if d]
         self._parents = [m._modules for m in self.modules if m._modules]
         self._children = _values(self._parents)
-        self._held = _values(self._holders)
-        self._tensors = self.tensors()
-        self._guard = AddressGuard(self._tensors)
-        self._layouts = _layouts(self._tensors)
-        with torch.no_grad():
-            # Keeps the memory, also where `.data` is replaced.
-            self._memory = [t.detach() for t in self._tensors]
+        self._registered = _values(self._holders)
         self._training = [m.training for m in self.modules]
-        self.optimizers.look()
+        self.loose = [x for x in parts if isinstance(x, Tensor)]
+        self._tensors = _distinct(self.tensors())
+        self._held = Held(self._tensors)
+        self.optimizers = Optimizers([x for x in parts if isinstance(x, torch.optim.Optimizer)])
 
     def tensors(self) -> list[Tensor]:
         """Parameters, buffers and tensors that the program closes over, as they are now."""
@@ -66,18 +59,28 @@ class State:
         """Which of the outermost modules train."""
         return tuple([root.training for root in self.roots])
 
-    def needs_gradients(self) -> bool:
-        """Does any of the tensors want one?"""
-        return any(t.requires_grad for t in self.tensors())
+    def is_lazy(self) -> bool:
+        """Has a parameter no size yet?"""
+        return any(map(nn.parameter.is_lazy, self.tensors()))
+
+    def followed(self, leaves: Iterable[Any]) -> tuple[bool, ...] | None:
+        """Which of the tensors want a gradient, in a call that autograd follows; None in another.
+
+        Args:
+            leaves: of the call's arguments.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        wanting = tuple([t.requires_grad for t in self.tensors()])
+        is_followed = any(wanting) or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        return wanting if is_followed else None
 
     def moved(self) -> str:
         """What is no longer as recorded, in words; "" where nothing is."""
-        if (
-            not _are_same(_values(self._holders), self._held)
-            or not self._guard.matches(self._tensors)
-            or _layouts(self._tensors) != self._layouts
-        ):
-            return f"{self._name_of_first_moved(self.tensors())} was replaced"
+        if not _are_same(_values(self._holders), self._registered) or not self._held.are(self._tensors):
+            return self._first_moved()
+        if name := self.reached.first_other():
+            return f"{name} was replaced"
         if not _are_same(_values(self._parents), self._children):
             return "a module was replaced"
         if [m.training for m in self.modules] != self._training:
@@ -106,8 +109,8 @@ class State:
         return [t._version for t in self._tensors]
 
     def buffers(self) -> list[Tensor]:
-        """What isn't a parameter: what a program may write to without autograd's leave."""
-        return [t for t in self._tensors if not isinstance(t, nn.Parameter)]
+        """What a program may write to without autograd's leave: it is no parameter, nor wants a gradient otherwise."""
+        return [t for t in self._tensors if not (t.requires_grad or isinstance(t, nn.Parameter))]
 
     def aliases(self, kept: Collection[int] = ()) -> dict[int, nn.Parameter]:
         """Leaves of their own over the memory of the modules' parameters, by the id of what each stands for.
@@ -139,20 +142,14 @@ class State:
                 if held.get(name) is alias:
                     held[name] = p
 
-    def _name_of_first_moved(self, tensors: list[Tensor]) -> str:
-        names: dict[int, str] = {}
-        for root in self.roots:
-            for name, t in [*root.named_parameters(), *root.named_buffers()]:
-                names.setdefault(t.data_ptr(), name)
-        for now, before in zip(tensors, self._memory, strict=False):
-            if now.data_ptr() != before.data_ptr() or _layouts([now]) != _layouts([before]):
-                return names.get(now.data_ptr(), "a tensor")
-        return "a tensor"
-
-
-def _layouts(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
-    """Of those that may be laid out in other ways where they are, as by `w.data = w.data.t()`."""
-    return [(t.shape, t.stride()) for t in tensors if t.ndim > 1]
+    def _first_moved(self) -> str:
+        tensors = _distinct(self.tensors())
+        index, what = self._held.first_other(tensors) or (0, "count")
+        if what == "count":
+            return "a tensor was replaced"
+        named = [pair for root in self.roots for pair in (*root.named_parameters(), *root.named_buffers())]
+        name = next((name for name, t in named if t is tensors[index]), "a tensor")
+        return f"{name} was replaced: its {what} changed"
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> set[int]:
@@ -185,42 +182,10 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
 def _are_same(now: list[Any], before: list[Any]) -> bool:
     """Are these the same objects? Tensors compare themselves elementwise."""
     return len(now) == len(before) and all(map(is_, now, before))
-
-
-_Part = nn.Module | Tensor | torch.optim.Optimizer
-
-
-def _within(x: Any, depth: int) -> Iterator[_Part]:
-    if isinstance(x, _Part):
-        yield x
-    elif depth and isinstance(x, types.MethodType):
-        yield from _within(x.__self__, depth - 1)
-        yield from _within(x.__func__, depth - 1)
-    elif depth and isinstance(x, functools.partial):
-        for part in (x.func, *x.args, *x.keywords.values()):
-            yield from _within(part, depth - 1)
-    elif depth and not isinstance(x, types.FunctionType) and hasattr(x, "__wrapped__"):
-        yield from _within(x.__wrapped__, depth - 1)  # another bucketed program
-    elif depth and isinstance(x, types.FunctionType):
-        used = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
-        for part in used:
-            if not isinstance(part, types.ModuleType) and (
-                isinstance(part, (_Part, types.FunctionType)) or hasattr(part, "__wrapped__")
-            ):
-                yield from _within(part, depth - 1)
-        for cell in x.__closure__ or ():
-            try:
-                yield from _within(cell.cell_contents, depth - 1)
-            except ValueError:  # not assigned yet
-                continue
-        for default in x.__defaults__ or ():
-            yield from _within(default, depth - 1)
-    elif depth and isinstance(x, (list, tuple)):
-        for part in x:
-            yield from _within(part, depth - 1)
-    elif depth and isinstance(x, dict):
-        for part in x.values():
-            yield from _within(part, depth - 1)

@@ -13,7 +13,7 @@ whole step, which returns nothing that wants a gradient, runs on the parameters 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +59,8 @@ class TrainedBucket(Bucket):
     is_compiled = False
     saved: Sequence[Tensor] = ()
     """What the compiled forward left for the backward."""
+    first_leaves: frozenset[int] = frozenset()
+    """Ids of the leaves that the first call's results depend on."""
     met: frozenset[int] = frozenset()
     """Ids of parameters that the program reads from elsewhere too, as a list of a module's own: they get no alias."""
 
@@ -116,6 +118,17 @@ class TrainedBucket(Bucket):
             if leaf.rows is not None or any(len(factors) > 1 for factors in leaf.dims or ()):
                 raise NotDifferentiable("a result is a ragged batch, or flattened: its gradients have no one shape")
 
+    def check_leaves(self, behind: set[int], own: Iterable[Tensor]) -> None:
+        """Raise NotDifferentiable where a leaf would get no gradient.
+
+        Args:
+            behind: the ids of those that results depend on.
+            own: what stands for the parameters meanwhile.
+        """
+        known = set(map(id, [*self.statics, *own, *self.fixed()]))
+        if behind & self.first_leaves - known:
+            raise NotDifferentiable("a result depends on a tensor that wants a gradient and is not found: pass it on")
+
     def run_once(self, host: dict[Any, Any]) -> Any:
         """Warm the libraries up for forward and backward; what the call returns is computed by the caller."""
 
@@ -123,8 +136,9 @@ class TrainedBucket(Bucket):
             outputs = self._forward()
             if self.roots_at:
                 if not self.is_compiled:
-                    roots = [outputs.leaves[i].value for i in self.roots_at]
-                    self.met |= leaves_behind(roots) & self.own.keys()
+                    behind = leaves_behind([outputs.leaves[i].value for i in self.roots_at])
+                    self.met |= behind & self.own.keys()
+                    self.check_leaves(behind, self.own.values())
                 self._take(outputs)
                 self._differentiate()
 

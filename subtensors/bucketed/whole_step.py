@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.held import Held
 from subtensors.bucketed.state import State
 from subtensors.dispatch.graph_numbers import GraphNumbers
 
@@ -27,8 +29,9 @@ class SideEffects:
     def __init__(self, state: State) -> None:
         self.state = state
         self.numbers = GraphNumbers()
-        self._accumulated: list[tuple[Tensor, Tensor]] = []
+        self._accumulated: dict[Tensor, Tensor] = {}
         """Parameters whose gradient the graph adds to where it lies, and that gradient."""
+        self._held = Held([])
         self._dropped: list[Tensor] = []
         """Parameters whose gradient is in the graph's memory."""
         self._written: list[Tensor] = []
@@ -53,12 +56,14 @@ class SideEffects:
                 self._dropped.append(p)
                 p.grad = None
             elif before is not None:
-                self._accumulated.append((p, before))
+                self._accumulated[p] = before
+        self._held = Held(list(self._accumulated.values()))
         self._written = [t for t, version in zip(counted, versions, strict=True) if t._version != version]
 
     def obstacle(self) -> str:
         """Why the graph must not be replayed now; "" where it may."""
-        if any(p.grad is not gradient for p, gradient in self._accumulated):
+        gradients = list(self._accumulated.values())
+        if not all(map(is_, [p.grad for p in self._accumulated], gradients)) or not self._held.are(gradients):
             return "a gradient that the program adds to was replaced: let zero_grad(set_to_none=False) keep it"
         return ""
 

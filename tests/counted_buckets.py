@@ -1,0 +1,42 @@
+"""How often a bucketed program records and replays: what tests of its decisions count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from subtensors.bucketed import bucket as bucket_module
+from subtensors.bucketed.recorder import Recorder
+
+
+class Counted:
+    """How often buckets were recorded, and replayed to answer other calls than the first; counted where it is done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.recorded = self.replayed = 0
+        record, replay, first = bucket_module.Bucket.record, bucket_module.Bucket.replay, Recorder.first_answer
+
+        def counting_record(bucket: Any) -> None:
+            self.recorded += 1
+            record(bucket)
+
+        def counting_replay(bucket: Any, *args: Any) -> None:
+            self.replayed += 1
+            replay(bucket, *args)
+
+        def uncounted_first(recorder: Any, *args: Any) -> Any:
+            replayed = self.replayed
+            answer = first(recorder, *args)
+            self.replayed = replayed
+            return answer
+
+        patch.setattr(bucket_module.Bucket, "record", counting_record)
+        patch.setattr(bucket_module.Bucket, "replay", counting_replay)
+        patch.setattr(Recorder, "first_answer", uncounted_first)
+
+    def take(self) -> tuple[int, int]:
+        """Recordings and replays since the last time."""
+        found = self.recorded, self.replayed
+        self.recorded = self.replayed = 0
+        return found
