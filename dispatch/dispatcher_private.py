@@ -72,6 +72,11 @@ def is_transforming() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
+def is_intercepted() -> bool:
+    """Does autocast, or a mode that sees ops, stand between a function and its ops? Checked on 2.11, 2.13."""
+    return torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -57,6 +57,7 @@ class RuleTable:
         self.type_name = type_name
         self.advice = {**ADVICE, **(advice or {})}
         self._rules: dict[Key, Rule] = {}
+        self._found: dict[OpOverload, Rule] = {}
 
     def register(self, *keys: Key) -> Callable[[RuleT], RuleT]:
         """Register the decorated function for one or more keys.
@@ -95,6 +96,7 @@ class RuleTable:
                         f"so {_called(rule)} can't be registered"
                     )
             self._rules.update(dict.fromkeys(keys, rule))
+            self._found.clear()
             return rule
 
         return add
@@ -118,10 +120,13 @@ class RuleTable:
             subtensors.dispatch.errors.RuleError: Loud has no rule for aten.cumsum.default (class scan): scan the \
 plain tensor values
         """
-        key = self._matching_key(op)
-        if key is None:
-            raise RuleError(self._refusal(op))
-        return self._rules[key]
+        found = self._found.get(op)
+        if found is None:
+            key = self._matching_key(op)
+            if key is None:
+                raise RuleError(self._refusal(op))
+            found = self._found[op] = self._rules[key]
+        return found
 
     def explain(self, op: OpOverload) -> str:
         """Which rule an op gets, and by which key.

@@ -64,7 +64,7 @@ Factors = tuple[Factor, ...]
 
 def bucket_of(factors: Factors) -> int:
     """The size that a dimension reports."""
-    return math.prod(factor.bucket for factor in factors)
+    return factors[0].bucket if len(factors) == 1 else math.prod(factor.bucket for factor in factors)
 
 
 def size_of(factors: Factors) -> Size:

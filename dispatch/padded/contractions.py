@@ -6,9 +6,10 @@ the others are filled along those dims too, and the result's gradient is masked.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from subtensors.dispatch.padded.padded_value import (
 )
 from subtensors.dispatch.padded.pointwise import is_padded_alike, met
 from subtensors.dispatch.padded.reductions import real_count
-from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
+from subtensors.dispatch.padded.true_sizes import ROWS, Named, TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of
 
 aten = torch.ops.aten
@@ -120,38 +121,101 @@ def contract(
     """Fill, run, mask."""
     operands = [call[name] for name in names]
     sizes = call.sizes()
-    dims: dict[str, Factors] = {}
-    for letter in dict.fromkeys("".join(letters)):
-        held = [x.dims[at.index(letter)] for x, at in zip(operands, letters, strict=True) if letter in at]
-        dims[letter] = met(held, sizes)
-    if added is not None:
-        for back in range(1, added.dim() + 1):
-            dims[out[-back]] = met([added.dims[-back], dims[out[-back]]], sizes)
     records = any(x.records for x in call.values)
+    meeting = _meeting(
+        letters,
+        out,
+        tuple(x.dims for x in operands),
+        None if added is None else added.dims,
+        None if sizes is None else sizes.named,
+        tuple(x.records for x in operands) if records else _NEITHER,
+    )
+    dims = meeting.dims
     if records and _keeps_rows(operands, letters, added, out, dims):
         x = next(x for x in operands if x.padded_dims)
         fill = REPEATED if x.fill == REPEATED else _fill_after(operands, added)
-        product = result(call.dense(), [dims[letter] for letter in out], sizes, fill).gradient_masked()
+        product = result(call.dense(), meeting.out, sizes, fill).gradient_masked()
         x.sends_zero(product)
         return product
-    contracted = {letter for letter in dims if letter not in out}
-    lacking = {name: _lacks(x, at, out, dims) for name, x, at in zip(names, operands, letters, strict=True)}
-    added_lacks = added is not None and _lacks(added, out[len(out) - added.dim() :], out, dims)
     changed: dict[str, Any] = {}
-    for name, other, x, at in zip(names, reversed(names), operands, letters, strict=True):
-        to_fill = {letter for letter in at if letter in contracted}
-        if call[other].records and lacking[other]:
-            to_fill |= set(at)
-        changed[name] = _filled(x, at, to_fill, dims, sizes)
-        if to_fill.issuperset(at[d] for d in x.padded_dims):
+    for name, x, filling in zip(names, operands, meeting.fillings, strict=True):
+        changed[name] = _filled(x, filling, sizes)
+        if filling.is_whole:
             x.sends_zero()
     if added is not None and added_name in call:
         changed[added_name] = added.dense
-    product = result(call.dense(changed), [dims[letter] for letter in out], sizes, _fill_after(operands, added))
-    is_summed = any(call[name].records and lacking[name] for name in names)
-    if is_summed or (added is not None and added.records and added_lacks):
+    product = result(call.dense(changed), meeting.out, sizes, _fill_after(operands, added))
+    if meeting.is_summed or (added is not None and added.records and meeting.added_lacks):
         return product.gradient_masked()
     return product
+
+
+class _Filling(NamedTuple):
+    """What of an operand is filled with zeros.
+
+    Args:
+        wanted: along which dims.
+        assumed: the operand's dims, padded too where the other one is; None where those are its own.
+        is_whole: are these all of its padded dims?
+    """
+
+    wanted: list[int]
+    assumed: tuple[Factors, ...] | None
+    is_whole: bool
+
+
+class _Meeting(NamedTuple):
+    """What the dims of a contraction's operands make, whatever is in them.
+
+    Args:
+        dims: of each letter.
+        out: of the result.
+        fillings: of each operand.
+        is_summed: does a gradient that is asked for sum over padded positions of the result?
+        added_lacks: does that of what is added?
+    """
+
+    dims: dict[str, Factors]
+    out: tuple[Factors, ...]
+    fillings: list[_Filling]
+    is_summed: bool
+    added_lacks: bool
+
+
+_NEITHER = (False, False)
+
+
+@functools.lru_cache(4096)
+def _meeting(
+    letters: tuple[str, str],
+    out: str,
+    operands: tuple[tuple[Factors, ...], ...],
+    added: tuple[Factors, ...] | None,
+    sizes: Named | None,
+    records: tuple[bool, ...],
+) -> _Meeting:
+    dims: dict[str, Factors] = {}
+    for letter in dict.fromkeys("".join(letters)):
+        held = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
+        dims[letter] = met(held, sizes)
+    for back in range(1, len(added or ()) + 1):
+        assert added is not None
+        dims[out[-back]] = met([added[-back], dims[out[-back]]], sizes)
+    contracted = {letter for letter in dims if letter not in out}
+    lacking = [_lacks(own, at, out, dims) for own, at in zip(operands, letters, strict=True)]
+    sums = [is_followed and lacks for is_followed, lacks in zip(records, lacking, strict=True)]
+    fillings = []
+    for own, at, other_sums in zip(operands, letters, reversed(sums), strict=True):
+        to_fill = {letter for letter in at if letter in contracted} | (set(at) if other_sums else set())
+        assumed = tuple(
+            dims[letter] if letter in to_fill and bucket_of(own[i]) == bucket_of(dims[letter]) else own[i]
+            for i, letter in enumerate(at)
+        )
+        is_whole = to_fill.issuperset(at[d] for d, factors in enumerate(own) if is_padded(factors))
+        wanted = [i for i, letter in enumerate(at) if letter in to_fill]
+        fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_whole))
+    lacks_added = added is not None and _lacks(added, out[len(out) - len(added) :], out, dims)
+    return _Meeting(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
 
 
 def _keeps_rows(
@@ -177,31 +241,25 @@ def _fill_after(operands: Sequence[Padded], added: Padded | None) -> Fill | None
     return FINITE if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
 
 
-def _lacks(x: Padded, at: str, out: str, dims: dict[str, Factors]) -> bool:
+def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) -> bool:
     """Does the operand's gradient sum over, or take as real, a padded dim of the result?"""
     for letter in out:
-        if is_padded(dims[letter]) and (
-            letter not in at or not is_padded_alike(x.dims[at.index(letter)], dims[letter])
-        ):
+        if is_padded(dims[letter]) and (letter not in at or not is_padded_alike(own[at.index(letter)], dims[letter])):
             return True
     return False
 
 
-def _filled(x: Padded, at: str, letters: set[str], dims: dict[str, Factors], sizes: TrueSizes | None) -> Tensor:
+def _filled(x: Padded, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
     """The operand's storage, zero in the padding of some of its dims, and where the other operand's padding is."""
-    assumed = [
-        dims[letter] if letter in letters and x.shape[i] == bucket_of(dims[letter]) else x.dims[i]
-        for i, letter in enumerate(at)
-    ]
-    wanted = [i for i, letter in enumerate(at) if letter in letters]
-    if tuple(assumed) == x.dims or sizes is None:
-        return x.filled(0, wanted)
-    widened = replace(x, dims=tuple(assumed), sizes=sizes, fill=None)
+    if filling.assumed is None:
+        return x.filled(0, filling.wanted)
+    widened = replace(x, dims=filling.assumed, sizes=sizes, fill=None)
     try:
-        if sizes.rows is not None and not any(f.size == ROWS for factors in assumed for f in factors):
-            # A plain operand without rows has no padding of its own; the other's zeros are what counts.
-            return x.filled(0, wanted)
-        rows_dim(widened) if sizes.rows is not None else None
+        if sizes is not None and sizes.rows is not None:
+            if not any(f.size == ROWS for factors in filling.assumed for f in factors):
+                # A plain operand without rows has no padding of its own; the other's zeros are what counts.
+                return x.filled(0, filling.wanted)
+            rows_dim(widened)
     except Inexpressible:
-        return x.filled(0, wanted)
-    return widened.filled(0, wanted)
+        return x.filled(0, filling.wanted)
+    return widened.filled(0, filling.wanted)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
@@ -54,17 +55,17 @@ class Call:
 
     def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.op = op
-        self.named: dict[str, Any] = {}
-        for i, argument in enumerate(schema_of(op).arguments):
-            if i < len(args):
-                self.named[argument.name] = args[i]
-            elif argument.name in kwargs:
-                self.named[argument.name] = kwargs[argument.name]
-            elif argument.has_default_value():
-                self.named[argument.name] = argument.default_value
+        names, defaults, self._positional = _parameters(op)
+        self.named: dict[str, Any] = dict(zip(names, args, strict=False))
+        for name in names[len(args) :]:
+            if name in kwargs:
+                self.named[name] = kwargs[name]
+            elif name in defaults:
+                self.named[name] = defaults[name]
             else:
-                raise TypeError(f"{op} needs {argument.name}")
-        self._positional = {a.name for a in schema_of(op).arguments if not a.kwarg_only}
+                raise TypeError(f"{op} needs {name}")
+        self.values: list[Padded] = found(Padded, self.named)
+        """The tensors among the arguments."""
 
     def __getitem__(self, name: str) -> Any:
         return self.named[name]
@@ -76,10 +77,10 @@ class Call:
     def __contains__(self, name: str) -> bool:
         return name in self.named
 
-    @property
-    def values(self) -> list[Padded]:
-        """The tensors among the arguments."""
-        return found(Padded, list(self.named.values()))
+    def replace(self, name: str, value: Any) -> None:
+        """Go on as if this had been given for an argument."""
+        self.named[name] = value
+        self.values = found(Padded, self.named)
 
     def dense(self, changed: Mapping[str, Any] | None = None) -> Any:
         """Run the op on the storage.
@@ -90,14 +91,26 @@ class Call:
         Returns:
             What the op gives: tensors, not `Padded`.
         """
-        named = mapped(Padded, lambda x: x.dense, {**self.named, **(changed or {})})
-        args = [named[name] for name in self.named if name in self._positional]
-        kwargs = {name: named[name] for name in self.named if name not in self._positional}
-        return self.op(*args, **kwargs)
+        given = self.named if not changed else {name: changed.get(name, x) for name, x in self.named.items()}
+        dense = mapped(Padded, _dense_of, list(given.values()))
+        count = self._positional
+        return self.op(*dense[:count], **dict(zip([*given][count:], dense[count:], strict=True)))
 
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""
         return together([x.sizes for x in self.values if x.sizes is not None])
+
+
+@functools.cache
+def _parameters(op: OpOverload) -> tuple[list[str], dict[str, Any], int]:
+    """The names of an op's arguments, the defaults of those that have one, and how many of them have a position."""
+    arguments = schema_of(op).arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return [a.name for a in arguments], defaults, sum(not a.kwarg_only for a in arguments)
+
+
+def _dense_of(x: Padded) -> Tensor:
+    return x.dense
 
 
 Rule = Callable[[Call], Any]
@@ -155,7 +168,7 @@ def _sent_as_they_come(out: Any, call: Call) -> Any:
 def _as_view(out: Any, call: Call) -> Any:
     """The results of a view, which say so: whoever writes to one writes to what it views, or must not."""
     copied = any(x.view == "copy" for x in call.values)
-    return mapped(Padded, lambda x: replace(x, view="copy" if copied or x.view == "copy" else "alias"), out)
+    return mapped(Padded, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), out)
 
 
 def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +179,7 @@ def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 def _wrapped(out: Any) -> Any:
     from subtensors.dispatch.padded.padded_value import plain
 
-    return mapped(torch.Tensor, plain, out)
+    return mapped(Tensor, plain, out)
 
 
 def refuse(call: Call, why: str, kind: type[Inexpressible] = Inexpressible) -> Inexpressible:

@@ -208,7 +208,7 @@ def _index_dims(call: Call, x: Padded, index: Padded, d: int) -> tuple[Factors, 
 def _move_indices(call: Call) -> None:
     """Put indices on the device of what they index: torch takes those on a CPU, of which lists are made, too."""
     device = call["self"].dense.device
-    call.named["indices"] = [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]]
+    call.replace("indices", [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]])
 
 
 def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-_SINGLE = frozenset([type(None), bool, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format])
+_NESTS = (tuple, list, dict)
+_SINGLE = frozenset(
+    [type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size]
+)
 """Types of arguments that are neither nests nor looked for."""
 
 
@@ -18,40 +21,44 @@ def mapped(kind: type | tuple[type, ...], function: Callable[[Any], Any], nest: 
     """The nest with each value of a kind replaced.
 
     Args:
-        kind: which values; no number but ints, no text, no None.
+        kind: which values; no number, no text, no None.
         function: what takes their place.
         nest: tuples, named ones among them, lists and dicts; anything else is a value.
 
     Example:
-        >>> mapped(int, lambda i: -i, (1, [2, "a"], {"b": 3}))
-        (-1, [-2, 'a'], {'b': -3})
+        >>> mapped(bytes, len, (b"ab", [b"c", "a"], {"b": b""}))
+        (2, [1, 'a'], {'b': 0})
     """
     if isinstance(nest, kind):
         return function(nest)
-    if isinstance(nest, tuple):
-        values = [value if type(value) in _SINGLE else mapped(kind, function, value) for value in nest]
-        if type(nest) is tuple:
-            return tuple(values)
-        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
-    # Those of a compiler's graph are subclasses, which cannot be changed.
-    if isinstance(nest, list):
-        return [value if type(value) in _SINGLE else mapped(kind, function, value) for value in nest]
+    if not isinstance(nest, _NESTS):
+        return nest
     if isinstance(nest, dict):
-        return {key: mapped(kind, function, value) for key, value in nest.items()}
-    return nest
+        return {key: value if type(value) in _SINGLE else mapped(kind, function, value) for key, value in nest.items()}
+    values = [value if type(value) in _SINGLE else mapped(kind, function, value) for value in nest]
+    # Those lists that are of a compiler's graph are subclasses, which cannot be changed.
+    if isinstance(nest, list):
+        return values
+    if type(nest) is tuple:
+        return tuple(values)
+    return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
 
 
 def found(kind: type | tuple[type, ...], nest: Any) -> list[Any]:
-    """The values of a kind in a nest, in order.
+    """The values of a kind in a nest, in order; `kind` as of `mapped`.
 
     Example:
-        >>> found(int, (1, [2, "a"], {"b": 3}))
-        [1, 2, 3]
+        >>> found(bytes, (b"ab", [b"c", "a"], {"b": b""}))
+        [b'ab', b'c', b'']
     """
     if isinstance(nest, kind):
         return [nest]
-    if isinstance(nest, tuple | list):
-        return [value for part in nest for value in found(kind, part)]
-    if isinstance(nest, dict):
-        return [value for part in nest.values() for value in found(kind, part)]
-    return []
+    if not isinstance(nest, _NESTS):
+        return []
+    values: list[Any] = []
+    for part in nest.values() if isinstance(nest, dict) else nest:
+        if isinstance(part, kind):
+            values.append(part)
+        elif type(part) not in _SINGLE and isinstance(part, _NESTS):
+            values += found(kind, part)
+    return values

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import sympy
@@ -22,7 +22,7 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.gradient_padding import Arrival, FillPadding, Known, MaskGradient
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
 from subtensors.dispatch.size_expressions import Size, size_on_host
-from subtensors.dispatch.size_factors import Factor, Factors, merged, size_of, static
+from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, merged, size_of, static
 
 Number = int | float | bool
 
@@ -62,6 +62,7 @@ class Padded:
     fill: Fill | None = None
     view: Literal["", "alias", "copy"] = ""
     arrival: Arrival | None = None
+    _padded_dims: list[int] | None = field(default=None, init=False, repr=False)
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +80,9 @@ class Padded:
     @property
     def padded_dims(self) -> list[int]:
         """The dims with padding."""
-        return [d for d in range(len(self.dims)) if self.is_padded(d)]
+        if self._padded_dims is None:
+            self._padded_dims = [d for d, factors in enumerate(self.dims) if is_padded(factors)]
+        return self._padded_dims
 
     @property
     def records(self) -> bool:
@@ -201,6 +204,10 @@ class Padded:
         if self.arrival is not None:
             self.arrival.conditions.append([r.arrival or Arrival() for r in results])
 
+    def as_view(self, view: Literal["", "alias", "copy"]) -> Padded:
+        """The same value, as a view of this kind."""
+        return Padded(self.dense, self.dims, self.sizes, self.fill, view, self.arrival)
+
     def like(self, dense: Tensor, fill: Fill | None = None) -> Padded:
         """Another storage of the same shape with the same padding."""
         sizes = self.sizes if self.sizes is None else self.sizes.to(dense.device)
@@ -235,9 +242,10 @@ def _static_dim(size: int) -> Factors:
     return (static(size),)
 
 
-@functools.lru_cache(4096)
 def is_padded(factors: Factors) -> bool:
     """Is any factor's true size other than its bucket's, in any run?"""
+    if len(factors) == 1:
+        return not factors[0].is_static
     return any(not factor.is_static for factor in factors)
 
 
@@ -253,7 +261,7 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
         Inexpressible: a length may differ from row to row and the rows are gone.
     """
     dims = tuple(dims)
-    assert [math.prod(f.bucket for f in d) for d in dims] == list(dense.shape), (dims, dense.shape)
+    assert tuple(map(bucket_of, dims)) == dense.shape, (dims, dense.shape)
     if sizes is not None and sizes.rows is not None:
         factors = [factor for factors in dims for factor in factors]
         if sizes.rows == 1:

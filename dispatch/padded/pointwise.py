@@ -23,7 +23,7 @@ from subtensors.dispatch.padded.padded_value import (
     masked_gradient,
     result,
 )
-from subtensors.dispatch.padded.true_sizes import TrueSizes
+from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
 from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, size_of, static
 
 # f(0) == 0 in every dtype, with the other arguments at their defaults.
@@ -122,21 +122,23 @@ def broadcast(operands: Sequence[Padded]) -> tuple[tuple[Factors, ...], TrueSize
     Raises:
         Inexpressible: two operands have different true sizes along one dim.
     """
-    from subtensors.dispatch.padded.true_sizes import together
-
     sizes = together([x.sizes for x in operands if x.sizes is not None])
-    rank = max((x.dim() for x in operands), default=0)
-    dims: list[Factors] = []
-    for back in range(rank, 0, -1):
-        dims.append(met([x.dims[-back] for x in operands if x.dim() >= back], sizes))
-    return tuple(dims), sizes
+    return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.named), sizes
 
 
-def met(candidates: Sequence[Factors], sizes: TrueSizes | None) -> Factors:
+@functools.lru_cache(4096)
+def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: Named | None) -> tuple[Factors, ...]:
+    rank = max(map(len, operands), default=0)
+    return tuple(met([dims[-back] for dims in operands if len(dims) >= back], sizes) for back in range(rank, 0, -1))
+
+
+def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Factors:
     """One dim of several operands: a padded one wins over a plain one of its bucket's size, and any over bucket 1.
 
     What a slice as `x[:, :1]` leaves of a padded dim is Min(1, size) long: where that is 0 there is no plain program.
     """
+    if len(candidates) == 1 and bucket_of(candidates[0]):
+        return candidates[0]
     wide = [factors for factors in candidates if bucket_of(factors) != 1]
     candidates = wide or candidates
     padded = [factors for factors in candidates if is_padded(factors)]
@@ -158,7 +160,7 @@ def met(candidates: Sequence[Factors], sizes: TrueSizes | None) -> Factors:
     return chosen
 
 
-def same_factors(a: Factors, b: Factors, sizes: TrueSizes | None) -> bool:
+def same_factors(a: Factors, b: Factors, sizes: Named | TrueSizes | None) -> bool:
     """Are two dims real at the same positions, whatever the true sizes are?"""
     if [f.bucket for f in a] != [f.bucket for f in b] or sizes is None:
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -16,6 +16,13 @@ ROWS = size_symbol("rows")
 """The size of a ragged batch: every row is real, and a length may differ from row to row."""
 
 HostSize = int | tuple[int, ...]
+
+
+class Named(NamedTuple):
+    """Symbols and their bucket sizes: what rules remember answers by, and no tensor."""
+
+    symbols: tuple[sympy.Symbol, ...]
+    buckets: tuple[int, ...]
 
 
 class TrueSizes:
@@ -36,6 +43,7 @@ class TrueSizes:
         host: tuple[HostSize, ...] | None = None,
     ) -> None:
         self.symbols, self.buckets, self.values = symbols, buckets, values
+        self.named = Named(symbols, buckets)
         self._host = host
         self.masks: dict[Any, Tensor] = {}
         """Masks that were computed from these sizes, by the dimensions they are of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,15 +34,20 @@ _END = 2**62  # torch writes an open end as the largest int64
 def reshape(call: Call) -> Padded:
     """Dims become one, or come apart."""
     x: Padded = call["self"]
-    shape = list(call.get("size", call.get("shape")))
+    shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
         raise refuse(call, "where the sizes of an empty tensor go isn't told by its elements")
-    dims = [factors or static_dims([1])[0] for factors in _reshaped(x.dims, shape)]
-    return result(call.dense(), dims, x.sizes, x.fill)
+    return result(call.dense(), _reshaped(x.dims, tuple(shape)), x.sizes, x.fill)
 
 
-def _reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
-    """The dims of a reshape, padded factors of one position, such as a batch of one row, in dims of their own.
+@functools.lru_cache(4096)
+def _reshaped(before: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...]:
+    """The dims of a reshape, those of one position static."""
+    return tuple(factors or static_dims([1])[0] for factors in _factors_reshaped(before, shape))
+
+
+def _factors_reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
+    """The factors of a reshape, padded ones of one position, such as a batch of one row, in dims of their own.
 
     Sizes don't tell where those belong: they go to a dim of size 1 where there is one, from the front.
     """

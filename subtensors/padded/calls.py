@@ -31,6 +31,7 @@ from subtensors.dispatch.padded.nests import found, mapped
 from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.size_factors import size_of
+from subtensors.padded.direct_calls import directly
 from subtensors.padded.origins import remember, take_copies_again
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.rewritten import REWRITTEN
@@ -95,6 +96,12 @@ _state = _State()
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that has a PaddedTensor among its arguments."""
+    try:
+        answer = directly(func, args, kwargs)
+    except RuleError as missing:
+        return _fallen_back(func, args, kwargs, missing)
+    if answer is not NotImplemented:
+        return answer
     name = getattr(func, "__name__", "")
     if func is Tensor.backward or func is torch.autograd.grad:
         return run_backward(func, args, kwargs)
@@ -125,9 +132,13 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
             with contextlib.suppress(Inexpressible):
                 return assign(*args)
-        from subtensors.padded.fallback import on_logical_data
+        return _fallen_back(func, args, kwargs, missing)
 
-        return on_logical_data(func, args, kwargs, missing)
+
+def _fallen_back(func: Callable[..., Any], args: Any, kwargs: Any, missing: RuleError) -> Any:
+    from subtensors.padded.fallback import on_logical_data
+
+    return on_logical_data(func, args, kwargs, missing)
 
 
 def _quietly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -47,10 +48,10 @@ class PaddedTensor(Tensor):
     _fill: Fill | None
     _view: Literal["", "alias", "copy"]
     _arrival: Arrival | None
-    _written: int | None
-    _origin: Any
-    _plain_views: list[Any]
-    _copies: list[Any]
+    _written: int | None = None
+    _origin: Any = None
+    _plain_views: Sequence[Any] = ()
+    _copies: Sequence[Any] = ()
 
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
@@ -207,17 +208,13 @@ class PaddedTensor(Tensor):
         if torch.compiler.is_dynamo_compiling():
             # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        from subtensors.padded import calls as padded_calls
-
-        return padded_calls.call(func, args, kwargs or {})
+        return _calls().call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from subtensors.padded import calls as padded_calls
-
-        return padded_calls.dispatch(func, args, kwargs or {})
+        return _calls().dispatch(func, args, kwargs or {})
 
     def _context(self) -> tuple[Any, ...]:
         symbols, buckets = (self._sizes.symbols, self._sizes.buckets) if self._sizes else ((), ())
@@ -257,6 +254,14 @@ class PaddedTensor(Tensor):
         return wrap(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
 
 
+@functools.cache
+def _calls() -> Any:
+    """The module of what a PaddedTensor does in a call, which imports this one; the rules come with it."""
+    from subtensors.padded import calls
+
+    return calls
+
+
 def wrap(value: Padded) -> PaddedTensor:
     """A PaddedTensor of a value; autograd doesn't lead from one to the other."""
     dense = value.dense
@@ -269,10 +274,10 @@ def wrap(value: Padded) -> PaddedTensor:
         device=dense.device,
     )
     out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
-    out._origin, out._plain_views, out._copies = None, [], []
     out._arrival = value.arrival
-    # A write to real values leaves the padding as it is, and what was repeated there is no longer.
-    out._written = dense._version if value.fill == REPEATED else None
+    if value.fill == REPEATED:
+        # A write to real values leaves the padding as it is, and what was repeated there is no longer.
+        out._written = dense._version
     return out  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,161 @@
+"""Calls of a PaddedTensor whose rule runs at once are what torch's dispatcher would have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import subtensors as st
+from subtensors.dispatch.padded import engine
+from subtensors.padded import direct_calls
+from subtensors.padded.padded_tensor import value_of
+
+SEQ = st.Dim("seq", max=16, buckets=8)
+NAN = float("nan")
+W, B = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+
+CALLS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (F.linear, lambda x: F.linear(x, W, B)),
+    (F.linear, lambda x: F.linear(x, weight=W)),
+    (F.linear, lambda x: F.linear(x.transpose(1, 2), torch.ones(3, 8, dtype=torch.float64))),
+    (F.layer_norm, lambda x: F.layer_norm(x, (6,), torch.full((6,), 2.0).double(), eps=1e-3)),
+    (F.gelu, lambda x: F.gelu(x)),
+    (F.gelu, lambda x: F.gelu(x, approximate="tanh")),
+    (F.scaled_dot_product_attention, lambda x: F.scaled_dot_product_attention(x, x, x)),
+    (F.scaled_dot_product_attention, lambda x: F.scaled_dot_product_attention(x, x, x * 2, is_causal=True, scale=0.5)),
+    (Tensor.transpose, lambda x: x.transpose(1, -1)),
+    (Tensor.unsqueeze, lambda x: x.unsqueeze(dim=1)),
+    (Tensor.contiguous, lambda x: x.transpose(0, 1).contiguous()),
+    (Tensor.matmul, lambda x: x.matmul(W.t())),
+    (Tensor.matmul, lambda x: x @ x.transpose(1, 2)),
+    (torch.matmul, lambda x: torch.matmul(torch.ones(2, 5, 8, dtype=torch.float64), x)),
+    (Tensor.add, lambda x: x + x),
+    (Tensor.add, lambda x: x.add(torch.ones(6, dtype=torch.float64), alpha=3)),
+    (torch.add, lambda x: torch.add(x, 2)),
+    (Tensor.sub, lambda x: x - 1.5),
+    (torch.sub, lambda x: torch.sub(torch.ones(2, 8, 6, dtype=torch.float64), x)),
+    (Tensor.mul, lambda x: x * True),
+    (torch.mul, lambda x: torch.mul(input=x, other=x)),
+    (Tensor.tanh, lambda x: x.tanh()),
+    (torch.tanh, lambda x: torch.tanh(x)),
+    (Tensor.sigmoid, lambda x: x.sigmoid()),
+    (torch.sigmoid, lambda x: torch.sigmoid(x)),
+    (Tensor.rsqrt, lambda x: (x * x + 1).rsqrt()),
+    (torch.rsqrt, lambda x: torch.rsqrt(x * x + 1)),
+    (Tensor.view, lambda x: x.view(2, -1, 2, 3)),
+    (Tensor.view, lambda x: x.view((2, 8, 6, 1))),
+    (Tensor.view, lambda x: x.float().view(torch.int32)),
+    (Tensor.reshape, lambda x: x.transpose(1, 2).reshape(-1, 8)),
+    (Tensor.reshape, lambda x: x.reshape(shape=(2, 8, 3, 2))),
+    (Tensor.permute, lambda x: x.permute(2, 0, 1)),
+    (Tensor.permute, lambda x: x.permute((1, 0, 2))),
+    (Tensor.expand, lambda x: x.unsqueeze(0).expand(3, -1, -1, -1)),
+]
+LINES = [pytest.param(call, id=f"{i} {func.__name__}") for i, (func, call) in enumerate(CALLS)]
+
+
+def test_each_function_that_is_one_op_is_called_here() -> None:
+    assert {func for func, _ in CALLS} == {*direct_calls.OP_OF, *direct_calls.OP_OF_SIZES}
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("call", LINES)
+def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
+    call: Callable[..., Any], records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[Any]] = []
+    plainly = engine.run
+
+    def noted(op: Any, args: Any, kwargs: Any) -> Any:
+        named = engine.Call(op, args, kwargs).named
+        made[-1].append((op, {name: _described(x) for name, x in named.items()}))
+        return plainly(op, args, kwargs)
+
+    monkeypatch.setattr("subtensors.dispatch.padded.rules.run", noted)
+    t = torch.randn(2, 5, 6, dtype=torch.float64)
+    known, values = [], []
+    for is_direct in (True, False):
+        made.append([])
+        if not is_direct:
+            monkeypatch.setattr(direct_calls, "OP_OF", {})
+            monkeypatch.setattr(direct_calls, "OP_OF_SIZES", {})
+        own = t.clone().requires_grad_(records)
+        out = call(st.pad(own, {1: SEQ}, value=NAN))
+        is_padded = isinstance(out, st.PaddedTensor)
+        known.append((_described(value_of(out)) if is_padded else type(out), out.requires_grad))
+        true = out.unpad() if is_padded else out
+        values.append([true.detach()])
+        if true.requires_grad:
+            true.square().sum().backward()
+            assert own.grad is not None
+            values[-1].append(own.grad)
+    assert made[0] == made[1]
+    assert known[0] == known[1]
+    torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, engine.Padded):
+        return x.dims, tuple(x.shape), x.fill, x.view, x.arrival is None
+    return list(x) if isinstance(x, (tuple, list)) else x
+
+
+def test_autocast_still_casts() -> None:
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, W.float()).dtype == torch.bfloat16
+
+
+def test_a_mode_still_sees_the_ops() -> None:
+    class Seen(TorchDispatchMode):
+        names: list[str] = []  # noqa: RUF012  (of one test)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    with Seen() as seen:
+        x + x
+    assert "aten.add.Tensor" in seen.names
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: F.linear(x, None),
+        lambda x: F.linear(x, W, B, B),
+        lambda x: x.view("a"),
+        lambda x: x.transpose(0),
+        lambda x: x.transpose(0, 1, out=3),
+        lambda x: x + "a",
+        lambda x: F.layer_norm(x, 6),
+    ],
+)
+def test_wrong_arguments_are_refused_in_the_words_of_torch(wrong: Callable[..., Any]) -> None:
+    t = torch.randn(2, 5, 6, dtype=torch.float64)
+    with pytest.raises(Exception) as expected:  # noqa: PT011  (whichever torch raises)
+        wrong(t)
+    with pytest.raises(type(expected.value)):
+        wrong(st.pad(t, {1: SEQ}))
+
+
+def test_dropout_gives_its_input_back_in_evaluation_as_torch_does() -> None:
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    assert F.dropout(x, 0.5, training=False) is x
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        F.dropout(x, 2.0, training=False)
+
+
+def test_a_view_that_is_behind_its_whole_is_taken_again() -> None:
+    t = torch.randn(2, 5, 6, requires_grad=True)
+    x = st.pad(t, {1: SEQ}) * 1
+    part = x[:, 1:]
+    x.mul_(2)
+    torch.testing.assert_close((part + part).unpad(), 4 * t[:, 1:])
