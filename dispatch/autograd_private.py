@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import grad_mode
 
 from subtensors.dispatch.dispatcher_private import dispatch_keys
 
@@ -28,6 +29,16 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
 def keeps_are_hooked() -> bool:
     """Does anybody take what autograd keeps for a backward, as a checkpoint does? Checked on 2.11, 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def unseen_writes(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Autograd doesn't count what is written to some tensors meanwhile. Checked on 2.11, 2.13.
+
+    For whoever puts their values back: a backward that reads one reads what its forward read.
+    """
+    with grad_mode._unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference())):
+        yield
 
 
 def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -144,6 +144,30 @@ def test_buffers_are_written_once_a_call(device: str) -> None:
         check(gradients(net), gradients(alone))
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: bool) -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
+            self.register_buffer("seen", torch.ones(3, dtype=torch.float64, device=device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if writes:
+                self.seen.add_(x.detach().mean(0))
+            return (x * self.seen * self.weight).softmax(0)
+
+    net, alone = Buffered(), Buffered()
+    run = st.bucketed(net, {"x": {0: SEQ}})
+    for n in (5, 9, 6, 30, 7):
+        x, cotangent = (torch.randn(n, 3, dtype=torch.float64, device=device) for _ in range(2))
+        for model in (run, alone):
+            model(x).backward(cotangent)
+        check(gradients(net), gradients(alone))
+        torch.testing.assert_close(net.seen, alone.seen)
+    assert run.stats().hits == 2
+
+
 def test_no_gradients_are_recorded_where_none_are_asked_for(device: str) -> None:
     net = Net(device)
     run = st.bucketed(net, DIMS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import logging
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```.*$", re.MULTILINE)
 
 
+@pytest.fixture
+def levels() -> Iterator[None]:
+    """What an example has loggers say is for that page."""
+    kept = [(x, x.level) for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)]
+    yield
+    for logger, level in kept:
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_examples_of_a_page_run(page: Path) -> None:
     # A closing fence would read as expected output; blanked, it keeps every line number.

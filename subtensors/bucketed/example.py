@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subtensors.bucketed.arguments import ArgumentDims, flatten, unflatten
 from subtensors.bucketed.state import State
+from subtensors.dispatch import autograd_private
 from subtensors.padded.padded_tensor import PaddedTensor
 
 T = TypeVar("T")
@@ -72,10 +73,11 @@ def calls_to_warm(
 def kept_state(state: State) -> Iterator[None]:
     """Buffers and random generators are afterwards as they were before."""
     held = state.held()
+    buffers = state.buffers()
     with torch.no_grad():
-        kept = [(buffer, buffer.clone()) for buffer in state.buffers()]
+        kept = [(buffer, buffer.clone()) for buffer in buffers]
     devices = sorted({t.device.index for t in state.tensors() if t.is_cuda})
-    with warnings.catch_warnings(), torch.random.fork_rng(devices):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices), autograd_private.unseen_writes(buffers):
         try:
             yield
         finally:

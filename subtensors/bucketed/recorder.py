@@ -23,6 +23,7 @@ from subtensors.bucketed.state import State, leaves_behind
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
 from subtensors.byte_sizes import in_units
+from subtensors.dispatch import autograd_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.dispatch.padded.true_sizes import TrueSizes
@@ -209,7 +210,9 @@ class Recorder:
             torch.cuda.empty_cache()
         held = bucket.pool.held_bytes() if bucket.pool is not None else 0
         if not bucket.refusal:
-            self._record(bucket)
+            # A capture writes nothing, and the caller's backward is still to come.
+            with autograd_private.unseen_writes(self.state.buffers()):
+                self._record(bucket)
         self._note_recorded(bucket)
         if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:
             self._captures_unrun.setdefault(reading.family_key, bucket.pool.held_bytes() <= held)
