@@ -139,10 +139,12 @@ def contract(
         return product
     changed: dict[str, Any] = {}
     for name, x, filling in zip(names, operands, meeting.fillings, strict=True):
-        changed[name] = _filled(x, filling, sizes)
+        filled = _filled(x, filling, sizes)
+        if filled is not x.dense:
+            changed[name] = filled
         if filling.is_whole:
             x.sends_zero()
-    if added is not None and added_name in call:
+    if added is not None and added_name in call and call[added_name] is not added:
         changed[added_name] = added.dense
     product = result(call.dense(changed), meeting.out, sizes, _fill_after(operands, added))
     if meeting.is_summed or (added is not None and added.records and meeting.added_lacks):

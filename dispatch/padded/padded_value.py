@@ -229,12 +229,14 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Kno
 
 def plain(dense: Tensor) -> Padded:
     """A tensor without padding."""
-    return Padded(dense, static_dims(dense.shape))
+    value = Padded(dense, static_dims(dense.shape))
+    value._padded_dims = []
+    return value
 
 
 def static_dims(shape: Sequence[int]) -> tuple[Factors, ...]:
     """Dims without padding."""
-    return tuple(_static_dim(int(size)) for size in shape)
+    return tuple([_static_dim(int(size)) for size in shape])
 
 
 @functools.cache

@@ -51,6 +51,11 @@ _OF_THE_WRAPPER = frozenset(
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
 
+_OFTEN_ASKED = frozenset(
+    getattr(Tensor, name).__get__ for name in "shape dtype device ndim requires_grad is_cuda grad_fn is_leaf".split()
+)
+"""Of the questions to the wrapper those that models ask all the time, which torch answers without a warning."""
+
 # What autograd's engine and the compiler do with tensors themselves.
 _BELOW_AUTOGRAD = frozenset(
     f"aten::{name}"
@@ -96,6 +101,9 @@ _state = _State()
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that has a PaddedTensor among its arguments."""
+    if func in _OFTEN_ASKED and not is_watching():
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     try:
         answer = directly(func, args, kwargs)
     except RuleError as missing:

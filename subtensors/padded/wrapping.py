@@ -31,7 +31,7 @@ def followed(x: PaddedTensor) -> Padded:
     """The value of a PaddedTensor whose storage autograd follows."""
     x = current(x)
     value = value_of(x)
-    if x.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and x.requires_grad:
         arrival = Arrival()
         return replace(value, dense=Unwrap.apply(x, arrival), arrival=arrival)  # type: ignore[no-untyped-call]
     return value
