@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import BucketStatistics
@@ -33,9 +34,11 @@ class PretendGraph:
         self.spoil()
 
     def spoil(self) -> None:
-        """Overwrite what it returned."""
+        """Overwrite what it returned, but for inputs, which are not in the pool."""
+        inputs = {t.data_ptr() for bucket in self.pool.buckets if bucket.is_allocated for t in bucket.inputs()}
         for t in self.out.tensors():
-            t.fill_(float("nan") if t.is_floating_point() else -1)
+            if t.untyped_storage().data_ptr() not in inputs:
+                t.fill_(float("nan") if t.is_floating_point() else -1)
 
     def replay(self) -> None:
         """Run the program again, into the tensors that the capture returned."""
@@ -57,6 +60,7 @@ class PretendPool:
     def __init__(self, state: State, watches: bool) -> None:
         self.state, self.watches = state, watches
         self.graphs: list[PretendGraph] = []
+        self.buckets: list[Bucket] = []
         self.runs = self.captures = 0
         self.is_capturing = False
         self._held = 0
@@ -131,6 +135,7 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False) -> list[PretendPoo
                 pools.append(PretendPool(recorder.state, watches))
                 recorder.pools[bucket.device] = pools[-1]
             bucket.pool = recorder.pools[bucket.device]
+            bucket.pool.buckets.append(bucket)
         return bucket
 
     patch.setattr(Recorder, "_new", new)

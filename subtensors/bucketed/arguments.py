@@ -184,7 +184,7 @@ class ArgumentDims:
         for name, x in [*named, *kwargs.items()]:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
-            for path, _ in pytree.tree_flatten_with_path(x)[0]:
+            for path in _paths(x):
                 found.append((place + pytree.keystr(path), _below(given, path)))
         return found
 
@@ -302,6 +302,19 @@ def _checked(given: Any, place: str) -> Any:
     if isinstance(given, (list, tuple)):
         return [_checked(value, f"{place}[{i}]") for i, value in enumerate(given)]
     raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a nest of those; got {given!r}")
+
+
+def _paths(x: Any) -> list[tuple[Any, ...]]:
+    """Where the leaves of a container are, as pytrees say it; parts that have no names there are counted."""
+    try:
+        return [path for path, _ in pytree.tree_flatten_with_path(x)[0]]
+    except ValueError:  # a class that was registered without names
+        parts = pytree.tree_leaves(x, is_leaf=lambda part: part is not x)
+        try:
+            steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
+        except ValueError:
+            steps = [pytree.SequenceKey(i) for i in range(len(parts))]
+        return [(step, *path) for step, part in zip(steps, parts, strict=True) for path in _paths(part)]
 
 
 def _all_dims(given: Any) -> list[Dim]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+import torch
+
 from subtensors.bucketed.bucket import Bucket
+from subtensors.dispatch.dispatcher_private import is_transforming
 from subtensors.dispatch.errors import RuleError
 
 _log = logging.getLogger("subtensors.bucketed")
@@ -33,15 +36,19 @@ class Fallbacks:
         """
         if self.are_errors:
             raise error or RuleError(f"no graph for this call: {why}")
-        if not self.counted[why]:
-            _log.warning("%s runs at its true sizes, without a graph: %s", self.name, why)
+        self.say(f"{self.name} runs at its true sizes, without a graph: {why}", why)
         self.counted[why] += 1
 
-    def say(self, what: str) -> None:
-        """Warn of something, once."""
-        if what not in self._said:
+    def say(self, what: str, why: str = "") -> None:
+        """Warn of something, once.
+
+        Args:
+            what: to say.
+            why: its reason, which is said once whatever follows from it.
+        """
+        if (why or what) not in self._said:
             _log.warning(what)
-        self._said.add(what)
+        self._said.add(why or what)
 
     def note_refusal(self, bucket: Bucket) -> None:
         """A bucket could not be recorded; the call that was to record it has its answer.
@@ -51,4 +58,13 @@ class Fallbacks:
         """
         if self.are_errors:
             raise RuleError(f"no graph for this call: {bucket.refusal}")
-        _log.warning("%s can't be recorded at %s: %s", self.name, bucket.statistics.sizes, bucket.refusal)
+        self.say(f"{self.name} can't be recorded at {bucket.statistics.sizes}: {bucket.refusal}", bucket.refusal)
+
+
+def obstacle_around() -> str:
+    """Why nothing can be replayed where a call is made; "" where something can."""
+    if is_transforming():
+        return "it is inside a transform of torch.func, or forward-mode differentiation"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "it is part of a graph that is being captured"
+    return ""

@@ -27,7 +27,7 @@ from subtensors.bucketed.arguments import (
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_style import CallStyle
 from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
-from subtensors.bucketed.fallbacks import Fallbacks
+from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around
 from subtensors.bucketed.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.generation import Generation, tokens_dim
 from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
@@ -36,7 +36,7 @@ from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
 from subtensors.bucketed.visit import Visit, add_sizes
-from subtensors.dispatch import autograd_private
+from subtensors.dispatch import autograd_private, dynamo_private
 from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
@@ -65,6 +65,7 @@ class Bucketed:
         max_waste: float | None,
         compile_options: dict[str, Any] | None,
     ) -> None:
+        self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.on_miss, self.max_waste = on_miss, max_waste
         self.state = State(program)
@@ -79,6 +80,10 @@ class Bucketed:
         self._sizes: dict[str, Counter[int]] = {name: Counter() for name in self.dims.distinct}
         functools.update_wrapper(self, program, updated=())
 
+    def __reduce__(self) -> tuple[type[Bucketed], tuple[Any, ...]]:
+        """A copy is a runner of a copy of the program, without graphs."""
+        return type(self), self._made_of
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the program: at the bucket's sizes, with plain values in and out."""
         if is_inside():
@@ -86,6 +91,8 @@ class Bucketed:
                 code = self._code(args, kwargs)
             return self.program(*args, **kwargs) if code is None else code.result()
         with self._lock:
+            if why := obstacle_around():
+                return self._fall_back(why, None, args, kwargs)
             leaves, spec = flatten(args, kwargs)
             key = (len(args), tuple(kwargs), spec, self._modes(leaves), sharing(leaves), *map(leaf_key, leaves))
             try:
@@ -96,8 +103,6 @@ class Bucketed:
                 visit = self._read(key, leaves, args, kwargs)
             visit.calls += 1
             leaves = visit.ordered(leaves)
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                return self._fall_back("it is part of a graph that is being captured", None, args, kwargs)
             if visit.refusal:
                 return self._fall_back(visit.refusal, visit.error, args, kwargs)
             return self._answer(visit, leaves, args, kwargs)
@@ -395,3 +400,6 @@ class Bucketed:
             self.recorder.release()
             if self._generation is not None:
                 self._generation.release()
+
+
+dynamo_private.call_eagerly(Bucketed.__call__, "st.bucketed replays graphs of its own")

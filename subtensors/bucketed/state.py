@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from subtensors.bucketed.optimizers import Optimizers
 from subtensors.bucketed.reached import Reached
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
+
+_ITS_VALUES = methodcaller("values")
 
 
 class State:
@@ -93,9 +95,11 @@ class State:
 
     def put_back(self, before: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         """Undo what was replaced since: the name of the first such parameter or buffer, "" where none was."""
-        replaced = [name for held, kept in before for name in kept if held.get(name) is not kept[name]]
+        replaced: list[str] = []
         for held, kept in before:
-            held.update(kept)
+            others = {name: value for name, value in kept.items() if name not in held or held[name] is not value}
+            replaced += others
+            held.update(others) if others else None
         return replaced[0] if replaced else ""
 
     def refuse_sleepers(self) -> None:
@@ -122,18 +126,22 @@ class State:
             kept: ids of parameters that get none.
         """
         without = {*kept, *map(id, self.loose)}
-        held = [p for m in self.modules for p in m._parameters.values() if p is not None and _is_plain(p)]
+        held = [p for own in self._own_parameters() for p in own.values() if p is not None and _is_plain(p)]
         return {id(p): _alias(p) for p in held if p.requires_grad and not p.is_inference() and id(p) not in without}
+
+    def _own_parameters(self) -> list[dict[str, Any]]:
+        """Where modules hold their parameters; those of scripted ones are not Python's to exchange."""
+        return [m._parameters for m in self.modules if m._parameters and isinstance(m._parameters, dict)]
 
     @contextmanager
     def own_leaves(self, aliases: Mapping[int, Tensor]) -> Iterator[None]:
         """The modules hold these aliases meanwhile, so that autograd's nodes of the caller's parameters aren't met."""
         swapped = []
         try:
-            for held in [m._parameters for m in self.modules if m._parameters]:
+            for held in self._own_parameters():
                 for name, p in held.items():
                     if (alias := aliases.get(id(p))) is not None:
-                        held[name] = alias  # type: ignore[assignment]
+                        held[name] = alias
                         swapped.append((held, name, p, alias))
             yield
         finally:
@@ -179,7 +187,7 @@ def _alias(p: nn.Parameter) -> nn.Parameter:
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, dicts)))
+    return list(chain.from_iterable(map(_ITS_VALUES, dicts)))
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
