@@ -2,7 +2,8 @@
 
 Note [One pool for all graphs]
 Graphs whose memory is one pool overwrite each other's results, so a result is copied out before the next replay, on the
-same stream. What a graph needs beyond what the others left in the pool is all that it adds, so the largest goes first.
+same stream. What a graph needs beyond what the others left in the pool is all that it adds, whatever their order:
+the pool's segments grow where they are, since a larger graph could do nothing with segments of a smaller one's sizes.
 A graph that is dropped gives its part back to the pool; torch gives a pool back to the device as a whole, when none of
 its graphs is left.
 """
@@ -79,6 +80,7 @@ class GraphPool:
         try:
             with (
                 captures.undisturbed(),
+                torch_capture.growing_segments(),
                 torch.cuda.stream(self.stream),
                 torch_capture.captured(graph, self.device, self._handle),
             ):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from subtensors.dispatch.kept_values import KeptValues
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
+_growing = Lock()
 
 
 class NotFunctional(Exception):
@@ -100,6 +103,52 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@contextmanager
+def growing_segments() -> Iterator[None]:
+    """What is allocated meanwhile comes from segments that grow where they are. Checked on 2.11.
+
+    A segment that can't grow is of no use to a graph that needs a larger one. The setting is the process's, and its
+    allocator is made for a change: it keeps what it has, and never mixes the two kinds. One thread at a time sets it;
+    another that captures meanwhile has it from that one, or has segments of the usual kind.
+    """
+    before = allocator_settings()
+    is_set = "expandable_segments:true" in before.lower()
+    if is_set or torch.cuda.get_allocator_backend() != "native" or not _growing.acquire(blocking=False):
+        yield
+        return
+    try:
+        _set_allocator(with_expandable_segments(before, True))
+        yield
+    finally:
+        _set_allocator(with_expandable_segments(before, False))
+        _growing.release()
+
+
+def allocator_settings() -> str:
+    """The settings that the allocator of CUDA memory has, in the words of `PYTORCH_ALLOC_CONF`. Checked on 2.11."""
+    get: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return get()
+    snapshot = torch._C._cuda_memorySnapshot((0, 0, False))
+    settings: str = snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]  # type: ignore[index]
+    return settings
+
+
+def with_expandable_segments(settings: str, wanted: bool) -> str:
+    """These settings of the allocator, with segments that grow or without.
+
+    >>> with_expandable_segments("max_split_size_mb:64,expandable_segments:False", True)
+    'max_split_size_mb:64,expandable_segments:True'
+    """
+    others = re.sub(r"(^|,)\s*expandable_segments:\w+", "", settings).lstrip(",")
+    return ",".join(filter(None, [others, f"expandable_segments:{wanted}"]))
+
+
+def _set_allocator(settings: str) -> None:
+    """Settings that are left out go back to what torch has them to be."""
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
