@@ -11,6 +11,7 @@ from torch import Tensor
 from subtensors.bucketed.one_or_each import OneOrEach, OpenCode
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.dispatch.shape_template import Template
+from subtensors.dispatch.shared_inputs import share_inputs
 from subtensors.dispatch.size_factors import Factor
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Compiled(OneOrEach[tuple[Template, OpenCode]]):
         """See `OneOrEach`."""
         made = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
         self._written |= bucket.written
+        share_inputs(made.module)
         return made, OpenCode(made.module, self.options)
 
 
