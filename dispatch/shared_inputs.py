@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 _PRODUCTS = {aten.addmm.default: 3, aten.mm.default: 2}
 """Those that are looked for, and how many operands they have, the weight last and the input before it."""
-LARGEST = 1 << 24
+LARGEST = 1 << 23
 """Bytes of the weights of a call: to read more takes longer than to start a product."""
 
 

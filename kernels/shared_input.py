@@ -38,9 +38,8 @@ class Tiling:
     warps: int
 
 
-TILING = Tiling(64, 64, 64, 4, 4)
-TILES_A_PROCESSOR = 3
-"""Beyond so many tiles for each of a device's processors a product fills it by itself."""
+TILINGS = ((512, Tiling(64, 64, 64, 4, 4)), (4096, Tiling(128, 128, 64, 4, 8)))
+"""For up to so many rows, the fastest on an H200 for queries, keys and values of width 768; torch's for more."""
 
 
 def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -70,35 +69,31 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) ->
     return [torch.addmm(b, x, w.t()) for w, b in zip(weights, biases, strict=True)]
 
 
-def launched(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tiling: Tiling = TILING) -> list[Tensor]:
+def launched(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tiling: Tiling) -> list[Tensor]:
     """The same by the kernel; arguments as of `products`, with rows of x in one piece and contiguous weights."""
     outs = [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
     missing = range(MOST - len(weights))
     widths = [w.shape[0] for w in weights] + [0 for _ in missing]
-    tiles = _tiles(x, widths, tiling)
+    tiles = -(-x.shape[0] // tiling.rows) * sum(-(-n // tiling.columns) for n in widths)
     if not tiles:
         return outs
+    is_whole = x.shape[1] % tiling.inner == 0
     every = [[*part, *(part[0] for _ in missing)] for part in (weights, biases or weights, outs)]
     with torch.cuda.device_of(x):
         products_kernel[(tiles,)](
-            x, *every[0], *every[1], *every[2], x.shape[0], *widths, x.shape[1], x.stride(0), bool(biases),
+            x, *every[0], *every[1], *every[2], x.shape[0], *widths, x.shape[1], x.stride(0), bool(biases), is_whole,
             tiling.rows, tiling.columns, tiling.inner, num_stages=tiling.stages, num_warps=tiling.warps,
         )  # fmt: skip
     return outs
 
 
-def _tiles(x: Tensor, widths: Sequence[int], tiling: Tiling) -> int:
-    return -(-x.shape[0] // tiling.rows) * sum(-(-n // tiling.columns) for n in widths)
-
-
 def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     parts = [*weights, *biases]
     has_kernel = x.is_cuda and x.dtype in DTYPES and x.stride(1) == 1 and all(t.is_contiguous() for t in parts)
-    if not has_kernel:
+    tiling = next((tiling for rows, tiling in TILINGS if x.shape[0] <= rows), None)
+    if tiling is None or not has_kernel:
         return reference(x, weights, biases)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    few = _tiles(x, [w.shape[0] for w in weights], TILING) <= TILES_A_PROCESSOR * processors
-    return launched(x, weights, biases) if few else reference(x, weights, biases)
+    return launched(x, weights, biases, tiling)
 
 
 def _like(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:

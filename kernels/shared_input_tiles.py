@@ -8,9 +8,13 @@ from subtensors.kernels.triton_or_none import tl, triton
 @triton.jit
 def products_kernel(
     x, w0, w1, w2, b0, b1, b2, y0, y1, y2, M, N0, N1, N2, K, STRIDE,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one of up to three products; one that there is not has no columns."""
+    """One tile of one of up to three products; one that there is not has no columns.
+
+    IS_WHOLE tells that the inner dimension is a multiple of INNER.
+    """
     tiles = tl.cdiv(M, ROWS)
     # Programs that run at the same time read the same columns of a weight.
     row, column = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -26,10 +30,15 @@ def products_kernel(
     of_x = x + m.to(tl.int64)[:, None] * STRIDE + k[None, :]
     of_w = w + n.to(tl.int64)[:, None] * K + k[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    of_left, of_right = (m < M)[:, None], (n < N)[:, None]
     for begin in range(0, K, INNER):
-        inside = k < K - begin
-        left = tl.load(of_x + begin, mask=(m < M)[:, None] & inside[None, :], other=0)
-        right = tl.load(of_w + begin, mask=(n < N)[:, None] & inside[None, :], other=0)
+        if IS_WHOLE:
+            left = tl.load(of_x + begin, mask=of_left, other=0)
+            right = tl.load(of_w + begin, mask=of_right, other=0)
+        else:
+            inside = (k < K - begin)[None, :]
+            left = tl.load(of_x + begin, mask=of_left & inside, other=0)
+            right = tl.load(of_w + begin, mask=of_right & inside, other=0)
         total = tl.dot(left, tl.trans(right), total)
     if HAS_BIAS:
         total += tl.load(b + n, mask=n < N, other=0).to(tl.float32)[None, :]

@@ -30,7 +30,7 @@ def made(
 
 @given(
     rows=some.integers(0, 40),
-    inner=some.integers(1, 50),
+    inner=some.integers(1, 50) | some.just(48),
     widths=some.lists(some.integers(0, 70), min_size=1, max_size=3),
     has_bias=some.booleans(),
     dtype=some.sampled_from([torch.float16, torch.bfloat16]),
@@ -50,12 +50,13 @@ def test_the_kernel_errs_no_more_than_torch(
             assert error <= 1.5 * own + torch.finfo(dtype).eps * true.abs().max()
 
 
-def test_the_op_is_as_it_says(device: str) -> None:
+@pytest.mark.parametrize("rows", [5, 600, 5000])
+def test_the_op_is_as_it_says(device: str, rows: int) -> None:
     for has_bias in (True, False):
-        x, weights, biases = made(5, 8, [4, 6], has_bias, torch.float16, device)
+        x, weights, biases = made(rows, 64, [48, 6], has_bias, torch.float16, device)
         torch.library.opcheck(torch.ops.subtensors.products.default, (x, weights, biases))
         for ours, torchs in zip(products(x, weights, biases), reference(x, weights, biases), strict=True):
-            torch.testing.assert_close(ours, torchs)
+            torch.testing.assert_close(ours, torchs, rtol=1e-3, atol=1e-2)  # roundings of sums of 64 products
 
 
 class Attention(nn.Module):
