@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from subtensors.kernels.hard_rows import HardRows, assert_classes, hard_rows
+from subtensors.kernels.hard_rows import HardRows, hard_loss_by_kernel, hard_rows
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -71,8 +71,7 @@ class CrossEntropy:
             raise ValueError(f"temperature must be positive; got {self.temperature}")
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """What each row should be, and what each class weighs, in the form that the kernels read.
 
     Args:
@@ -91,8 +90,7 @@ class Targets:
         return Targets(hard, soft, self.class_weight)
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """What the loss needs to know of the logits of each row, each (N,).
 
     Args:
@@ -127,15 +125,14 @@ class Statistics:
 
     def rows(self, begin: int, end: int) -> Statistics:
         """Views of those of rows [begin, end)."""
-        return Statistics(*(t[begin:end] for t in (self.top, self.total, self.picked, self.summed)))
+        return Statistics(*[t[begin:end] for t in self])
 
     def log_normaliser(self) -> Tensor:
         """L, (N,)."""
         return self.top + self.total.log()
 
 
-@dataclass(frozen=True)
-class GradientFactors:
+class GradientFactors(NamedTuple):
     """The numbers of the gradient (on_softmax + on_square L) p - on_target w q - on_all w of each row, each (N,)."""
 
     on_softmax: Tensor
@@ -145,7 +142,7 @@ class GradientFactors:
 
     def rows(self, begin: int, end: int) -> GradientFactors:
         """Views of those of rows [begin, end)."""
-        return GradientFactors(*(t[begin:end] for t in (self.on_softmax, self.on_square, self.on_target, self.on_all)))
+        return GradientFactors(*[t[begin:end] for t in self])
 
 
 class RowTerms:
@@ -175,14 +172,11 @@ class RowTerms:
         smoothing, count = options.label_smoothing, target.shape[0]
         self.mass: Tensor | float = 1.0
         self._hard: HardRows | None = None
-        self._unasserted: tuple[Any, ...] | None = None
         if target.dim() == 1:
             mean = options.reduction == "mean"
             hard = hard_rows(target, weight, classes, options.ignore_index, mean, dtype, kernels)
             self._hard, self.targets = hard, Targets(hard.target, None, weight)
-            self.on_target, self.denominators = hard.weight, (hard.total, hard.counted)
-            if kernels and target.is_cuda:
-                self._unasserted = target, weight, classes, options.ignore_index, dtype
+            self.on_target, self._totals = hard.weight, hard.totals
         else:
             if target.shape[1:] != (classes,) or not target.is_floating_point():
                 raise ValueError(
@@ -195,8 +189,7 @@ class RowTerms:
             self.targets = Targets(None, soft, weight)
             self.mass = _weighed_sum(soft, weight, dtype)
             self.on_target = torch.ones_like(self.mass)
-            rows = self.mass.new_full((), count)
-            self.denominators = rows, rows
+            self._totals = self.mass.new_full((2,), count)
         if self.is_smoothed:
             self.on_target = (1 - smoothing) * self.on_target
         self.on_all = smoothing / classes
@@ -211,6 +204,11 @@ class RowTerms:
         """Is there a penalty on the log-sum-exp?"""
         return self.options.z_loss != 0
 
+    @property
+    def _is_bare(self) -> bool:
+        """Is it nothing but the cross entropy with the targets?"""
+        return not self.is_smoothed and not self.is_penalised
+
     @cached_property
     def valid(self) -> Tensor | None:
         """Which rows are not ignored, (N,); None: all."""
@@ -222,9 +220,11 @@ class RowTerms:
 
     def loss(self, statistics: Statistics) -> Tensor:
         """The loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
-        if self._unasserted is not None:  # a kernel left out what is no class
-            target, *others = self._unasserted
-            assert_classes(target, target != self.options.ignore_index, *others)
+        if self._hard is not None:
+            self._hard.refuse_strangers()
+            if self._hard.strangers is not None and self._is_bare and self.options.reduction != "none":
+                mean = self.options.reduction == "mean"
+                return hard_loss_by_kernel(self._hard, statistics.top, statistics.total, statistics.picked, mean)
         log_total, picked = statistics.total.log(), statistics.picked
         # The largest logit goes first: of a row that is sure of its target little is left.
         if self.targets.soft is None:
@@ -240,7 +240,7 @@ class RowTerms:
             return sum(parts[1:], parts[0])
         sums = [part.sum() for part in parts]
         if self.options.reduction == "mean":
-            sums = [part / count for part, count in zip(sums, self.denominators, strict=False)]
+            sums = [part / count for part, count in zip(sums, self._totals.unbind(), strict=False)]
         return sum(sums[1:], sums[0])
 
     def gradient_factors(self, upstream: Tensor | None) -> GradientFactors:
@@ -248,11 +248,11 @@ class RowTerms:
 
         Where the options make no use of a factor, something else stands in its place.
         """
-        if self._hard is not None and upstream is None and not self.is_smoothed and not self.is_penalised:
+        if self._hard is not None and upstream is None and self._is_bare:
             return GradientFactors(*[self._hard.share] * 4)
         count = 2 if self.is_penalised else 1
         mean = self.options.reduction == "mean"
-        scales = [1 / d if mean else torch.ones_like(d) for d in self.denominators[:count]]
+        scales = [1 / d if mean else torch.ones_like(d) for d in self._totals.unbind()[:count]]
         if upstream is not None:
             scales = [scale * upstream.to(self.dtype) for scale in scales]
         # Where all rows are ignored the mean is 0 / 0, and the gradient still zero.

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.kernels.hard_rows_tiles import hard_rows_kernel
+from subtensors.kernels.hard_rows_tiles import hard_loss_kernel, hard_rows_kernel
 from subtensors.kernels.repeated_launch import RepeatedLaunch
 
 find_hard_rows = RepeatedLaunch(hard_rows_kernel)
+add_hard_rows = RepeatedLaunch(hard_loss_kernel)
 
-BLOCK = 4096
+BLOCK, WARPS = 4096, 8
 
 MOST = 2**16
 """Rows that one program goes through; with more the logits take far longer than the host does."""
@@ -30,15 +31,20 @@ class HardRows(NamedTuple):
         target: (N,) int64, -1 for an ignored row.
         weight: (N,), of each row.
         share: (N,), of each row in the loss.
-        total: 0-d, the sum of the weights.
-        counted: 0-d, rows that are not ignored.
+        totals: (2,), the sum of the weights, and how many rows are not ignored.
+        strangers: (1,) int64, 1 where a target is no class that nobody has refused yet; None: all are classes.
     """
 
     target: Tensor
     weight: Tensor
     share: Tensor
-    total: Tensor
-    counted: Tensor
+    totals: Tensor
+    strangers: Tensor | None = None
+
+    def refuse_strangers(self) -> None:
+        """Torch's own error where a target is no class: on a GPU its assertion, as in a gather that is out of range."""
+        if self.strangers is not None:
+            self.totals[:1].gather(0, self.strangers)
 
 
 def hard_rows_by_kernel(
@@ -46,20 +52,41 @@ def hard_rows_by_kernel(
 ) -> HardRows:
     """`hard_rows` in float32 by the kernel."""
     count = target.shape[0]
-    hard = torch.empty(count, dtype=torch.int64, device=target.device)
-    weights, shares = torch.empty(2, count, dtype=torch.float32, device=target.device).unbind()
-    totals = torch.empty(2, dtype=torch.float32, device=target.device)
+    hard = torch.empty(count + 1, dtype=torch.int64, device=target.device)
+    numbers = torch.empty(2 * count + 2, dtype=torch.float32, device=target.device)
+    weights, shares, totals = numbers.split_with_sizes((count, count, 2))
     find_hard_rows(
         1,
-        *(target, target.stride(0), target if class_weight is None else class_weight),
-        *(hard, weights, shares, totals, count, classes, ignore_index),
+        (target, target if class_weight is None else class_weight, hard, weights, shares, totals),
+        *(target.stride(0), count, classes, ignore_index),
         WEIGHTED=class_weight is not None,
         MEAN=mean,
-        BLOCK=min(BLOCK, max(128, 1 << (count - 1).bit_length())),
-        num_warps=8,
+        **_tile(count),
     )
-    total, counted = totals.unbind()
-    return HardRows(hard, weights, shares, total, counted)
+    return HardRows(hard[:count], weights, shares, totals, hard[count:])
+
+
+def hard_loss_by_kernel(rows: HardRows, top: Tensor, total: Tensor, picked: Tensor, mean: bool) -> Tensor:
+    """The cross entropy of all rows, added or averaged.
+
+    Args:
+        rows: what each counts for, found by the kernel.
+        top, total, picked: (N,), see `Statistics`.
+        mean: whether the losses are averaged.
+
+    Returns:
+        a number, float32.
+    """
+    count, loss = rows.target.shape[0], torch.empty((), dtype=torch.float32, device=top.device)
+    tensors = (rows.target, rows.weight, rows.totals, top, total, picked, loss)
+    add_hard_rows(1, tensors, count, MEAN=mean, **_tile(count))
+    return loss
+
+
+def _tile(count: int) -> dict[str, int]:
+    """What the one program reads at once, and with how many warps: fewer where there are few rows."""
+    block = min(BLOCK, max(128, 1 << (count - 1).bit_length()))
+    return {"BLOCK": block, "num_warps": max(4, WARPS * block // BLOCK)}
 
 
 def hard_rows(
@@ -80,7 +107,7 @@ def hard_rows(
         ignore_index: rows with this target count for nothing.
         mean: whether the losses are averaged, and not added.
         dtype: of the computation.
-        kernels: whether by a Triton kernel, which leaves out targets that are no class: see `assert_classes`.
+        kernels: whether by a Triton kernel, which leaves out targets that are no class: see `refuse_strangers`.
 
     Raises:
         IndexError: on a CPU, a target that is no class and not ignored; on a GPU torch's device assertion.
@@ -96,7 +123,7 @@ def hard_rows(
     total = weight.sum()
     share = torch.where(valid, weight * (1 / total), 0.0) if mean else weight
     count = total if class_weight is None else valid.sum().to(dtype)
-    return HardRows(torch.where(valid, target, -1).long(), weight, share, total, count)
+    return HardRows(torch.where(valid, target, -1).long(), weight, share, torch.stack([total, count]))
 
 
 def assert_classes(

@@ -6,8 +6,8 @@ against, and what runs on a CPU and in float64; it makes temporaries of the bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from subtensors.kernels.triton_or_none import triton
 softmax_gradient = RepeatedLaunch(softmax_gradient_kernel)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Some of the logits.
 
     Args:
@@ -162,17 +161,17 @@ class KernelOps:
 
     def _operands(self, block: Block) -> tuple[Any, ...]:
         """What a kernel of some rows starts with."""
-        targets = self.terms.targets.rows(*block.rows)
+        logits, targets = block.logits, self.terms.targets.rows(*block.rows)
         if targets.soft is not None:
-            targets = replace(targets, soft=targets.soft[:, slice(*block.columns)])
-        return self._with_targets(block.logits, targets)
+            targets = targets._replace(soft=targets.soft[:, slice(*block.columns)])
+        soft, weight, hard = self._of_targets(logits, targets)
+        return logits, logits.stride(0), soft, soft.stride(0), weight, hard
 
-    def _with_targets(self, logits: Tensor, targets: Targets) -> tuple[Any, ...]:
-        """What every kernel starts with; in the place of what is absent something that is not read."""
+    def _of_targets(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+        """Distributions, class weights and class indices; in the place of what is absent something that is not read."""
         soft = logits if targets.soft is None else _with_near_columns(targets.soft)
         weight = logits if targets.class_weight is None else targets.class_weight
-        hard = logits if targets.hard is None else targets.hard
-        return logits, logits.stride(0), soft, soft.stride(0), weight, hard
+        return soft, weight, logits if targets.hard is None else targets.hard
 
     def fold(self, block: Block, statistics: Statistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
@@ -203,15 +202,14 @@ class KernelOps:
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
-        logits, targets = block.logits, self.terms.targets
+        logits = block.logits
         rows, columns = logits.shape
+        soft, weight, hard = self._of_targets(logits, self.terms.targets)
         # Slices of what there is of each row would take the host longer than the launch.
         softmax_gradient(
             rows,
-            *self._with_targets(logits, targets),
-            *(statistics.top, statistics.total, statistics.picked, statistics.summed),
-            *(factors.on_softmax, factors.on_square, factors.on_target, factors.on_all),
-            *(block.first_row, columns, *self.numbers),
+            (logits, soft, weight, hard, *statistics, *factors),
+            *(logits.stride(0), soft.stride(0), block.first_row, columns, *self.numbers),
             **self.flags,
             PENALISED=self.terms.is_penalised,
             **self._tile(LONG_ROWS if columns >= LONG else WHOLE_ROWS, columns),

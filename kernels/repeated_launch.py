@@ -6,6 +6,7 @@ and for numbers that are one. Here these are the key under which its launcher is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,34 +27,34 @@ class RepeatedLaunch:
         self.kernel = kernel
         self._launchers: dict[Any, Any] = {}
 
-    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+    def __call__(self, programs: int, tensors: Sequence[Tensor], *numbers: float, **constants: Any) -> None:
         """Launch so many programs.
 
         Args:
             programs: at least one.
-            arguments: tensors and numbers, all on one device, in the order of the kernel's.
-            constants: its last arguments, in their order, and options of the compilation.
+            tensors: the first arguments of the kernel, all on one device.
+            numbers: those that follow.
+            constants: the last ones, in their order, and options of the compilation.
         """
-        device = arguments[0].device
+        device = tensors[0].device
         if device.type != "cuda":
-            self.kernel[(programs,)](*arguments, **constants)
+            self.kernel[(programs,)](*tensors, *numbers, **constants)
             return
-        seen: list[Any] = [programs, device.index, *constants.values()]
-        passed: list[Any] = []
-        for x in arguments:
-            if isinstance(x, Tensor):
-                address = x.data_ptr()
-                passed.append(address)
-                seen += (x.dtype, address % ALIGNMENT == 0)
-            else:
-                passed.append(x)
-                seen.append((x == 1, x % ALIGNMENT == 0, x >> 31) if isinstance(x, int) else None)
-        key = tuple(seen)
+        addresses = [x.data_ptr() for x in tensors]
+        key = (
+            programs,
+            device.index,
+            *constants.values(),
+            *[x.dtype for x in tensors],
+            *[address % ALIGNMENT == 0 for address in addresses],
+            *[(x == 1, x % ALIGNMENT == 0, x >> 31) if type(x) is int else None for x in numbers],
+        )
         launcher = self._launchers.get(key)
         if launcher is None:
-            compiled = self.kernel[(programs,)](*arguments, **constants)
-            named = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
+            compiled = self.kernel[(programs,)](*tensors, *numbers, **constants)
+            named = [constants[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :]]
             self._launchers[key] = compiled[(programs, 1, 1)], named
             return
         launch, named = launcher
-        launch(*passed, *named, stream=torch._C._cuda_getCurrentRawStream(device.index))  # type: ignore[attr-defined]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
+        launch(*addresses, *numbers, *named, stream=stream)

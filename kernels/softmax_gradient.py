@@ -145,8 +145,8 @@ def gradient_kernel(
 
 @triton.jit(do_not_specialize=["first_row"])
 def softmax_gradient_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, tops, totals, picks, sums, on_softmax, on_square,
-    on_target, on_all, first_row, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
+    logits, soft, class_weight, targets, tops, totals, picks, sums, on_softmax, on_square, on_target, on_all,
+    row_stride, soft_stride, first_row, columns, softcap, per_temperature, SOFT: tl.constexpr, WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, PENALISED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of rows that are there in full, then their gradient over them, a program a row.
