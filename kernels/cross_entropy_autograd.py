@@ -41,7 +41,49 @@ class Schedule(NamedTuple):
     accumulate: Accumulate = "exact"
 
 
+class _Loss(NamedTuple):
+    """Which loss it is, but for its tensors, and how it is computed.
+
+    Args:
+        options: which cross entropy.
+        schedule: in which parts.
+        needs: whether the gradients of hidden, weight and bias are wanted.
+    """
+
+    options: CrossEntropy
+    schedule: Schedule
+    needs: tuple[bool, bool, bool]
+
+    def computed(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        upstream: Tensor | None = None,
+        needs: tuple[bool, bool, bool] | None = None,
+    ) -> LossAndGradients:
+        """The loss, and those gradients that are wanted: of the loss, or of something with this gradient in it."""
+        rows, columns, kept, accumulate = self.schedule
+        return linear_cross_entropy(
+            hidden,
+            weight if weight.dtype is hidden.dtype else weight.to(hidden.dtype),
+            target,
+            bias,
+            options=self.options,
+            needs=self.needs if needs is None else needs,
+            rows=rows,
+            columns=columns,
+            kept=kept,
+            accumulate=accumulate,
+            upstream=upstream,
+            weight_grad_dtype=weight.dtype if accumulate == "exact" else hidden.dtype,
+        )
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The node of the graph. It is made of what was computed: a GPU need not wait for it to be made."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -49,19 +91,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         bias: Tensor | None,
-        options: CrossEntropy,
-        schedule: Schedule,
-        needs: tuple[bool, bool, bool],
+        loss: _Loss,
+        computed: LossAndGradients,
+        is_deferred: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, target, bias)
-        ctx.options, ctx.schedule, ctx.needs = options, schedule, needs
-        is_deferred = options.reduction == "none" or hidden.dtype == torch.float16
-        result = _computed(
-            hidden, weight, target, bias, options, schedule, (False,) * 3 if is_deferred else needs, None
-        )
-        ctx.gradients = None if is_deferred else result[1:]
-        return result.loss
+        ctx.loss = loss
+        ctx.gradients = None if is_deferred else computed[1:]
+        return computed.loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -75,37 +113,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if upstream is None:
             gradients = (None, None, None)
         elif gradients is None:
-            hidden, weight, target, bias = ctx.saved_tensors
-            gradients = _computed(hidden, weight, target, bias, ctx.options, ctx.schedule, ctx.needs, upstream)[1:]
+            gradients = ctx.loss.computed(*ctx.saved_tensors, upstream)[1:]
         else:
             for gradient in gradients:
                 if gradient is not None:
                     scale_(gradient, upstream)
         for_hidden, for_weight, for_bias = gradients
         return for_hidden, for_weight, None, for_bias, None, None, None
-
-
-def _computed(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    options: CrossEntropy,
-    schedule: Schedule,
-    needs: tuple[bool, bool, bool],
-    upstream: Tensor | None,
-) -> LossAndGradients:
-    return linear_cross_entropy(
-        hidden,
-        weight.to(hidden.dtype),
-        target,
-        bias,
-        options=options,
-        needs=needs,
-        upstream=upstream,
-        weight_grad_dtype=weight.dtype if schedule.accumulate == "exact" else hidden.dtype,
-        **schedule._asdict(),
-    )
 
 
 def differentiable_cross_entropy(
@@ -143,14 +157,18 @@ def differentiable_cross_entropy(
         >>> weight.grad.shape
         torch.Size([4, 3])
     """
-    options, schedule = options or CrossEntropy(), schedule or Schedule()
-    constants = [t for t in (target, options.class_weight) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in constants):
+    options, schedule, grad = options or CrossEntropy(), schedule or Schedule(), torch.is_grad_enabled()
+    if grad and (target.requires_grad or (options.class_weight is not None and options.class_weight.requires_grad)):
         raise ValueError("no gradient flows to targets and class weights; give them detached")
-    if weight.dtype != hidden.dtype and (weight.dtype != torch.float32 or hidden.itemsize != 2):
+    if weight.dtype is not hidden.dtype and (weight.dtype is not torch.float32 or hidden.itemsize != 2):
         raise ValueError(f"weight has the dtype of hidden, {hidden.dtype}, or float32; got {weight.dtype}")
-    needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, bias, options, schedule, needs
+    of_bias = grad and bias is not None and bias.requires_grad
+    loss = _Loss(options, schedule, (grad and hidden.requires_grad, grad and weight.requires_grad, of_bias))
+    is_deferred = options.reduction == "none" or hidden.dtype is torch.float16
+    computed = loss.computed(hidden, weight, target, bias, needs=(False,) * 3 if is_deferred else None)
+    if not any(loss.needs):
+        return computed.loss
+    result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, bias, loss, computed, is_deferred
     )
-    return loss
+    return result

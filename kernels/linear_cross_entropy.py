@@ -23,6 +23,7 @@ G has the dtype of Y, as it has under autograd; everything between is float32.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -37,7 +38,6 @@ from subtensors.kernels.loss_task import LossAndGradients, LossTask, Needs
 Accumulate = Literal["exact", "fast"]
 
 
-@torch.no_grad()
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -99,14 +99,15 @@ def linear_cross_entropy(
         weight_grad_dtype or weight.dtype,
         kernels,
     )
-    if columns is not None and hidden.shape[0]:
-        return _by_columns(task, min(columns, weight.shape[0]), kept)
-    return _by_rows(task, rows or max(1, hidden.shape[0]), accumulate == "exact")
+    with torch.set_grad_enabled(False):
+        if columns is not None and hidden.shape[0]:
+            return _by_columns(task, min(columns, weight.shape[0]), kept)
+        return _by_rows(task, rows or max(1, hidden.shape[0]), accumulate == "exact")
 
 
 def _by_rows(task: LossTask, rows: int, exact: bool) -> LossAndGradients:
-    classes = task.weight.shape[0]
-    early, late = _row_parts(task, rows, exact)
+    classes, is_summed = task.weight.shape[0], exact and task.needs.hidden and task.needs.weight
+    early, late = _row_parts(*task.hidden.shape, classes, rows, TILE if is_summed else None)
     task.writes_whole_rows = any(task.needs)
     sums, number = None, len(early) + len(late)
     for chunks in (early, late):
@@ -114,10 +115,10 @@ def _by_rows(task: LossTask, rows: int, exact: bool) -> LossAndGradients:
             continue
         if sums is not None:
             sums.gather()
-        buffer = task.hidden.new_empty((chunks[0][1] - chunks[0][0]) * classes)
+        buffer = task.hidden.new_empty(chunks[0][1] - chunks[0][0], classes)
         for begin, end in chunks:
-            block = task.logits(buffer, (begin, end), (0, classes))
-            if not any(task.needs):
+            block = task.logits_of_rows(buffer, begin, end)
+            if not task.writes_whole_rows:
                 task.ops.fold(block, task.statistics)
                 continue
             task.ops.fold_and_write_gradient(block, task.statistics, task.factors)
@@ -132,17 +133,24 @@ def _by_rows(task: LossTask, rows: int, exact: bool) -> LossAndGradients:
 TILE = 128
 """Rows of the logits that a GEMM computes together."""
 
+Parts = list[tuple[int, int]]
 
-def _row_parts(task: LossTask, rows: int, exact: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+
+@functools.lru_cache(maxsize=256)
+def _row_parts(count: int, width: int, classes: int, rows: int, tile: int | None) -> tuple[Parts, Parts]:
     """The chunks, those first that are longer, since the memory that dX does not yet take holds more of the logits.
 
     Every chunk costs a look at the whole sum of dW where that is exact, so it is worth having fewer of them.
+
+    Args:
+        count, width, classes: N, H, V.
+        rows: of a chunk.
+        tile: what longer chunks have a multiple of; None: all are alike.
     """
-    (count, width), classes = task.hidden.shape, task.weight.shape[0]
-    longer = (rows // TILE + 1) * TILE
-    early = 0
-    if exact and task.needs.hidden and task.needs.weight and rows < count:
-        early = min((count * width - (longer - rows) * classes) // (longer * width), count // longer)
+    if tile is None or rows >= count:
+        return [], _parts(count, rows)
+    longer = (rows // tile + 1) * tile
+    early = min((count * width - (longer - rows) * classes) // (longer * width), count // longer)
     edge = max(early, 0) * longer
     if math.ceil((count - edge) / rows) + edge // longer == math.ceil(count / rows):
         edge = 0
@@ -279,7 +287,7 @@ def _places(task: LossTask, blocks: list[tuple[int, int]], weight_grad: Tensor |
     return places
 
 
-def _parts(count: int, size: int) -> list[tuple[int, int]]:
+def _parts(count: int, size: int) -> Parts:
     """[begin, end) of parts of at most this size."""
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
@@ -294,19 +302,21 @@ def _check(
     accumulate: str,
 ) -> None:
     """Refuse what does not fit together."""
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden is (N, H) and weight (V, H); got {tuple(hidden.shape)} and {tuple(weight.shape)}")
-    if target.dim() not in (1, 2) or target.shape[0] != hidden.shape[0]:
-        raise ValueError(f"target is ({hidden.shape[0]},) or ({hidden.shape[0]}, V); got {tuple(target.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must have the shape {tuple(weight.shape[:1])}; got {tuple(bias.shape)}")
-    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
-    if len(dtypes) > 1 or not hidden.is_floating_point():
-        raise ValueError(f"hidden, weight and bias have one floating-point dtype; got {sorted(map(str, dtypes))}")
+    of_hidden, of_weight, of_target = hidden.shape, weight.shape, target.shape
+    if len(of_hidden) != 2 or len(of_weight) != 2 or of_hidden[1] != of_weight[1]:
+        raise ValueError(f"hidden is (N, H) and weight (V, H); got {tuple(of_hidden)} and {tuple(of_weight)}")
+    if len(of_target) not in (1, 2) or of_target[0] != of_hidden[0]:
+        raise ValueError(f"target is ({of_hidden[0]},) or ({of_hidden[0]}, V); got {tuple(of_target)}")
+    if bias is not None and bias.shape != of_weight[:1]:
+        raise ValueError(f"bias must have the shape {tuple(of_weight[:1])}; got {tuple(bias.shape)}")
+    dtype = hidden.dtype
+    if weight.dtype is not dtype or (bias is not None and bias.dtype is not dtype) or not dtype.is_floating_point:
+        dtypes = {str(t.dtype) for t in (hidden, weight, bias) if t is not None}
+        raise ValueError(f"hidden, weight and bias have one floating-point dtype; got {sorted(dtypes)}")
     if rows is not None and columns is not None:
         raise ValueError(f"give rows or columns, not both; got rows={rows}, columns={columns}")
-    for name, size in (("rows", rows), ("columns", columns)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1; got {size}")
+    if (rows is not None and rows < 1) or (columns is not None and columns < 1):
+        name, size = ("rows", rows) if columns is None else ("columns", columns)
+        raise ValueError(f"{name} must be at least 1; got {size}")
     if accumulate not in ("exact", "fast"):
         raise ValueError(f"accumulate must be 'exact' or 'fast'; got {accumulate!r}")

@@ -85,12 +85,27 @@ class LossTask:
     def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
         """Compute a block of logits at the beginning of some memory."""
         block = self.block(memory, rows, columns)
-        hidden, weight = self.hidden[slice(*rows)], self.weight[slice(*columns)].t()
-        if self.bias is None:
-            torch.mm(hidden, weight, out=block.logits)
-        else:
-            torch.addmm(self.bias[slice(*columns)], hidden, weight, out=block.logits)
+        begin, end = columns
+        weight, bias = self.weight[begin:end].t(), None if self.bias is None else self.bias[begin:end]
+        self._multiply(self.hidden[slice(*rows)], weight, bias, block.logits)
         return block
+
+    def logits_of_rows(self, memory: Tensor, begin: int, end: int) -> Block:
+        """Compute all logits of rows [begin, end) in memory of as many rows, or more."""
+        logits = memory if end - begin == memory.shape[0] else memory[: end - begin]
+        self._multiply(self.hidden[begin:end], self._weight_by_column, self.bias, logits)
+        return Block(logits, begin)
+
+    @cached_property
+    def _weight_by_column(self) -> Tensor:
+        return self.weight.t()
+
+    @staticmethod
+    def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+        if bias is None:
+            torch.mm(hidden, weight, out=logits)
+        else:
+            torch.addmm(bias, hidden, weight, out=logits)
 
     def weight_grad(self) -> Tensor | None:
         """Memory for the gradient of the weight, where it is wanted."""

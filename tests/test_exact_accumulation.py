@@ -162,13 +162,13 @@ def test_first_chunks_are_longer_within_the_same_memory_where_that_makes_them_fe
     monkeypatch.setattr(kernel, "TILE", 4)
     hidden, weight, target = torch.randn(40, 24), torch.randn(32, 24), torch.randint(32, (40,))
     chunks: list[tuple[int, int]] = []
-    logits_of = LossTask.logits
+    logits_of = LossTask.logits_of_rows
 
-    def noted(task: Any, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
-        chunks.append(rows)
-        return logits_of(task, memory, rows, columns)
+    def noted(task: Any, memory: Tensor, begin: int, end: int) -> Any:
+        chunks.append((begin, end))
+        return logits_of(task, memory, begin, end)
 
-    monkeypatch.setattr(LossTask, "logits", noted)
+    monkeypatch.setattr(LossTask, "logits_of_rows", noted)
     found = linear_cross_entropy(hidden, weight, target, rows=rows)
     assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
     assert chunks[-1][1] == 40
