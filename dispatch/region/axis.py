@@ -122,7 +122,8 @@ class Axis:
 
     def rows(self, rows_by_memory: Callable[[int | None], int]) -> int:
         """How many rows a chunk has, but for the last."""
-        policy, granule = self.policy, self.granule
+        root = self.root
+        policy, granule = root._policy, root._granule
         wanted = [math.ceil(self.size / policy.chunks)] if policy.chunks else []
         wanted += [policy.rows] if policy.rows else []
         if policy.memory_limit or not wanted:
@@ -169,9 +170,9 @@ class Layout:
 
     def window(self, span: tuple[int, int]) -> tuple[int, int]:
         """The positions of a run that a chunk of rows has."""
-        unit, group = self.unit.numerator, self.unit.denominator
-        start, stop = (min(max(row * unit // group - self.low, 0), self.size) for row in span)
-        return start, stop
+        unit, group, low, size = self.unit.numerator, self.unit.denominator, self.low, self.size
+        start, stop = span
+        return min(max(start * unit // group - low, 0), size), min(max(stop * unit // group - low, 0), size)
 
     def local(self, span: tuple[int, int]) -> int:
         """The size of the dim in a chunk of rows."""

@@ -159,7 +159,7 @@ class LinearCell(Cell):
         """Sizes, strides, dtype and device."""
         if self.is_recorded:
             return super().geometry()
-        rows, classes = self.rows.shape[0], self.weight.shape[0]
+        rows, classes = self.rows.like.shape[0], self.weight.like.shape[0]
         return (rows, classes), (classes, 1), self.dtype, self.rows.device
 
 

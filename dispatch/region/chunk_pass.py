@@ -20,18 +20,25 @@ from subtensors.dispatch.torch_private import is_dense
 aten = torch.ops.aten
 
 
-def as_recorded() -> AbstractContextManager[None]:
-    """What was decided when the ops were recorded is not decided again: casts of autocast, hooks on saved tensors."""
+def as_recorded(grad: bool | None = None) -> AbstractContextManager[None]:
+    """What was decided when the ops were recorded is not decided again: casts of autocast, hooks on saved tensors.
+
+    Args:
+        grad: whether gradients are recorded; None: as it is.
+    """
     decides = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or saves_through_hooks()
-    return _undecided() if decides else _NOTHING
+    grad = None if grad is torch.is_grad_enabled() else grad
+    return _undecided(grad) if decides or grad is not None else _NOTHING
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
-def _undecided() -> Iterator[None]:
+def _undecided(grad: bool | None) -> Iterator[None]:
     with ExitStack() as stack:
+        if grad is not None:
+            stack.enter_context(torch.set_grad_enabled(grad))
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

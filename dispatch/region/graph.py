@@ -257,7 +257,7 @@ def known(value: Value) -> Tensor | None:
             f"a tensor of shape {tuple(tensor.shape)} was modified in place after an op on a ChunkedTensor had "
             f"recorded it; realize() the result before the write, or write to a clone"
         )
-    if tensor.numel() and tensor.layout == torch.strided and tensor.untyped_storage().size() == 0:
+    if tensor.numel() and tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0:
         raise RuleError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the ChunkedTensor that uses it "
             f"was evaluated; with FSDP keep this module's weights until the loss (reshard_after_forward=False)"

@@ -144,15 +144,19 @@ def cross_entropy_of_layer(
     rows, layout = layer.rows, layer.rows.layout
     if layer.is_recorded or layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
         return None
-    hard = target.dtype is torch.int64 and target.shape == rows.shape[:1]
-    if not hard or not rows.shape[0] or not layer.weight.shape[0]:
-        return None
-    if layer.dtype == torch.float64 != rows.dtype:
-        return None  # more was asked for than the kernels compute in
     hidden, weight = known(rows), known(layer.weight)
     bias = None if layer.bias is None else known(layer.bias)
     assert hidden is not None
     assert weight is not None
+    if (
+        target.dtype is not torch.int64
+        or target.shape != hidden.shape[:1]
+        or not hidden.shape[0]
+        or not weight.shape[0]
+    ):
+        return None
+    if layer.dtype is torch.float64 is not hidden.dtype:
+        return None  # more was asked for than the kernels compute in
     options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
     dtype = loss_dtype(layer.dtype, rows.device.type)
     flows = torch.is_grad_enabled() and layer.needs_grad
@@ -234,10 +238,10 @@ def head_loss(
         return None
     if bias is not None and bias.dtype != hidden.dtype:
         return None
-    axis = layout.axis
-    shape = loss_shape(hidden, weight, flows, axis.policy.exact)
-    chunks = chunk_plan(shape, axis.policy, _asked_rows(layout), hidden.device)
-    with torch.set_grad_enabled(flows), as_recorded():
+    axis, policy = layout.axis, layout.axis.policy
+    shape = loss_shape(hidden, weight, flows, policy.exact)
+    chunks = chunk_plan(shape, policy, _asked_rows(layout), hidden.device)
+    with as_recorded(flows):
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subtensors.chunked.chunked_tensor import ChunkedTensor
-from subtensors.chunked.division import policy
+from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked
+from subtensors.chunked.division import known_policy, policy
 from subtensors.chunked.traced_chunk import traced_chunk
 
 
@@ -57,6 +57,4 @@ def chunk(
     if torch.compiler.is_compiling():
         traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
         return traced
-    return ChunkedTensor(
-        x, dim, chunks=chunks, rows=rows, memory_limit=memory_limit, accumulate=accumulate, compile=compile
-    )
+    return chunked(x, dim, known_policy(chunks, rows, memory_limit, accumulate, compile))

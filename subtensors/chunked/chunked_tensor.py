@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -54,20 +54,7 @@ class ChunkedTensor(RecordedTensor):
         compile: bool = False,
     ) -> ChunkedTensor:
         """The tensor, chunked."""
-        policy = known_policy(chunks, rows, memory_limit, accumulate, compile)
-        x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
-        if is_transformed(x):
-            raise RuleError(
-                "st.chunk inside torch.func transforms (grad, vmap, jvp) has no rule: its chunks run autograd of their "
-                "own; differentiate with torch.autograd, or transform the function of plain tensors"
-            )
-        if x.ndim == 0:
-            raise SizeError("a tensor of no dims has no rows to chunk")
-        if not -x.ndim <= dim < x.ndim:
-            raise IndexError(f"dim must be in [{-x.ndim}, {x.ndim - 1}], got {dim}")
-        return chunked_by(x, dim % x.ndim, policy)
+        return chunked(x, dim, known_policy(chunks, rows, memory_limit, accumulate, compile))
 
     def __init__(self, x: Tensor, dim: int = 0, **kwargs: Any) -> None:
         pass
@@ -117,9 +104,32 @@ class ChunkedTensor(RecordedTensor):
         return dispatched(cls, func, args, kwargs or {})
 
 
+def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
+    """A tensor, chunked along a dim by a policy.
+
+    Raises:
+        TypeError, RuleError, SizeError, IndexError: see `chunk`.
+    """
+    x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
+    if is_transformed(x):
+        raise RuleError(
+            "st.chunk inside torch.func transforms (grad, vmap, jvp) has no rule: its chunks run autograd of their "
+            "own; differentiate with torch.autograd, or transform the function of plain tensors"
+        )
+    dims = x.ndim
+    if dims == 0:
+        raise SizeError("a tensor of no dims has no rows to chunk")
+    if not -dims <= dim < dims:
+        raise IndexError(f"dim must be in [{-dims}, {dims - 1}], got {dim}")
+    return chunked_by(x, dim % dims, policy)
+
+
 def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     """A plain tensor, chunked along a dim, counted from the front, by a policy."""
-    return cast(ChunkedTensor, outer(ChunkedTensor, Cell(leaf_value(x, dim, Axis(x.shape[dim], policy, x.numel())))))
+    cell = Cell(leaf_value(x, dim, Axis(x.shape[dim], policy, x.numel())))
+    return outer(ChunkedTensor, cell)  # type: ignore[return-value]
 
 
 def explain_loss(loss: Tensor) -> str:

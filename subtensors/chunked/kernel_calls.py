@@ -138,25 +138,26 @@ def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | N
     if not isinstance(input, RecordedTensor) or torch.is_autocast_enabled(weight.device.type):
         return None
     rows, sizes = cell_of(input).value, weight.shape
-    layout = rows.layout
-    if layout is None or layout.dim == rows.ndim - 1 or len(sizes) != 2 or sizes[1] != rows.shape[-1]:
+    layout, like = rows.layout, rows.like
+    dims = like.ndim
+    if layout is None or layout.dim == dims - 1 or len(sizes) != 2 or sizes[1] != like.shape[-1]:
         return None
-    if bias is not None and bias.shape != sizes[:1]:
+    if bias is not None and (bias.shape != sizes[:1] or bias.dtype is not like.dtype or bias.device != rows.device):
         return None
-    if any(x.dtype != rows.dtype or x.device != rows.device for x in (weight, bias) if x is not None):
+    if weight.dtype is not like.dtype or weight.device != rows.device:
         return None
     grad = torch.is_grad_enabled()
-    with recording(grad):
-        try:
-            head = constant(weight), None if bias is None else constant(bias)
-            if rows.ndim == 2:
-                return outer(kind, LinearCell(rows, *head, grad))
+    try:
+        head = constant(weight), None if bias is None else constant(bias)
+        if dims == 2:
+            return outer(kind, LinearCell(rows, *head, grad))
+        with recording(grad):
             flat = record(aten.reshape.default, rows, [math.prod(rows.shape[:-1]), rows.shape[-1]])
             if flat.layout is None or flat.layout.dim != 0:
                 return None
             out = record(aten.reshape.default, linear_layer(flat, *head, grad), [*rows.shape[:-1], sizes[0]])
-        except NeedsValues:
-            return None
+    except NeedsValues:
+        return None
     return outer(kind, Cell(out)) if out.layout is not None else None
 
 

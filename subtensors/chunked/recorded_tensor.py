@@ -56,19 +56,23 @@ def whole_of(x: Tensor) -> Tensor:
 
 def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
     """A tensor of the cell, as the ops beneath autograd see it."""
-    sizes, strides, dtype, device = cell.geometry()
-    with torch._C.DisableTorchFunctionSubclass():
-        out = torch.Tensor._make_wrapper_subclass(kind, sizes, strides=strides, dtype=dtype, device=device)
-    assert isinstance(out, RecordedTensor)
-    out._cell = cell
-    return out
+    return _made(kind, cell, False)
 
 
 def outer(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
     """A tensor of the cell, as its user sees it."""
-    out = shell(kind, cell)
-    if cell.needs_grad:
-        show_gradient(out)
+    return _made(kind, cell, cell.needs_grad)
+
+
+def _made(kind: type[RecordedTensor], cell: Cell, needs_grad: bool) -> RecordedTensor:
+    sizes, strides, dtype, device = cell.geometry()
+    with torch._C.DisableTorchFunctionSubclass():
+        out: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
+            kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
+        )
+        if needs_grad:
+            hook_of_a_leaf(out, _REFUSING)
+    out._cell = cell
     return out
 
 
