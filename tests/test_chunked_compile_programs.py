@@ -104,6 +104,12 @@ def masked(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
     return (losses * (1 + right.flatten())).sum() / 7 + first[0] * len(logits)
 
 
+def laid_together(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    both = torch.cat([h, w[: BATCH * LENGTH].view(h.shape)], 0)
+    chosen, rejected = log_probabilities(both, w, b, torch.cat([target, target.flip(1)], 0)).sum(1).chunk(2)
+    return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
 PROGRAMS = [
     z_loss,
     preferences,
@@ -115,6 +121,7 @@ PROGRAMS = [
     written,
     contrastive,
     masked,
+    laid_together,
 ]
 
 

@@ -68,7 +68,10 @@ def _gradients(result: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> li
     if not result.requires_grad:
         return [torch.zeros_like(t) for t in wanted]
     found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
-    return [_laid_out_as(t, g) for t, g in zip(wanted, found, strict=True)]
+    own: list[Tensor] = []
+    for t, g in zip(wanted, found, strict=True):
+        own.append(_own(_laid_out_as(t, g), [upstream, *leaves, *own]))
+    return own
 
 
 def _laid_out_as(t: Tensor, gradient: Tensor | None) -> Tensor:
@@ -82,7 +85,6 @@ def _laid_out_as(t: Tensor, gradient: Tensor | None) -> Tensor:
 def _own(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The result in memory of its own, as what an op gives has to be."""
     given = {t.untyped_storage().data_ptr() for t in tensors}
-    result = result.detach().contiguous()
     return result.clone() if result.untyped_storage().data_ptr() in given else result
 
 
@@ -112,7 +114,7 @@ def chunked_program(
         leaves = _leaves(tensors, now)
         result = _result(leaves, text, ints, floats)
         gradients = _gradients(result, leaves, torch.ones_like(result)) if any(now) else []
-    return _own(result, tensors), gradients
+    return _own(result.detach().contiguous(), tensors), gradients
 
 
 @chunked_program.register_fake
