@@ -111,14 +111,19 @@ class Axis:
         """From now on chunks begin at multiples of `granule` rows."""
         self.root._granule = math.lcm(self.granule, granule)
 
-    def spans(self, rows_by_memory: Callable[[int | None], int]) -> list[tuple[int, int]]:
+    def spans(
+        self, rows_by_memory: Callable[[int | None], int], asked: tuple[int, int] | None = None
+    ) -> list[tuple[int, int]]:
         """The chunks as `(start, stop)`; the last may be short.
 
         Args:
             rows_by_memory: how many rows fit in some bytes (None: in what is free), where the policy doesn't say.
+            asked: the rows that chunks have to hold; None: all.
         """
-        rows = self.rows(rows_by_memory)
-        return [(s, min(s + rows, self.size)) for s in range(0, max(self.size, 1), rows)]
+        rows, granule = self.rows(rows_by_memory), self.granule
+        first, stop = asked or (0, self.size)
+        first, stop = first // granule * granule, min(-(-stop // granule) * granule, self.size)
+        return [(s, min(s + rows, stop)) for s in range(first, max(stop, first + 1), rows)]
 
     def rows(self, rows_by_memory: Callable[[int | None], int]) -> int:
         """How many rows a chunk has, but for the last."""
@@ -158,6 +163,12 @@ class Layout:
     def extent(self) -> int:
         """The size of the whole dim."""
         return self.outer * self.size
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row of the axis that a position is of, and the one behind the last."""
+        first, behind = Fraction(self.low) / self.unit, Fraction(self.low + self.size) / self.unit
+        return math.floor(first), min(math.ceil(behind), self.axis.size)
 
     def at(self, dim: int) -> Layout:
         """The same rows in another dim."""

@@ -87,7 +87,7 @@ class Plan:
         self._find_last_uses()
         self._bare.clear()
         self._done.clear()
-        self.spans: list[Span] = self.axis.spans(self._rows)
+        self.spans: list[Span] = self.axis.spans(self._rows, self._asked_rows())
 
     def let_go(self) -> None:
         """Keep no tensor alive any longer."""
@@ -170,6 +170,15 @@ class Plan:
         if device.type == "cuda" and torch.cuda.is_available():
             budget = min(budget, torch.cuda.mem_get_info(device)[0] // 2)
         return max(budget // row, FEWEST_ROWS)
+
+    def _asked_rows(self) -> Span:
+        """The rows that results are made of: those that slices have left."""
+        spans = []
+        for value in self.asked:
+            assert value.node is not None
+            layouts = [x.layout for x in value.node.operands() if x.layout is not None]
+            spans += [layout.rows for layout in layouts] or [(0, self.axis.size)]
+        return min(first for first, _ in spans), max(behind for _, behind in spans)
 
     def describe(self) -> str:
         """The pass in lines: chunks, bytes, reads and ops."""

@@ -1,12 +1,14 @@
 """Random numbers: those of few elements are drawn when they are recorded, others chunk by chunk from a seed.
 
 Drawn at once, as for a tensor no larger than the one that was chunked, they are the numbers that the unchunked program
-draws from the same generator. Larger ones may not be there in full: the generator then gives a seed, each chunk draws
-from that and its first row, and a chunk that is computed again draws the same.
+draws from the same generator. Larger ones may not be there in full: the generator then gives a seed, and each block of
+rows is drawn from that and its first row. Chunks begin where blocks do. So every pass that reads the numbers has the
+same, however long its chunks are, and so has a chunk that is computed again.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.region.axis import Layout
-from subtensors.dispatch.region.graph import PerChunk, Value, constant, emit
+from subtensors.dispatch.region.graph import PerChunk, Span, Value, constant, emit
 from subtensors.dispatch.region.placing import Call, along, largest
 from subtensors.dispatch.region.rules.table import RULES, record
 
@@ -56,15 +58,46 @@ def dropout(call: Call) -> Any:
     return record(aten.mul.Tensor, value, constant(scaled)), constant(mask)
 
 
+MOST_DRAWN = 64
+"""Rows of a block, where memory says how many a chunk has."""
+
+
 def _by_seed(call: Call, layout: Layout, brought: Any, metas: Any, layouts: list[Layout]) -> Any:
     seed = int(torch.randint(1 << 48, ()))
-    op = call.op
+    op, axis = call.op, layout.axis
+    axis.coarsen(axis.rows(partial(_rows_within, largest(call.chunked).meta, axis.size)))
+    block = axis.granule
 
-    def drawn(row: int, *args: Any, **kwargs: Any) -> Any:
+    def drawn(span: Span, *args: Any, **kwargs: Any) -> Any:
         cuda = [x.device for x in args if isinstance(x, Tensor) and x.is_cuda]
+        start = layout.window(span)[0]
+        chunk = Layout(axis, layout.dim, layout.window(span)[1] - start, layout.outer)
+        parts = []
         with torch.random.fork_rng(cuda[:1], device_type="cuda"):
-            torch.manual_seed(seed + row)
-            return op(*args, **kwargs)
+            for row in range(span[0], span[1], block):
+                torch.manual_seed(seed + row)
+                if span[1] - span[0] <= block:
+                    return op(*args, **kwargs)
+                begin, end = layout.window((row, min(row + block, span[1])))
+                rows = begin - start, end - start
+                parts.append(op(*[chunk.cut(x, rows) if isinstance(x, Tensor) else x for x in args], **kwargs))
+        return _side_by_side(parts, chunk)
 
     args, kwargs = call.with_values(brought)
-    return emit(drawn, (PerChunk(lambda span: span[0]), *args), kwargs, metas, layouts, layout.axis)
+    return emit(drawn, (PerChunk(lambda span: span), *args), kwargs, metas, layouts, axis)
+
+
+def _rows_within(meta: Tensor, rows: int, limit: int | None) -> int:
+    """Rows of a block that leaves a chunk within some bytes room for more than these numbers."""
+    row = max(1, meta.nbytes // max(1, rows))
+    return MOST_DRAWN if limit is None else max(1, min(MOST_DRAWN, limit // (32 * row)))
+
+
+def _side_by_side(parts: list[Any], layout: Layout) -> Any:
+    """The parts of a chunk, in their order, as one; of several results, each."""
+    if not isinstance(parts[0], Tensor):
+        return tuple(_side_by_side(list(results), layout) for results in zip(*parts, strict=True))
+    dim, outer = layout.dim, layout.outer
+    if outer == 1:
+        return torch.cat(parts, dim)
+    return torch.cat([p.unflatten(dim, (outer, p.shape[dim] // outer)) for p in parts], dim + 1).flatten(dim, dim + 1)

@@ -1,0 +1,66 @@
+"""Passes over chunks: each goes through the rows that it is asked for, and all of them see the same random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import subtensors as st
+
+
+class Products(TorchDispatchMode):
+    """The rows of the products beneath it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.rows.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def dense(x: Tensor) -> Tensor:
+    return x.realize() if isinstance(x, st.ChunkedTensor) else x
+
+
+@pytest.mark.parametrize(
+    ("pick", "rows"),
+    [
+        (lambda x: x[:, 5], [1]),
+        (lambda x: x[:, -1].log_softmax(-1), [1]),
+        (lambda x: x[:, 3:9], [4, 2]),
+        (lambda x: x[:, 2:][:, 1:4].transpose(0, 1), [3]),
+        (lambda x: x.unflatten(1, (6, 2))[:, 4], [2]),
+        (lambda x: x[:, 4:7].amax(1), [3]),
+        (lambda x: x[:, 4:7].sum(), [3]),
+    ],
+)
+def test_only_the_rows_that_are_asked_for_are_computed(pick: Any, rows: list[int]) -> None:
+    h, w = torch.randn(3, 12, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True)
+    with Products() as products, torch.no_grad():
+        dense(pick(F.linear(st.chunk(h, 1, rows=4), w)))
+    assert [count // 3 for count in products.rows] == rows
+    picked = dense(pick(F.linear(st.chunk(h, 1, rows=4), w)))
+    actual = torch.autograd.grad(picked.square().sum(), [h, w])
+    expected = torch.autograd.grad(pick(F.linear(h, w)).square().sum(), [h, w])
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("division", [{}, {"rows": 7}, {"memory_limit": "64KB"}], ids=str)
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.flatten(0, 1)], ids=["as it is", "flat"])
+def test_every_pass_over_dropped_logits_reads_the_same_mask(change: Any, division: dict[str, Any]) -> None:
+    h, w = torch.randn(3, 150, 4, requires_grad=True), torch.randn(96, 4)
+    dropped = F.dropout(change(F.linear(st.chunk(h, 1, **division), w)), 0.5)
+    # By chunks that are as long as the values of each pass allow.
+    zeros = (dropped == 0).sum(-1).realize()
+    assert torch.equal(((dropped.exp() * dropped).softmax(-1) * 0 + (dropped == 0)).sum(-1).realize(), zeros)
+    assert torch.equal((dropped.realize() == 0).sum(-1), zeros)
+    assert (dropped[..., 5:90, :] == 0).sum(-1).tolist() == zeros[..., 5:90].tolist()
