@@ -99,10 +99,11 @@ class Scale(nn.Module):
         self.register_buffer("shift", torch.zeros(2, 2, 3, device=device, dtype=torch.float64).mT)
         self.table = torch.ones(3, dtype=torch.float64, device=device)
         self.tables = [self.table * 2]
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x * self.weight + self.shift[0, :, 1]) * self.table * self.tables[0]
-        return y.softmax(0)
+        return self.drop(y.softmax(0))  # type: ignore[no-any-return]
 
 
 def new_data(net: Scale) -> None:
@@ -142,6 +143,10 @@ def of_another_type(net: Scale) -> None:
     net.weight.data = net.weight.data.float().double()
 
 
+def all_dropped(net: Scale) -> None:
+    net.drop.p = 1.0
+
+
 WAYS: list[tuple[Callable[[Scale], None], str]] = [
     (new_data, "weight was replaced: its address changed"),
     (transposed_in_place, "inner.weight was replaced: its strides changed"),
@@ -152,6 +157,7 @@ WAYS: list[tuple[Callable[[Scale], None], str]] = [
     (new_attribute, "table was replaced"),
     (new_in_a_list, "a part of the program was replaced"),
     (of_another_type, "weight was replaced: its address changed"),
+    (all_dropped, "a number of a module changed"),
     (lambda net: net.eval() and None, "a module changed between training and evaluation"),
 ]
 

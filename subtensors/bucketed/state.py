@@ -48,6 +48,10 @@ class State:
         self._children = _values(self._parents)
         self._registered = _values(self._holders)
         self._training = [m.training for m in self.modules]
+        self._numbers = [
+            pair for m in self.modules if type(m).__module__.startswith("torch.nn.") for pair in _floats(m)
+        ]
+        self._values = [held[name] for held, name in self._numbers]
         self.loose = [x for x in parts if isinstance(x, Tensor)]
         self._tensors = _distinct(self.tensors())
         self._held = Held(self._tensors)
@@ -87,6 +91,8 @@ class State:
             return "a module was replaced"
         if [m.training for m in self.modules] != self._training:
             return "a module changed between training and evaluation"
+        if [held.get(name) for held, name in self._numbers] != self._values:
+            return "a number of a module changed, as of a dropout"
         return self.optimizers.moved()
 
     def held(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -184,6 +190,11 @@ def _alias(p: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(p.detach())
     vars(alias).update(vars(p))
     return alias
+
+
+def _floats(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where one of torch's own modules has its numbers; others keep what changes in every call among theirs."""
+    return [(vars(module), name) for name, value in vars(module).items() if type(value) is float]
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

@@ -1,0 +1,187 @@
+"""A bucketed program that serves for long: one pool for all graphs, memory that comes back, nothing that grows."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.bucketed.runner import Bucketed
+
+SEQ = st.Dim("seq", max=32, buckets=8)
+MIB = 2**20
+
+
+class Net(nn.Module):
+    """Positions meet, and a buffer counts calls."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.to(device, torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.inner(x).softmax(1)  # type: ignore[no-any-return]
+
+
+def seen(run: Bucketed, device: str) -> tuple[int, int, int]:
+    """The runner's own bytes, those of the device, and how many objects Python has."""
+    gc.collect()
+    return run.recorder.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0, len(gc.get_objects())
+
+
+def check_flat(before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+    assert before[0] == after[0]
+    assert before[1] >= after[1]
+    assert after[2] - before[2] < 100  # fewer than the calls that lie between
+
+
+@torch.no_grad()
+def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
+    run = st.bucketed(Net(device), {"x": {1: SEQ}}, max_graphs=3)
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(9, 33, (10_000 if device == "cuda" else 500,), generator=generator).tolist()
+    found = []
+    for i, n in enumerate(sizes):
+        run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
+        if i in (200, len(sizes) - 1):
+            found.append(seen(run, device))
+    check_flat(*found)
+    assert len(run._visits) == 24
+    assert run.program.calls == len(sizes)
+
+
+def test_memory_stays_flat_over_thousands_of_gradients(device: str) -> None:
+    net = Net(device)
+    run = st.bucketed(net, {"x": {1: SEQ}}, max_graphs=3)
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(9, 33, (2_000 if device == "cuda" else 200,), generator=generator).tolist()
+    found = []
+    for i, n in enumerate(sizes):
+        net.zero_grad()
+        run(torch.zeros(2, n, 3, dtype=torch.float64, device=device)).sum().backward()
+        if i in (100, len(sizes) - 1):
+            net.zero_grad()
+            found.append(seen(run, device))
+    check_flat(*found)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_graphs_share_one_pool_which_is_little_larger_than_the_largest_graph() -> None:
+    def program(x: Tensor) -> Tensor:
+        return (x.softmax(0) * 2).cumsum(0)
+
+    wide = torch.zeros(32, 256 * 1024, device="cuda")  # 32 MiB
+    alone = st.bucketed(program, {"x": {0: SEQ}})
+    alone(wide)
+    run = st.bucketed(program, {"x": {0: SEQ}}).warmup(wide, progress=False)
+    assert run.stats().captures == 4
+    assert len(run.recorder.pools) == 1
+    assert run.stats().pool_bytes <= 1.1 * alone.stats().pool_bytes
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_release_gives_the_memory_of_graphs_and_inputs_back() -> None:
+    run = st.bucketed(lambda x: x.softmax(0), {"x": {0: SEQ}})
+    wide = torch.ones(32, 256 * 1024, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    run.warmup(wide, progress=False)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] > 64 * MIB
+    run.release()
+    assert run.recorder.bytes() == 0
+    # What libraries keep for themselves is theirs.
+    assert before - torch.cuda.mem_get_info()[0] < 48 * MIB
+    torch.testing.assert_close(run(wide), wide.softmax(0))
+    assert run.stats().recaptures == 1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_other_threads_use_the_device_while_graphs_are_captured() -> None:
+    net = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 3)).cuda().double()
+    done, failures = threading.Event(), list[Any]()
+
+    def load() -> None:
+        try:
+            while not done.is_set():
+                host = torch.randn(1000).pin_memory()
+                there = host.to("cuda", non_blocking=True)
+                torch.empty(3 * MIB, device="cuda")
+                torch.cuda.synchronize()
+                assert torch.equal(there.cpu(), host)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for _ in range(5):
+            run = st.bucketed(net, {"input": {1: SEQ}})
+            for n in (30, 20, 10, 5, 31):
+                x = torch.randn(2, n, 3, dtype=torch.float64, device="cuda")
+                torch.testing.assert_close(run(x), net(x))
+            assert (run.stats().captures, run.stats().fallbacks) == (4, {})
+    finally:
+        done.set()
+        thread.join()
+    assert failures == []
+
+
+@torch.no_grad()
+def test_statistics_have_what_was_done_in_each_bucket(device: str) -> None:
+    run = st.bucketed(Net(device), {"x": {1: SEQ}}, max_graphs=2)
+    for n in (3, 4, 30, 31, 3, 5, 12):
+        run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
+    stats = run.stats()
+    assert stats.mode == ("graphs" if device == "cuda" else "eager")
+    assert [(b.sizes["seq"], b.calls, b.hits, b.is_recorded) for b in stats.buckets] == [
+        (32, 2, 1, False),
+        (16, 1, 0, True),
+        (8, 4, 3, True),
+    ]
+    assert (stats.evictions, stats.recompiles, stats.fallbacks) == (1, 0, {})
+    large, middle, small = stats.buckets
+    assert large.bytes == 0
+    assert middle.input_bytes > small.input_bytes > 0
+    assert small.waste == pytest.approx(1 - 15 / 32)
+    text = st.explain(run)
+    assert "seq=8 [(2, 8, 3)]: 4 calls, 3 replays" in text
+    assert "1 evictions" in text
+    if device == "cuda":
+        torch.cuda.synchronize()
+        assert stats.captures == 3
+        assert stats.pool_bytes > 0
+        assert min(middle.capture_ms, small.capture_ms) > 0
+        assert small.replay_ms
+        assert "capture" in text
+        assert "replay " in text
+
+
+@torch.no_grad()
+def test_warm_up_draws_no_random_numbers_and_a_seed_gives_the_same_ones_again(device: str) -> None:
+    run = st.bucketed(lambda x: torch.dropout(x, 0.5, True), {"x": {0: SEQ}})
+    x = torch.ones(30, device=device)
+    torch.manual_seed(0)
+    expected = torch.rand(3, device=device)
+    torch.manual_seed(0)
+    run.warmup(x, progress=False)
+    assert torch.equal(torch.rand(3, device=device), expected)
+    torch.manual_seed(1)
+    first, second = run(x), run(x)
+    torch.manual_seed(1)
+    assert torch.equal(run(x), first)
+    assert torch.equal(run(x), second)
+    assert not torch.equal(first, second)
