@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph", "disable")
 """Those of `torch.compile` that a traced graph has a use for, or no need of."""
+_BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def start_workers(options: dict[str, Any]) -> None:
@@ -63,10 +65,17 @@ class CompiledGraph:
             source = ConstantSource(f"t{i}")
             self._inputs.append(stand_ins.from_tensor(t.detach(), symbolic_context=context, source=source))
         self._code: Callable[..., Sequence[Tensor]] = _backend(options)(graph, self._inputs)
+        self._consumer = _consumer(self._code)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run it."""
         return list(self._code(*inputs, *self._held))
+
+    def consume(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Run it on a list that is empty afterwards: what nobody else holds is freed once it was read."""
+        taken = [*inputs, *self._held]
+        inputs.clear()
+        return list(self._consumer(taken))
 
     def serves(self, inputs: Sequence[Tensor]) -> bool:
         """Does what the compiler took for granted of the open sizes hold for these inputs?"""
@@ -88,6 +97,20 @@ def _backend(options: dict[str, Any]) -> Callable[..., Any]:
     # The caller captures; some modes would as well.
     inductor.config["triton.cudagraphs"] = False
     return inductor
+
+
+def _consumer(code: Callable[..., Sequence[Tensor]]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """A backend's code as a function of a list, which it empties if it is of torch's making. Checked on 2.11, 2.13.
+
+    What such a function is wrapped in has its marks, and takes the tensors one by one.
+    """
+    inner: Any = code
+    while inner is not None:
+        parameters = inspect.signature(inner, follow_wrapped=False).parameters.values()
+        if getattr(inner, "_boxed_call", False) and [p.kind for p in parameters] == [_BY_PLACE]:
+            return cast("Callable[[list[Tensor]], Sequence[Tensor]]", inner)
+        inner = getattr(inner, "__wrapped__", None)
+    return lambda inputs: code(*inputs)
 
 
 def _with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:

@@ -99,13 +99,13 @@ class CompiledGradients(OneOrEach[Joint]):
         return outputs, joint.roots_at, found[joint.count :]
 
     def backward(
-        self, bucket: TrainedBucket, saved: Sequence[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
+        self, bucket: TrainedBucket, saved: list[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """The gradients of what is differentiated, None where there is none.
 
         Args:
             bucket: as in `forward`.
-            saved: what that left.
+            saved: what that left; the list is emptied, since it shrinks while the gradients grow.
             given: as there.
             tangents: the gradients of the results that want one.
         """
@@ -114,11 +114,13 @@ class CompiledGradients(OneOrEach[Joint]):
         inputs = [*saved, *[given[i].detach() for i in read], *tangents]
         open_dims: list[tuple[int, int]] = []
         if self.one is not None:
-            own = [(len(saved) + read.index(i), d) for i, d in self.open_dims(bucket) if i in read]
-            at = [*range(len(saved)), *range(len(saved) + len(read), len(inputs))]
+            count = len(saved)
+            own = [(count + read.index(i), d) for i, d in self.open_dims(bucket) if i in read]
+            at = [*range(count), *range(count + len(read), len(inputs))]
             open_dims = [*own, *[(i, d) for i, dims in zip(at, joint.halves.varying, strict=True) for d in dims]]
+        saved.clear()
         with _as_traced(bucket):
-            found = iter(joint.backward.at(sizes, inputs, open_dims)(*inputs))
+            found = iter(joint.backward.at(sizes, inputs, open_dims).consume(inputs))
         return [next(found) if is_present else None for is_present in joint.is_present]
 
 

@@ -19,6 +19,7 @@ from subtensors.bucketed.compiled_gradients import CompiledGradients
 from subtensors.bucketed.followed_call import refuse_second_order
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.bucketed.training import TrainedBucket
+from subtensors.dispatch import autograd_private
 from subtensors.dispatch.padded.padded_value import Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import size_of
@@ -87,7 +88,7 @@ class _Compiled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """The gradients of what wanted one."""
         refuse_second_order()
-        return None, *ctx.run.backward(ctx.saved_tensors, gradients)
+        return None, *ctx.run.backward(autograd_private.taken_from(ctx), gradients)
 
 
 class InsideCall:
@@ -129,8 +130,8 @@ class InsideCall:
         self.roots_at = [at.index(i) for i in roots_at]
         return self.outputs.tensors(), saved
 
-    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of what wanted one."""
+    def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of what wanted one; the list of what was saved is emptied."""
         assert self.outputs is not None
         results = self.outputs.tensors()
         given = [gradients[i] for i in self.roots_at]

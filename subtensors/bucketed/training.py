@@ -202,7 +202,7 @@ class TrainedBucket(Bucket):
         assert self.outputs is not None
         if self.is_compiled:
             assert self.gradients_code is not None
-            saved, self.saved = self.saved, []
+            saved, self.saved = list(self.saved), ()
             given = [*self.inputs(), *self.replaced()]
             return self.gradients_code.backward(self, saved, given, self.root_gradients)
         roots = [self.outputs.leaves[i].value for i in self.roots_at]
