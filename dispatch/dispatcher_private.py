@@ -78,5 +78,11 @@ def is_intercepted() -> bool:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Is it what a transform of torch.func (grad, vmap, ...) hands to its function? Checked on 2.11, 2.13."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    """Is it what a transform of torch.func (grad, vmap, ...) hands to its function, or has it a tangent?
+
+    Checked on 2.11, 2.13.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

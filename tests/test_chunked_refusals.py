@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import subtensors as st
@@ -83,7 +84,31 @@ def test_a_gradient_that_would_be_lost_in_a_function_of_the_users_own_is_refused
         Doubled.apply(h).backward()
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_functions_are_refused_clearly(transform: Any) -> None:
-    with pytest.raises(st.RuleError, match=r"inside torch\.func transforms"):
-        transform(lambda x: st.chunk(x, rows=2).exp().sum())(torch.ones(4, 3))
+def differentiated_forward(function: Any) -> Any:
+    def tangent(x: Tensor) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+    return tangent
+
+
+def squares(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).square().mean()
+
+
+def entropy(x: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w), torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, differentiated_forward])
+@pytest.mark.parametrize("loss", [squares, entropy])
+def test_transforms_of_functions_are_refused_clearly(loss: Any, transform: Any) -> None:
+    square, outside = torch.ones(4, 4), st.chunk(torch.ones(4, 4), rows=2)
+    for function in (
+        lambda x: loss(st.chunk(x, rows=2), square),
+        lambda w: loss(st.chunk(square, rows=2), w),
+        lambda w: loss(outside, w),
+    ):
+        with pytest.raises(st.RuleError, match=r"inside torch\.func transforms"):
+            transform(function)(torch.ones(2, 4, 4) if transform is torch.func.vmap else square)

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from subtensors.chunked.kernel_calls import BY_KERNELS
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, shell, show_gradient, whole_of
 from subtensors.dispatch.autograd_private import prepares_backward
+from subtensors.dispatch.dispatcher_private import is_transformed, is_transforming
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.axis import Axis
@@ -61,8 +62,11 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
         what it returns: chunked where it has the rows, plain where it has lost them.
 
     Raises:
-        RuleError: it would attach something to the tensor itself that belongs to the one that was chunked.
+        RuleError: it would attach something to the tensor itself that belongs to the one that was chunked, or a
+            transform of torch.func would not see what comes of its tensors.
     """
+    if is_transforming():
+        refuse_transformed((args, kwargs))
     if func in BY_KERNELS and (result := BY_KERNELS[func](kind, *args, **kwargs)) is not None:
         return result
     if func is torch.Tensor.register_hook and prepares_backward(args[1]):
@@ -251,6 +255,16 @@ def _prepare(x: RecordedTensor, hook: Callable[[Tensor], Tensor]) -> None:
     layout = x._cell.value.layout
     if layout is not None:
         layout.axis.prepare(hook)
+
+
+def refuse_transformed(tree: Any) -> None:
+    """Refuse what a transform hands to its function, or has a tangent: chunks run autograd of their own."""
+    for x in leaves(tree):
+        if isinstance(x, Tensor) and not isinstance(x, RecordedTensor) and is_transformed(x):
+            raise RuleError(
+                "chunked tensors inside torch.func transforms (grad, vmap, jvp) and forward-mode differentiation have "
+                "no rule: differentiate with torch.autograd, or transform the function of plain tensors"
+            )
 
 
 def _refuse(func: Callable[..., Any]) -> NoReturn:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched
+from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched, refuse_transformed
 from subtensors.chunked.division import known_policy
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.dispatch.dispatcher_private import is_transformed
-from subtensors.dispatch.errors import RuleError, SizeError
+from subtensors.dispatch.dispatcher_private import is_transforming
+from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate, passes_for
@@ -113,11 +113,8 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
-    if is_transformed(x):
-        raise RuleError(
-            "st.chunk inside torch.func transforms (grad, vmap, jvp) has no rule: its chunks run autograd of their "
-            "own; differentiate with torch.autograd, or transform the function of plain tensors"
-        )
+    if is_transforming():
+        refuse_transformed(x)
     dims = x.ndim
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
