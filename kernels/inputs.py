@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subtensors.kernels.compiler_threads import compiled_beside
 from subtensors.kernels.input_tiles import load_inputs_kernel
 
 BLOCK = 1024
@@ -74,7 +74,6 @@ class InputLoad:
             self.walk(sources, sizes)
             return
         self._by_torch(sources, sizes)
-        _started().result()
 
     def _by_torch(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         load_inputs_reference(sources, self.targets, sizes, self.true_sizes)
@@ -126,30 +125,10 @@ class Walk:
         self._launcher(*arguments, stream=torch._C._cuda_getCurrentRawStream(self._device.index))  # type: ignore[attr-defined]
 
 
-_COMPILER = ThreadPoolExecutor(1, "subtensors-compiler")
-
-
 @cache
 def _compiled(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Future[Any]:
-    """The kernel for inputs of these kinds, once it is compiled for arguments of any value and loaded.
-
-    That takes a good part of a second, in which the program that waits for its inputs compiles kernels of its own.
-    """
-    _started()
-    return _COMPILER.submit(_compile, constants, device, sizes)
-
-
-@cache
-def _started() -> Future[None]:
-    """Triton has read itself, as it does before it compiles anything: twice as long where two threads do it at once."""
-    return _COMPILER.submit(_start)
-
-
-def _start() -> None:
-    with suppress(ImportError):  # of a Triton that calls it otherwise
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+    """The kernel for inputs of these kinds, once it is compiled for arguments of any value and loaded."""
+    return compiled_beside(lambda: _compile(constants, device, sizes))
 
 
 def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Any:

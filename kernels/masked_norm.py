@@ -21,6 +21,9 @@ from torch import Tensor
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.masked_layout import multiprocessors, plan
 from subtensors.kernels.masked_norm_tiles import norm_backward_kernel, norm_kernel
+from subtensors.kernels.repeated_launch import RepeatedLaunch
+
+launch_norm = RepeatedLaunch(norm_kernel)
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
@@ -98,7 +101,7 @@ def masked_norm_forward(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
-    """`masked_norm` by its kernel; arguments as there."""
+    """`masked_norm` by its kernel; arguments as there, and BeingCompiled as of `repeated_launch`."""
     dims = range(x.dim() - normalized, x.dim())
     if math.prod(x.shape[d] for d in dims) > LONGEST:
         return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)
@@ -108,11 +111,11 @@ def masked_norm_forward(
     if not x.numel():
         return Normed(y, means.zero_(), scales.zero_())
     high, wide, many = layout.whole_rows()
-    norm_kernel[(layout.rows[0] * -(-layout.rows[1] // high),)](
-        x, _or(weight, x), _or(bias, x), y, means, scales, layout.slot_arguments(extents), layout.rows[1],
-        layout.columns[1], layout.statics, layout.row_slots, float(eps), float(fill), is_rms, weight is not None,
-        bias is not None, high, wide,
-        num_warps=many,
+    launch_norm(
+        layout.rows[0] * -(-layout.rows[1] // high), (x, _or(weight, x), _or(bias, x), y, means, scales),
+        layout.slot_arguments(extents), layout.rows[1], layout.columns[1],
+        STATICS=layout.statics, ROW_SLOTS=layout.row_slots, EPS=float(eps), FILL=float(fill), RMS=is_rms,
+        WEIGHTED=weight is not None, BIASED=bias is not None, BM=high, BN=wide, num_warps=many,
     )  # fmt: skip
     return Normed(y, means, scales)
 

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from subtensors.kernels import masked_softmax as softmaxes
 from subtensors.kernels.extent_ops import EXTENTS, FLOAT_DTYPES, INTEGER_DTYPES, apart, define, has_kernel, together
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.masked_second_order import differentiable, norm_gradient, reduction_gradient, softmax_gradient
+from subtensors.kernels.repeated_launch import BeingCompiled
 
 
 def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False) -> Tensor:
@@ -230,8 +232,11 @@ def _norm(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     d: list[int], s: list[Tensor], b: list[int], fill: float, is_rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    run = norms.masked_norm_forward if has_kernel(x) else norms.masked_norm_reference
-    return tuple(run(x, normalized, weight, bias, eps, together(d, s, b), fill, is_rms))  # type: ignore[return-value]
+    arguments = x, normalized, weight, bias, eps, together(d, s, b), fill, is_rms
+    if has_kernel(x):
+        with suppress(BeingCompiled):
+            return tuple(norms.masked_norm_forward(*arguments))  # type: ignore[return-value]
+    return tuple(norms.masked_norm_reference(*arguments))  # type: ignore[return-value]
 
 
 def _norm_fake(x: Tensor, normalized: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

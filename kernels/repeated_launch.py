@@ -6,14 +6,45 @@ and for numbers that are one. Here these are the key under which its launcher is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subtensors.kernels.compiler_threads import compiled_beside, wait_for_triton
+
 ALIGNMENT = 16
 """Bytes, or units of a whole number, that Triton compiles multiples of apart."""
+
+
+class BeingCompiled(Exception):
+    """A kernel is compiled in another thread: what it computes is to be computed without it."""
+
+
+class _Thread(threading.local):
+    asked: list[Future[Any]] | None = None
+    """What was asked of the compiler, where this thread does not wait for it."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def not_waiting() -> Iterator[None]:
+    """Launches of kernels that are not compiled yet raise BeingCompiled meanwhile; all of them are compiled at the end.
+
+    What is new stays so to the end, so that it does not depend on the compiler's speed what is computed how.
+    """
+    before, _thread.asked = _thread.asked, []
+    try:
+        yield
+    finally:
+        asked, _thread.asked = _thread.asked, before
+        wait(asked)
 
 
 class RepeatedLaunch:
@@ -26,35 +57,93 @@ class RepeatedLaunch:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._launchers: dict[Any, Any] = {}
+        self._compiled: dict[Any, Any] = {}
+        self._coming: dict[Any, Future[Any]] = {}
 
-    def __call__(self, programs: int, tensors: Sequence[Tensor], *numbers: float, **constants: Any) -> None:
+    def __call__(self, programs: int, tensors: Sequence[Tensor], *others: Any, **constants: Any) -> None:
         """Launch so many programs.
 
         Args:
             programs: at least one.
             tensors: the first arguments of the kernel, all on one device.
-            numbers: those that follow.
+            others: those that follow: numbers, and tuples of tensors and numbers.
             constants: the last ones, in their order, and options of the compilation.
+
+        Raises:
+            BeingCompiled: see `not_waiting`.
         """
         device = tensors[0].device
         if device.type != "cuda":
-            self.kernel[(programs,)](*tensors, *numbers, **constants)
+            self.kernel[(programs,)](*tensors, *others, **constants)
             return
         addresses = [x.data_ptr() for x in tensors]
-        key = (
-            programs,
+        kind = (
             device.index,
-            *constants.values(),
+            # What is no number is equal to itself here.
+            *["nan" if x != x else x for x in constants.values()],
             *[x.dtype for x in tensors],
             *[address % ALIGNMENT == 0 for address in addresses],
-            *[(x == 1, x % ALIGNMENT == 0, x >> 31) if type(x) is int else None for x in numbers],
+            *[(x == 1, x % ALIGNMENT == 0, x >> 31) if type(x) is int else _kind(x) for x in others],
         )
-        launcher = self._launchers.get(key)
+        launcher = self._launchers.get((programs, kind))
         if launcher is None:
-            compiled = self.kernel[(programs,)](*tensors, *numbers, **constants)
-            named = [constants[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :]]
-            self._launchers[key] = compiled[(programs, 1, 1)], named
-            return
+            launcher = self._new(programs, kind, device, (*tensors, *others), constants)
+            if launcher is None:
+                return
         launch, named = launcher
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
-        launch(*addresses, *numbers, *named, stream=stream)
+        launch(*addresses, *[_passed(x) if type(x) is tuple else x for x in others], *named, stream=stream)
+
+    def _new(
+        self, programs: int, kind: Any, device: torch.device, arguments: tuple[Any, ...], constants: Mapping[str, Any]
+    ) -> Any:
+        """The launcher for arguments of a kind; None where Triton has launched the kernel itself."""
+        compiled: Any = self._compiled.get(kind)
+        if compiled is None and _thread.asked is not None:
+            if kind not in self._coming:
+                like = [_like(x) for x in arguments]
+                self._coming[kind] = compiled_beside(lambda: self._compile(device, like, constants))
+                _thread.asked.append(self._coming[kind])
+            raise BeingCompiled
+        if compiled is None and kind in self._coming:
+            compiled = self._coming.pop(kind).result()
+        is_launched = compiled is None
+        if is_launched:
+            wait_for_triton()
+            compiled = self.kernel[(programs,)](*arguments, **constants)
+        self._compiled[kind] = compiled
+        named = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
+        self._launchers[programs, kind] = launcher = compiled[(programs, 1, 1)], named
+        return None if is_launched else launcher
+
+    def _compile(self, device: torch.device, arguments: list[Any], constants: Mapping[str, Any]) -> Any:
+        with torch.cuda.device(device):
+            compiled = self.kernel.warmup(*arguments, grid=(1,), **constants)
+            compiled[(1, 1, 1)]  # is loaded by this
+        return compiled
+
+
+def _kind(x: Any) -> Any:
+    """What Triton compiles for of an argument."""
+    if isinstance(x, tuple):
+        return tuple(map(_kind, x))
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    return (x == 1, x % ALIGNMENT == 0, x >> 31) if isinstance(x, int) else None
+
+
+def _passed(x: Any) -> Any:
+    """An argument as a launcher takes it."""
+    if isinstance(x, tuple):
+        return tuple(map(_passed, x))
+    return x.data_ptr() if isinstance(x, Tensor) else x
+
+
+def _like(x: Any) -> Any:
+    """An argument that Triton compiles the same for, without what holds much memory."""
+    if isinstance(x, tuple):
+        return tuple(map(_like, x))
+    if not isinstance(x, Tensor):
+        return x
+    first = x.data_ptr() % ALIGNMENT // x.element_size()
+    return torch.empty(ALIGNMENT, dtype=x.dtype, device=x.device)[first:]

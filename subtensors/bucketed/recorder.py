@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +28,7 @@ from subtensors.dispatch import autograd_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.dispatch.padded.true_sizes import TrueSizes
+from subtensors.kernels.repeated_launch import not_waiting
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
 
@@ -199,7 +201,9 @@ class Recorder:
             result = self._first_followed(bucket, reading, leaves)
         else:
             bucket.load(leaves, reading.sizes)
-            result = bucket.run_once(reading.host)
+            # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
+            with not_waiting() if bucket.pool is not None else nullcontext():
+                result = bucket.run_once(reading.host)
             if obstacle := bucket.obstacle(leaves):
                 raise RuleError(obstacle)
             bucket.write_back(leaves)

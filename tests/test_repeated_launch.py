@@ -1,0 +1,105 @@
+"""Kernels that are launched again, and those that a thread beside compiles."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from subtensors.kernels import masked_norm, masked_ops
+from subtensors.kernels.extents import Extent
+from subtensors.kernels.repeated_launch import BeingCompiled, RepeatedLaunch, not_waiting
+
+ON_GPU = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, data_ptr=lambda: 64)
+"""What a launch asks of a tensor there."""
+
+
+class PretendKernel:
+    """What `triton.jit` makes; notes who compiled it and what was launched."""
+
+    arg_names = ("x", "n", "sizes", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, str]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: Any, **constants: Any) -> Any:
+        self.compiled.append((arguments[1:], threading.current_thread().name))
+        return {(1, 1, 1): None, **{(n, 1, 1): self._launcher(n) for n in range(2, 9)}}
+
+    def _launcher(self, programs: int) -> Any:
+        return lambda *arguments, stream: self.launched.append((programs, *arguments[1:], stream))
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            compiled = self.warmup(*arguments, grid=grid, **constants)
+            self.launched.append((*grid, *arguments[1:], *constants.values(), "by Triton"))
+            return compiled
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> PretendKernel:
+    def current(device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: "stream", raising=False)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    return PretendKernel()
+
+
+def test_a_kernel_is_launched_by_triton_once_for_each_kind_of_arguments(kernel: PretendKernel) -> None:
+    launch = RepeatedLaunch(kernel)
+    for programs, n, sizes in ((2, 5, (3, 5)), (2, 7, (5, 7)), (3, 9, (3, 3)), (2, 16, (3, 5)), (2, 7, (1, 5))):
+        launch(programs, [ON_GPU], n, sizes, BLOCK=float("nan"))
+    assert [how for *_, how in kernel.launched] == ["by Triton", "stream", "stream", "by Triton", "by Triton"]
+    assert [made[0] for made, _ in kernel.compiled] == [5, 16, 7]
+
+
+def test_a_thread_that_does_not_wait_has_kernels_compiled_beside(kernel: PretendKernel) -> None:
+    launch = RepeatedLaunch(kernel)
+    with not_waiting():
+        for _ in range(2):
+            with pytest.raises(BeingCompiled):
+                launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
+    assert not kernel.launched
+    launch(2, [ON_GPU], 7, (3, 5), BLOCK=8)
+    launch(4, [ON_GPU], 5, (3, 5), BLOCK=8)
+    assert kernel.launched == [(2, 7, (3, 5), 8, "stream"), (4, 5, (3, 5), 8, "stream")]
+    assert [name.startswith("subtensors-compiler") for _, name in kernel.compiled] == [True]
+    with not_waiting():
+        launch(2, [ON_GPU], 9, (3, 5), BLOCK=8)
+    assert len(kernel.launched) == 3
+
+
+def test_what_the_compiler_says_of_a_kernel_is_raised_by_who_launches_it(kernel: PretendKernel) -> None:
+    def refuse(*arguments: Any, **constants: Any) -> Any:
+        raise ValueError("too large")
+
+    kernel.warmup = refuse  # type: ignore[method-assign]
+    launch = RepeatedLaunch(kernel)
+    with not_waiting(), pytest.raises(BeingCompiled):
+        launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
+    with pytest.raises(ValueError, match="too large"):
+        launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
+
+
+@pytest.mark.gpu
+def test_a_norm_is_its_reference_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = RepeatedLaunch(masked_norm.norm_kernel)
+    monkeypatch.setattr(masked_norm, "launch_norm", launch)
+    x = torch.randn(3, 7, 24, device="cuda", dtype=torch.float64)
+    w, b = torch.randn(2, 24, device="cuda", dtype=torch.float64)
+    extents = [Extent(1, torch.tensor(5, device="cuda")), Extent(0, torch.tensor([0, 2], device="cuda")[1])]
+    with not_waiting():
+        first = masked_ops.masked_norm(x, 1, w, b, 1e-5, extents)
+    assert not launch._launchers
+    for _ in range(2):
+        torch.testing.assert_close(masked_ops.masked_norm(x, 1, w, b, 1e-5, extents), first)
+        torch.testing.assert_close(masked_ops.masked_norm(x[1:], 1, None, b, 1e-5, extents[:1]).y[:, 5:], 0 * x[1:, 5:])
+    assert len(launch._launchers) == len(launch._compiled) == 2
