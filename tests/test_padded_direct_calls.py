@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from subtensors.dispatch.padded import engine
-from subtensors.padded import direct_calls
+from subtensors.padded import direct_calls, known_outcomes
 from subtensors.padded.padded_tensor import value_of
 
 SEQ = st.Dim("seq", max=16, buckets=8)
@@ -70,34 +70,47 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
     call: Callable[..., Any], records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[Any]] = []
-    plainly = engine.run
+    run, run_call = engine.run, engine.run_call
 
-    def noted(op: Any, args: Any, kwargs: Any) -> Any:
-        named = engine.Call(op, args, kwargs).named
-        made[-1].append((op, {name: _described(x) for name, x in named.items()}))
-        return plainly(op, args, kwargs)
+    def noted(call: engine.Call) -> None:
+        made[-1].append((call.op, {name: _described(x) for name, x in call.named.items()}))
 
-    monkeypatch.setattr("subtensors.dispatch.padded.rules.run", noted)
-    t = torch.randn(2, 5, 6, dtype=torch.float64)
+    def noted_run(op: Any, args: Any, kwargs: Any) -> Any:
+        noted(engine.Call(op, args, kwargs))
+        return run(op, args, kwargs)
+
+    def noted_run_call(call: engine.Call) -> Any:
+        noted(call)
+        return run_call(call)
+
+    monkeypatch.setattr("subtensors.dispatch.padded.rules.run", noted_run)
+    monkeypatch.setattr("subtensors.dispatch.padded.rules.run_call", noted_run_call)
+    monkeypatch.setattr(known_outcomes, "_known", {})
     known, values = [], []
     for is_direct in (True, False):
-        made.append([])
         if not is_direct:
             monkeypatch.setattr(direct_calls, "OP_OF", {})
             monkeypatch.setattr(direct_calls, "OP_OF_SIZES", {})
-        own = t.clone().requires_grad_(records)
-        out = call(st.pad(own, {1: SEQ}, value=NAN))
-        is_padded = isinstance(out, st.PaddedTensor)
-        known.append((_described(value_of(out)) if is_padded else type(out), out.requires_grad))
-        true = out.unpad() if is_padded else out
-        values.append([true.detach()])
-        if true.requires_grad:
-            true.square().sum().backward()
-            assert own.grad is not None
-            values[-1].append(own.grad)
-    assert made[0] == made[1]
-    assert known[0] == known[1]
-    torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
+        torch.manual_seed(0)
+        for n in (5, 7, 1, 8):
+            made.append([])
+            own = torch.randn(2, n, 6, dtype=torch.float64, requires_grad=records)
+            with torch.set_grad_enabled(records):
+                out = call(st.pad(own, {1: SEQ}, value=NAN))
+            is_padded = isinstance(out, st.PaddedTensor)
+            known.append((_described(value_of(out)) if is_padded else type(out), out.requires_grad))
+            true = out.unpad() if is_padded else out
+            values.append([true.detach()])
+            if true.requires_grad:
+                true.square().sum().backward()
+                assert own.grad is not None
+                values[-1].append(own.grad)
+    assert made[0] == made[4]
+    assert known[:4] == known[4:]
+    torch.testing.assert_close(values[:4], values[4:], rtol=0, atol=0, equal_nan=True)
+    # What is known of the first length is known of the others in its bucket.
+    assert len(made[1]) <= len(made[0])
+    assert records or len(made[1]) < len(made[0]) or not known_outcomes._known
 
 
 def _described(x: Any) -> Any:

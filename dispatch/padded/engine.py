@@ -45,6 +45,11 @@ def observed() -> Iterator[list[str]]:
         _observers.remove(lines)
 
 
+def is_observed() -> bool:
+    """Does anybody note which rules run?"""
+    return bool(_observers)
+
+
 class Call:
     """One call of an overload, its arguments by name.
 
@@ -55,6 +60,8 @@ class Call:
 
     def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.op = op
+        self.unchanged: Any = None
+        """What the op gave when it was run on the operands' storages as they are."""
         names, defaults, self._positional = _parameters(op)
         self.named: dict[str, Any] = dict(zip(names, args, strict=False))
         for name in names[len(args) :]:
@@ -94,7 +101,10 @@ class Call:
         given = self.named if not changed else {name: changed.get(name, x) for name, x in self.named.items()}
         dense = mapped(Padded, _dense_of, list(given.values()))
         count = self._positional
-        return self.op(*dense[:count], **dict(zip([*given][count:], dense[count:], strict=True)))
+        out = self.op(*dense[:count], **dict(zip([*given][count:], dense[count:], strict=True)))
+        if not changed or all(map(_is_own, self.named.values(), dense)):
+            self.unchanged = out
+        return out
 
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""
@@ -111,6 +121,10 @@ def _parameters(op: OpOverload) -> tuple[list[str], dict[str, Any], int]:
 
 def _dense_of(x: Padded) -> Tensor:
     return x.dense
+
+
+def _is_own(x: Any, dense: Any) -> bool:
+    return dense is (x.dense if isinstance(x, Padded) else x)
 
 
 Rule = Callable[[Call], Any]
@@ -130,7 +144,12 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         RuleError: there is no rule.
         Inexpressible: there is a rule, which doesn't cover this call.
     """
-    call = Call(op, args, kwargs)
+    return run_call(Call(op, args, kwargs))
+
+
+def run_call(call: Call) -> Any:
+    """`run`, of a call."""
+    op = call.op
     if not any(x.padded_dims for x in call.values):
         out = _wrapped(call.dense())
         return _as_view(out, call) if op_class(op) is OpClass.VIEW else out

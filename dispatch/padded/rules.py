@@ -24,7 +24,7 @@ from subtensors.dispatch.padded import (
     splitting,
     views,
 )
-from subtensors.dispatch.padded.engine import run, table
+from subtensors.dispatch.padded.engine import run, run_call, table
 
 __all__ = [
     "attention",
@@ -45,6 +45,7 @@ __all__ = [
     "resizing",
     "row_wise",
     "run",
+    "run_call",
     "selection",
     "softmax",
     "sorting",

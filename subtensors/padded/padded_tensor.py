@@ -283,8 +283,13 @@ def wrap(value: Padded) -> PaddedTensor:
 
 def value_of(x: PaddedTensor) -> Padded:
     """What the rules see of a PaddedTensor."""
+    return Padded(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._arrival)
+
+
+def fill_of(x: PaddedTensor) -> Fill | None:
+    """What is known of a PaddedTensor's padding now."""
     is_stale = x._written is not None and x._dense._version != x._written
-    return Padded(x._dense, x._dims, x._sizes, None if is_stale else x._fill, x._view, x._arrival)
+    return None if is_stale else x._fill
 
 
 def _rebuild(
