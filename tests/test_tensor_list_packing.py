@@ -123,9 +123,11 @@ def test_elements_that_share_part_of_their_memory_are_refused() -> None:
     assert halves.add_(1).sum().tolist() == [5, 5]
 
 
-def test_what_has_no_strides_is_not_packed() -> None:
+def test_what_has_no_strides_or_may_not_move_is_not_packed() -> None:
     with pytest.raises(ValueError, match=re.escape("[0] is a torch.sparse_coo")):
         st.TensorList([torch.eye(2).to_sparse()]).pack()
+    with pytest.raises(ValueError, match=r"moves tensors .*\[1\] is a torch.strided StaticAddressTensor"):
+        st.TensorList([torch.eye(2), st.static(torch.eye(2))]).pack()
 
 
 def test_a_copy_of_a_packed_list_is_packed_in_memory_of_its_own() -> None:

@@ -216,7 +216,8 @@ def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[
     for i, t in enumerate(tensors):
         if t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter):
             raise ValueError(
-                f"pack() takes strided torch tensors; {leaf_name(treespec, i)} is a {t.layout} {type(t).__name__}"
+                "pack() moves tensors into memory of its own, strided ones of torch's own types; "
+                f"{leaf_name(treespec, i)} is a {t.layout} {type(t).__name__}"
             )
         if t.numel():
             start = t.data_ptr()
