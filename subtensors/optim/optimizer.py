@@ -222,40 +222,49 @@ class Optimizer(Stepping):
         self._refuse_sparse(grads)
         if lists is not None and not lists.has_params(params):
             self._forget()
-        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kinds = self._cut(self._kinds(params, grads, entries, group), params)
+        batches = [self._batch(kind, indices, group) for kind, indices in kinds]
+        self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
+        self._mark = self.state.changes.mark
+        return batches
+
+    def _kinds(
+        self, params: list[Tensor], grads: list[Tensor], entries: tuple[str, ...], group: dict[str, Any]
+    ) -> dict[tuple[Any, ...], list[int]]:
+        """The parameters that have a gradient, by what those of one batch have in common; each has its state then."""
         present = [i for i, g in enumerate(grads) if g is not None]
         names = [self._names(params[i], entries, group) for i in present]
         self._fill_all([params[i] for i in present], names, group)
+        kinds: dict[tuple[Any, ...], list[int]] = {}
         for i, kept in zip(present, names, strict=True):
             p = params[i]
             forms = forms_of(kept, p, group, self.low_bit)
             kinds.setdefault((p.device, p.is_complex(), sharding_of(p), kept, forms), []).append(i)
-        batches = []
-        for (device, is_complex, sharding, kept, forms), indices in self._cut(kinds, params):
-            sees_shards = adds_up = False
-            if sharding is not None:
-                sees_shards, adds_up = self._views(group, device)
-                check_sharded_forms(forms, sees_shards, sharding.is_repeated)
-            own = [params[i] for i in indices]
-            # Only where there are entries: asking for the state would make an empty one.
-            states = [self.state[p] for p in own] if kept else []
-            columns = {name: column_of(states, name, form, sees_shards) for name, form in zip(kept, forms, strict=True)}
-            batches.append(
-                Batch(
-                    None if indices == [*range(len(params))] else indices,
-                    device,
-                    is_complex,
-                    Elements(own, keeps_layout=not is_complex and sharding is None),
-                    columns.get(MASTER),
-                    tuple([columns.get(entry) for entry in (*self._entries, AVERAGE)]),
-                    sharding,
-                    sees_shards,
-                    adds_up,
-                )
-            )
-        self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
-        self._mark = self.state.changes.mark
-        return batches
+        return kinds
+
+    def _batch(self, kind: tuple[Any, ...], indices: list[int], group: dict[str, Any]) -> Batch:
+        """The batch of these parameters of the group, which are of one kind."""
+        device, is_complex, sharding, kept, forms = kind
+        sees_shards = adds_up = False
+        if sharding is not None:
+            sees_shards, adds_up = self._views(group, device)
+            check_sharded_forms(forms, sees_shards, sharding.is_repeated)
+        params = group["params"]
+        own = [params[i] for i in indices]
+        # Only where there are entries: asking for the state would make an empty one.
+        states = [self.state[p] for p in own] if kept else []
+        columns = {name: column_of(states, name, form, sees_shards) for name, form in zip(kept, forms, strict=True)}
+        return Batch(
+            None if indices == [*range(len(params))] else indices,
+            device,
+            is_complex,
+            Elements(own, keeps_layout=not is_complex and sharding is None),
+            columns.get(MASTER),
+            tuple([columns.get(entry) for entry in (*self._entries, AVERAGE)]),
+            sharding,
+            sees_shards,
+            adds_up,
+        )
 
     def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterable[tuple[Any, list[int]]]:
         """The parameters of each kind, by their places in the group, as they go into batches."""
