@@ -73,6 +73,15 @@ def test_each_tensor_of_state_has_memory_of_its_own(device: torch.device) -> Non
     assert all(copy.deepcopy(t).untyped_storage().nbytes() == t.nbytes for t in state)
 
 
+def test_an_entry_that_was_asked_for_before_the_first_step_is_the_one_that_is_filled() -> None:
+    params = parameters("cpu")
+    optimizer = st.optim.Adam(params)
+    early = optimizer.state[params[0]]
+    optimizer.step()
+    assert optimizer.state[params[0]] is early
+    assert early["step"] == 1
+
+
 class Filling(TorchDispatchMode):
     """Counts the aten calls that do more than to make a view or take memory."""
 

@@ -80,7 +80,7 @@ class DeclaredState(torch.optim.Optimizer):
         stays = group.get("state_dtype") is None and self._arena is None
         begun: dict[tuple[Any, ...], list[Tensor]] = {}
         for p, own in zip(params, names, strict=True):
-            if stays and own and not self.state.get(p) and can_begin_with_others(p):
+            if stays and own and p not in self.state and can_begin_with_others(p):
                 begun.setdefault((own, p.device, p.dtype), []).append(p)
             else:
                 self._fill(p, own, group)
