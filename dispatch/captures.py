@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from subtensors.kernels.collector import uncollected
 from subtensors.kernels.cuda_range import has_driver, is_captured
 
 Work = Callable[[], None]
@@ -29,7 +30,6 @@ _waiting: deque[Work] = deque()
 _is_busy = Lock()
 _counts = Lock()
 _captures = 0
-_collects_garbage = True
 _streams: dict[int, list[int]] = {}
 """Handles of torch's streams of each watched device."""
 
@@ -110,17 +110,13 @@ def _after_collection(phase: str, info: dict[str, Any]) -> None:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """While a graph is captured here no garbage is collected, and what finalizers hand in waits until it is over."""
-    global _captures, _collects_garbage
+    global _captures
     with _counts:
-        if not _captures:
-            _collects_garbage = gc.isenabled()
-            gc.disable()
         _captures += 1
     try:
-        yield
+        with uncollected():
+            yield
     finally:
         with _counts:
             _captures -= 1
-            if not _captures and _collects_garbage:
-                gc.enable()
         catch_up()

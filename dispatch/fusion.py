@@ -32,6 +32,7 @@ from subtensors.dispatch.kernel_group import KernelGroup
 from subtensors.dispatch.refusals import name_of
 from subtensors.dispatch.routes import Route, route_of, routes_of
 from subtensors.dispatch.trace import Trace, trace
+from subtensors.kernels.collector import uncollected
 from subtensors.kernels.compilation import compile_together
 from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
 from subtensors.kernels.program import Scalar
@@ -277,6 +278,7 @@ class Fusion:
         del plans[self.PLANS :]
         return plan, [None] * len(columns)
 
+    @uncollected()
     def _make_plan(self, call: Call, columns: Columns) -> _Plan:
         reason = ""
         if dispatcher_private.is_transforming():

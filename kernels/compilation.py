@@ -12,10 +12,12 @@ from contextvars import Context
 
 import torch
 
+from subtensors.kernels.collector import uncollected
 from subtensors.kernels.launch import Grid
 from subtensors.kernels.triton_or_none import triton
 
 
+@uncollected()
 def compile_together(grids: Sequence[Grid]) -> None:
     """Have Triton compile what these grids launch first, all at the same time; nothing where only one kernel is new.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from subtensors.kernels import blockwise, graph_lifetime
 from subtensors.kernels.codegen import Kernel, write_kernel
+from subtensors.kernels.collector import uncollected
 from subtensors.kernels.lowering import FLOATS, register
 from subtensors.kernels.program import Extent, Instruction, Program
 from subtensors.kernels.segment_writer import ADDRESSED
@@ -284,6 +285,7 @@ class Grid:
             is_float = register(step.compute, Extent.ELEMENT) in FLOATS
             exchange(results.view(torch.float64) if is_float else results, step.name)
 
+    @uncollected()
     def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
         programs = self.programs(kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -134,3 +135,27 @@ def first_step(name: str, dtype: torch.dtype, device: str, count: int) -> Any:
     for p in params:
         p.grad = torch.ones_like(p)
     return getattr(st.optim, name)(params, **OPTIMIZERS[name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its launches are stubbed where Triton interprets")
+def test_a_first_step_hardly_collects_garbage(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Grid, "launch", lambda *_: None)
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    optimizer = first_step("Adam", torch.float32, device, 1000)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        with kernels_on_cpu():
+            optimizer.step()
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    # It makes some 20 000 objects, and all of them stay.
+    assert gc.isenabled()
+    assert collections.count("start") <= 10

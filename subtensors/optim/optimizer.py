@@ -14,6 +14,7 @@ from torch import Tensor
 from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
+from subtensors.kernels.collector import uncollected
 from subtensors.kernels.launch import Prelude
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.declared_state import AVERAGE, MASTER
@@ -222,8 +223,9 @@ class Optimizer(Stepping):
         self._refuse_sparse(grads)
         if lists is not None and not lists.has_params(params):
             self._forget()
-        kinds = self._cut(self._kinds(params, grads, entries, group), params)
-        batches = [self._batch(kind, indices, group) for kind, indices in kinds]
+        with uncollected():
+            kinds = self._cut(self._kinds(params, grads, entries, group), params)
+            batches = [self._batch(kind, indices, group) for kind, indices in kinds]
         self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
         self._mark = self.state.changes.mark
         return batches
