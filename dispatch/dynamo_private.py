@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -106,6 +107,31 @@ def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
     setattr(TensorVariable, "method_attr_grad", gradient)  # noqa: B010 (mypy takes no assignment to a method)
 
 
+def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
+    """Let Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11, 2.13.
+
+    It would write a call that no subclass is asked about.
+
+    Args:
+        kind: the type.
+        reason: what is said where no break is allowed.
+    """
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables import builtin
+
+    owner: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # since 2.13
+    method = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
+    rule = getattr(owner, method)
+
+    def call_setattr(variable: Any, tx: Any, tensor: Any, name: Any, value: Any) -> Any:
+        is_moved = getattr(tensor, "class_type", None) is kind and name.is_python_constant()
+        if is_moved and name.as_python_constant() == "data":
+            unimplemented(gb_type=f".data = of a {kind.__name__}", context=str(tensor), explanation=reason, hints=[])
+        return rule(variable, tx, tensor, name, value)
+
+    setattr(owner, method, call_setattr)
+
+
 def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
     """Let compiled code read `.grad` of tensors of these types as of torch's own. Checked on 2.11, 2.13.
 
@@ -147,6 +173,19 @@ def compile_only_inlined(function: Callable[..., Any]) -> None:
 
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def compile_methods_only_inlined(kind: type) -> None:
+    """`compile_only_inlined` for what a class defines in Python. Checked on 2.11, 2.13.
+
+    Where a graph breaks, tensors of the class are real ones, and not what compiled code is given for them.
+    """
+    for member in vars(kind).values():
+        for function in (getattr(member, name, None) for name in ("fget", "fset", "__func__")):
+            if isinstance(function, FunctionType):
+                compile_only_inlined(function)
+        if isinstance(member, FunctionType):
+            compile_only_inlined(member)
 
 
 def is_symbolic(value: Any) -> bool:

@@ -77,6 +77,19 @@ def test_what_moves_or_exchanges_is_marked(change: str) -> None:
     assert changes.mark is not before
 
 
+def test_compiled_code_that_moves_one_marks_it() -> None:
+    p, changes = watched()
+    before, memory = changes.mark, p.data
+
+    def move(p: Tensor, t: Tensor) -> Tensor:
+        p.data = t
+        return p + 1
+
+    torch.compile(move, backend="aot_eager")(p, torch.ones(3))
+    assert changes.mark is not before
+    assert p.data_ptr() != memory.data_ptr()
+
+
 def test_a_gradient_that_is_given_other_memory_is_marked() -> None:
     p, changes = watched()
     for move in (lambda g: setattr(g, "data", torch.ones(3)), lambda g: g.set_(torch.ones(3))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,6 +125,32 @@ def test_a_compiled_mover_is_refused() -> None:
         with pytest.raises((st.AddressError, torch._dynamo.exc.Unsupported, RuntimeError)):
             torch.compile(move, backend="eager")(s)
         assert s.shape == (4,)
+
+
+MOVES_BETWEEN_GRAPHS: dict[str, Callable[[Tensor], Any]] = {
+    "resize_": lambda t: t.resize_(100),
+    "resize_as_": lambda t: t.resize_as_(torch.ones(100)),
+    "set_": lambda t: t.set_(torch.ones(100)),
+    ".data =": lambda t: setattr(t, "data", torch.ones(100)),
+    "as_strided_": lambda t: t.as_strided_((2,), (1,), 1),
+    "add(out=": lambda t: torch.add(torch.ones(100), 1, out=t),
+    "sort(out=": lambda t: torch.sort(torch.ones(100), out=(t, torch.empty(0, dtype=torch.int64))),
+}
+
+
+@pytest.mark.parametrize("op", MOVES_BETWEEN_GRAPHS)
+def test_what_would_move_it_is_refused_between_two_graphs_too(op: str) -> None:
+    s = st.static(torch.arange(4.0))
+    at = s.data_ptr()
+
+    def moving(t: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        MOVES_BETWEEN_GRAPHS[op](t)
+        return t + 1
+
+    with pytest.raises(st.AddressError, match=re.escape(op)):
+        torch.compile(moving, backend="aot_eager")(s)
+    assert (s.data_ptr(), s.tolist()) == (at, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

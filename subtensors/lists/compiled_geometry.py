@@ -7,7 +7,6 @@ guarded with the layout of a packed list and with each element of another.
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,11 +24,7 @@ def teach_compiler(kind: type[torch.Tensor]) -> None:
     """Make compiled code see the elements of lists of this type in what it asks of their geometry."""
     dynamo_private.answer_in_compiler(kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS)
     dynamo_private.list_in_compiler(kind, "tensors")
-    for member in vars(kind).values():
-        # Where a graph breaks, lists are real ones, and not what compiled code is given for them.
-        function = getattr(member, "fget", getattr(member, "__func__", member))
-        if isinstance(function, FunctionType):
-            dynamo_private.compile_only_inlined(function)
+    dynamo_private.compile_methods_only_inlined(kind)
     dynamo_private.break_at_gradients(
         kind,
         "compiled code is given stand-ins for the elements of a TensorList, which have no .grad: give it the gradients "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.plain_types import read_as_plain
 from subtensors.optim.watched_state import Changes
 
@@ -128,3 +129,4 @@ def _unwatched_alias(t: Tensor) -> Tensor:
 
 for _kind in _OWN:
     read_as_plain(_kind)
+    dynamo_private.break_at_moves(_kind, "what moves a packed parameter, or its gradient, is marked outside of a graph")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import dynamo_private, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.plain_types import PLAIN_TYPES, read_as_plain
 from subtensors.dispatch.sleeping import Asleep, refuse_sleeper
@@ -347,5 +347,7 @@ class _Placed(torch.autograd.Function):
 
 torch.serialization.add_safe_globals([_rebuild])
 read_as_plain(StaticAddressTensor)
+dynamo_private.compile_methods_only_inlined(StaticAddressTensor)
+dynamo_private.break_at_moves(StaticAddressTensor, f".data = would move a StaticAddressTensor: {COPY}")
 # Sharing memory between processes moves it, so that a copy is what is shared.
 ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))
