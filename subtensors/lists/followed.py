@@ -88,9 +88,12 @@ _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 def marked(x: TensorList) -> TensorList:
     """The list, which says of itself that it requires gradients where an element does.
 
-    Compiled code guards on that before it looks at the elements. `follow` makes it true.
+    Compiled code guards on that before it looks at the elements. `follow` makes it true. A list that compiled code
+    makes holds stand-ins that autograd follows one by one.
     """
     elements = x.elements()
+    if stands_in(x):
+        return x
     if torch.is_grad_enabled() and any(t.requires_grad for t in elements) and not is_transforming():
         with torch._C.DisableTorchFunctionSubclass():
             x.requires_grad_(elements[0].is_floating_point())

@@ -9,6 +9,7 @@ from typing import Any
 
 import optree
 import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 Path = tuple[Hashable, ...]
 
@@ -82,12 +83,27 @@ def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
     leaves: list[Any]
     leaves, spec = optree.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
+        if isinstance(leaf, immutable_list | immutable_dict):
+            return flatten_tensors(_mutable(tree))
         if not isinstance(leaf, torch.Tensor):
             hint = "; give model.parameters()" if isinstance(leaf, torch.nn.Module) else ""
             raise TypeError(
                 f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is of type {type(leaf).__name__}{hint}"
             )
     return leaves, spec
+
+
+def _mutable(tree: Any) -> Any:
+    """The pytree with lists and dicts for those that stand for them in a graph of the compiler."""
+
+    def mutable(leaf: Any) -> Any:
+        if isinstance(leaf, immutable_list):
+            return [_mutable(child) for child in leaf]
+        if isinstance(leaf, immutable_dict):
+            return {key: _mutable(child) for key, child in leaf.items()}
+        return leaf
+
+    return optree.tree_map(mutable, tree)
 
 
 def _kind(spec: optree.PyTreeSpec) -> str:
