@@ -217,3 +217,23 @@ def test_what_is_out_of_reach_has_its_gradient_and_no_graph(device: str, compile
         (expected,) = torch.autograd.grad(program(x), held.hidden, cotangent)
         torch.testing.assert_close(held.hidden.grad, expected)
     assert ["not found: pass it on" in reason for reason in run.stats().fallbacks] == [True]
+
+
+def test_data_that_an_object_holds_is_not_copied_and_what_is_written_there_is_written_once_a_call(device: str) -> None:
+    class Job(Holder):
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.data, self.calls = torch.zeros(1000, 3, device=device), torch.zeros((), device=device)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return self.net(x).softmax(0)  # type: ignore[no-any-return]
+
+    job = Job()
+    run = st.bucketed(job, DIMS)
+    for i, n in enumerate((5, 6, 20, 7, 12)):
+        run(rows(n, device)).square().sum().backward()
+        assert job.calls == i + 1
+    put_back = [id(t) for t in run.state.at_risk()]
+    assert id(job.calls) in put_back
+    assert id(job.data) not in put_back

@@ -70,10 +70,9 @@ def calls_to_warm(
 
 
 @contextmanager
-def kept_state(state: State) -> Iterator[None]:
-    """Buffers and random generators are afterwards as they were before."""
+def kept_state(state: State, buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Some buffers of a program's state, and random generators, are afterwards as they were before."""
     held = state.held()
-    buffers = state.buffers()
     with torch.no_grad():
         kept = [(buffer, buffer.clone()) for buffer in buffers]
     devices = sorted({t.device.index for t in state.tensors() if t.is_cuda})

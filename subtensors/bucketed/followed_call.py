@@ -128,7 +128,7 @@ class TrainedCall:
         for source, x in zip(self.reading.sources, sources, strict=True):
             leaves[source.leaf] = x
         with ExitStack() as kept:
-            kept.enter_context(kept_state(self.bucket.state))
+            kept.enter_context(kept_state(self.bucket.state, self.bucket.state.at_risk()))
             torch_capture.go_to_random_place(self.bucket.device, self.random)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1

@@ -229,17 +229,19 @@ class Recorder:
 
     def _note_writes(self, before: list[int] | None) -> None:
         """Has the program written to its state since these were its versions?"""
-        self.writes_state = self.writes_state or before is None or before != self.state.versions()
+        self.writes_state = self.state.note_writes(before) or self.writes_state
 
     def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
         padded = _padded(leaves, reading, bucket.device)
         copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
+        before = self.state.versions()
 
         # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
         # the capture: compiled code that it runs is compiled for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
             result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
+        self._note_writes(before)
         with torch.no_grad():
             for own, x, version in copies:
                 if x._dense._version != version:
@@ -251,7 +253,7 @@ class Recorder:
             bucket.first_leaves = frozenset(leaves_behind(roots))
             # What returns no gradients may be a whole step, which is not to be taken twice.
             try:
-                with kept_state(self.state):
+                with kept_state(self.state, self.state.at_risk()):
                     bucket.run_once(reading.host)
             except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
                 self._refuse(bucket, error)

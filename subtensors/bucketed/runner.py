@@ -297,7 +297,7 @@ class Bucketed:
                     return self
                 args, kwargs = self._example
             calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
-            with kept_state(self.state):
+            with kept_state(self.state, self.state.buffers()):
                 for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm(leaves, given, named)
         return self

@@ -35,6 +35,8 @@ class State:
 
     def __init__(self, program: Callable[..., Any]) -> None:
         self._program = program
+        self._written: set[int] | None = set()
+        """Ids of what the program was seen to write to; None where torch doesn't count it."""
         self.look()
 
     def look(self) -> None:
@@ -118,9 +120,27 @@ class State:
             return None
         return [t._version for t in self._tensors]
 
+    def note_writes(self, before: list[int] | None) -> bool:
+        """Remember what was written to since these were the versions: was anything, or can't that be told?"""
+        after = self.versions()
+        if before is None or after is None:
+            self._written = None
+            return True
+        if self._written is not None:
+            self._written |= {id(t) for t, a, b in zip(self._tensors, before, after, strict=True) if a != b}
+        return before != after
+
     def buffers(self) -> list[Tensor]:
         """What a program may write to without autograd's leave: it is no parameter, nor wants a gradient otherwise."""
         return [t for t in self._tensors if not (t.requires_grad or isinstance(t, nn.Parameter))]
+
+    def at_risk(self) -> list[Tensor]:
+        """Of those what a run must put back: buffers of modules, and else what the program was seen to write to.
+
+        The tensors that an object holds beside its modules may be all of its data.
+        """
+        loose = set(map(id, self.loose)) if self._written is not None else set()
+        return [t for t in self.buffers() if id(t) not in loose or id(t) in (self._written or ())]
 
     def aliases(self, kept: Collection[int] = ()) -> dict[int, nn.Parameter]:
         """Leaves of their own over the memory of the modules' parameters, by the id of what each stands for.

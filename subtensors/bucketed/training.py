@@ -156,7 +156,7 @@ class TrainedBucket(Bucket):
             if self.pool is None and not self.is_differentiable:
                 self.roots_at, self.outputs = [], Outputs.of(None)
             elif self.pool is None:
-                with kept_state(self.state):
+                with kept_state(self.state, self.state.at_risk()):
                     self._take(self._forward())
                     self._backward_by_host()
             else:
