@@ -87,6 +87,68 @@ def test_logits_of_picked_rows_are_never_there_at_once(program: Any) -> None:
     assert seen.largest <= max(4 * VOCAB, HIDDEN * VOCAB)
 
 
+BATCH, LENGTH = 3, 8
+
+
+def batch() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "h": torch.randn(BATCH, LENGTH, HIDDEN, generator=g),
+        "w": torch.randn(4 * VOCAB, HIDDEN, generator=g),
+        "target": torch.randint(0, 4 * VOCAB, (BATCH, LENGTH), generator=g),
+    }
+
+
+def sequence_by_sequence(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    """Log-probabilities as preference losses take them, so that no more than a sequence of logits is copied."""
+    scores = F.linear(h, w)
+    sums = torch.stack([torch.logsumexp(sequence, dim=-1) for sequence in scores])
+    shifted = (scores.gather(-1, target[..., None]).squeeze(-1) - sums).sum(1)
+    each = [
+        sequence.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+        for sequence, labels in zip(scores / 0.7, target, strict=True)
+    ]
+    return F.logsigmoid(shifted + torch.stack(each).sum(1)).mean()
+
+
+def first_and_last(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    scores = 4 * torch.tanh(F.linear(h, w) / 4)
+    first = F.cross_entropy(scores[0], target[0], reduction="none")
+    return (
+        (first * torch.arange(LENGTH)).mean() + F.cross_entropy(scores.select(0, -1)[1:], target[-1][:-1]) + h[1].mean()
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last])
+def test_sequences_of_a_batch_give_what_they_give_on_plain_tensors(program: Any, dtype: torch.dtype, rows: int) -> None:
+    check_chunked(program, batch(), {"h": {"rows": rows}}, dtype=dtype, passes=3)
+
+
+@pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last])
+def test_logits_of_a_batch_are_never_there_at_once_where_its_sequences_are_taken_one_by_one(program: Any) -> None:
+    calls.fallbacks.clear()
+    values = {n: t.requires_grad_(t.is_floating_point()) for n, t in batch().items()}
+    with Allocations() as seen:
+        program(**{**values, "h": st.chunk(values["h"], rows=1)}).backward()
+    assert not calls.fallbacks
+    assert seen.largest <= LENGTH * 4 * VOCAB
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1, lambda x: F.linear(x, torch.eye(3))], ids=["product", "layer"])
+def test_a_sequence_and_the_batch_it_is_of_see_what_is_written_to_each_other(change: Any) -> None:
+    x = torch.arange(24.0).view(4, 2, 3)
+    found = []
+    for h in (st.chunk(x, rows=1), x.clone()):
+        scores = change(h)
+        one, (first, *_) = scores[1], scores.unbind()
+        scores.mul_(2)
+        one[0] = -1.0
+        found.append([one.tolist(), first.tolist(), scores.tolist()])
+    assert found[0] == found[1]
+
+
 def test_no_rows_are_what_they_are_in_torch() -> None:
     h, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nothing = torch.zeros(4, dtype=torch.bool)

@@ -60,7 +60,11 @@ class Cell:
             if self.base.writes != self.stamp:
                 op, args, kwargs, place = self.made
                 with recording(value.needs_grad):
-                    self._value = _outputs(record(op, value, *args, **kwargs))[place]
+                    try:
+                        taken = record(op, value, *args, **kwargs)
+                    except NeedsValues:
+                        taken = record(op, gathered(value), *args, **kwargs)
+                self._value = _outputs(taken)[place]
                 self.stamp = self.base.writes
                 self.writes += 1
         return self._value

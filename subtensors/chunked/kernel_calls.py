@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.chunked.picked_rows import picked_rows, selected_rows
+from subtensors.chunked.picked_rows import each_row, one_row, picked_rows, selected_rows
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell, LinearCell
@@ -181,7 +181,7 @@ def _float(kind: Kind, input: Any, **named: Any) -> Tensor | None:
     return None if named else _to(kind, input, torch.float32)
 
 
-BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {
+BY_KERNELS: dict[Any, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
@@ -195,5 +195,9 @@ BY_KERNELS: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.__getitem__: picked_rows,
     torch.index_select: selected_rows,
     Tensor.index_select: selected_rows,
+    torch.select: one_row,
+    Tensor.select: one_row,
+    torch.unbind: each_row,
+    Tensor.unbind: each_row,
 }
 """Each gives None where the call is recorded op by op."""

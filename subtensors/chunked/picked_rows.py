@@ -1,13 +1,14 @@
-"""Rows that a mask or an index picks, as of the tokens that count: they are chunked again.
+"""Rows that a mask or an index picks, as of the tokens that count, and rows one by one: they are chunked again.
 
 Which chunk has how many of them is not known before the index is. But what was chunked is there in full: its rows are
 picked as torch picks them, and are chunked like those they come from. So are logits that are a linear layer of it: a
-layer of picked rows is the layer's picked rows.
+layer of picked rows is the layer's picked rows. A sequence of a batch is chunked along its tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, w
 from subtensors.dispatch.region.axis import Axis, Layout
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.graph import Value, leaf_value, recording
-from subtensors.dispatch.region.lowering import is_input, linear_logits, whole_input
+from subtensors.dispatch.region.lowering import LinearLogits, is_input, linear_logits, whole_input
 from subtensors.dispatch.region.rules.table import record
 
 aten = torch.ops.aten
@@ -27,6 +28,8 @@ aten = torch.ops.aten
 def picked_rows(kind: type[RecordedTensor], x: Any, key: Any) -> Tensor | None:
     """`x[key]` where a mask or an index picks from the dims that hold the rows; None where it is something else."""
     first, *rest = key if isinstance(key, tuple) else (key,)
+    if type(first) is int and not rest:
+        return one_row(kind, x, 0, first)
     is_plain = isinstance(x, RecordedTensor) and isinstance(first, Tensor) and not isinstance(first, RecordedTensor)
     if not is_plain or any(k is not Ellipsis and k != slice(None) for k in rest):
         return None
@@ -44,13 +47,60 @@ def picked_rows(kind: type[RecordedTensor], x: Any, key: Any) -> Tensor | None:
             if layer is None:
                 return None
             hidden = layer.rows_of(whole_input(layer.hidden)).view(*value.shape[:-1], -1)[first]
-            rows = _chunked_again(hidden, layout, dims, value)
-            if layer.bias is None:
-                picked = record(aten.mm.default, rows, layer.weight)
-            else:
-                picked = record(aten.addmm.default, layer.bias, rows, layer.weight)
-            picked = layer.squashed.again(picked, value.dtype)
+            picked = _logits(layer, _chunked_again(hidden, layout, dims, value), value.dtype)
     return outer(kind, Cell(picked))
+
+
+def _logits(layer: LinearLogits, rows: Value, dtype: torch.dtype) -> Value:
+    """What a layer makes of other rows."""
+    if layer.bias is None:
+        product = record(aten.mm.default, rows, layer.weight)
+    else:
+        product = record(aten.addmm.default, layer.bias, rows, layer.weight)
+    return layer.squashed.again(product, dtype)
+
+
+def one_row(kind: type[RecordedTensor], x: Any, dim: Any, index: Any) -> Tensor | None:
+    """`x[index]`, a sequence of a batch; None where it is something else."""
+    rows = _sequences(kind, x, dim, lambda hidden: {index: hidden[index]}) if type(index) is int else None
+    return None if rows is None else rows[0]
+
+
+def each_row(kind: type[RecordedTensor], x: Any, dim: Any = 0) -> tuple[Tensor, ...] | None:
+    """`x.unbind()`, the sequences of a batch; None where it is something else."""
+    return _sequences(kind, x, dim, lambda hidden: dict(enumerate(hidden.unbind())))
+
+
+def _sequences(
+    kind: type[RecordedTensor], x: Any, dim: Any, taken: Callable[[Tensor], dict[int, Tensor]]
+) -> tuple[Tensor, ...] | None:
+    """Sequences of a batch that is chunked along the batch, each chunked along its tokens: views, as torch gives them.
+
+    Args:
+        kind: the type of what stays chunked.
+        x: (B, S, ...), perhaps.
+        dim: of which one position is taken.
+        taken: positions and sequences of what was chunked.
+    """
+    value = cell_of(x).value if isinstance(x, RecordedTensor) else None
+    layout = None if value is None else value.layout
+    if value is None or layout is None or dim != 0 or layout.dim != 0 or layout.outer != 1 or value.ndim != 3:
+        return None
+    policy = layout.axis.policy
+    if policy.rows is not None:  # sequences side by side hold as much as chunks of the batch
+        policy = replace(policy, rows=max(1, policy.rows * value.shape[1] // max(value.shape[0], 1)))
+    grad = torch.is_grad_enabled() and value.needs_grad
+    with recording(grad), torch.set_grad_enabled(grad):
+        layer = None if is_input(value) else linear_logits(value)
+        if layer is None and not is_input(value):
+            return None
+        hidden = whole_input(value) if layer is None else layer.rows_of(whole_input(layer.hidden))
+        cells = []
+        for place, sequence in taken(hidden.view(*value.shape[:-1], -1)).items():
+            rows = leaf_value(sequence, 0, Axis(sequence.shape[0], policy, sequence.numel()))
+            cell = Cell(rows if layer is None else _logits(layer, rows, value.dtype))
+            cells.append(cell.view_of(cell_of(x), aten.select.int, (0, place), {}, 0))
+    return tuple([outer(kind, cell) for cell in cells])
 
 
 def _chunked_again(rows: Tensor, layout: Layout, dims: int, of: Value) -> Value:
