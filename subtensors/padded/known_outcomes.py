@@ -87,4 +87,5 @@ def seen(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen 
             operands.append(x)
     if sizes is None or sizes.rows is not None:
         return None
-    return Seen(op, tuple(key), operands, sizes)
+    # Whether two sizes are the same is asked of every size up to the buckets.
+    return Seen(op, (sizes.named, *key), operands, sizes)
