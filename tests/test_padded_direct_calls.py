@@ -42,6 +42,20 @@ CALLS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (torch.sub, lambda x: torch.sub(torch.ones(2, 8, 6, dtype=torch.float64), x)),
     (Tensor.mul, lambda x: x * True),
     (torch.mul, lambda x: torch.mul(input=x, other=x)),
+    (torch.addmm, lambda x: torch.addmm(B, x.reshape(-1, 6), W.t())),
+    (torch.addmm, lambda x: torch.addmm(B, x[:, 0], W.t(), alpha=2)),
+    (torch.pow, lambda x: torch.pow(x, 3.0)),
+    (Tensor.pow, lambda x: x.pow(2)),
+    (Tensor.pow, lambda x: (x * x).pow(x)),
+    (Tensor.__pow__, lambda x: x**2),
+    (torch.neg, lambda x: torch.neg(x)),
+    (Tensor.neg, lambda x: x.neg()),
+    (Tensor.__neg__, lambda x: -x),
+    (torch.relu, lambda x: torch.relu(x)),
+    (Tensor.relu, lambda x: x.relu()),
+    (F.relu, lambda x: F.relu(x)),
+    (F.relu, lambda x: F.relu(x * 1, inplace=True)),
+    (F.silu, lambda x: F.silu(x)),
     (Tensor.tanh, lambda x: x.tanh()),
     (torch.tanh, lambda x: torch.tanh(x)),
     (Tensor.sigmoid, lambda x: x.sigmoid()),
@@ -61,7 +75,11 @@ LINES = [pytest.param(call, id=f"{i} {func.__name__}") for i, (func, call) in en
 
 
 def test_each_function_that_is_one_op_is_called_here() -> None:
-    assert {func for func, _ in CALLS} == {*direct_calls.OP_OF, *direct_calls.OP_OF_SIZES}
+    assert {func for func, _ in CALLS} == {
+        *direct_calls.OP_OF,
+        *direct_calls.OP_OF_SIZES,
+        *direct_calls.OP_UNLESS_IN_PLACE,
+    }
 
 
 @pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
@@ -91,6 +109,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
         if not is_direct:
             monkeypatch.setattr(direct_calls, "OP_OF", {})
             monkeypatch.setattr(direct_calls, "OP_OF_SIZES", {})
+            monkeypatch.setattr(direct_calls, "OP_UNLESS_IN_PLACE", {})
         torch.manual_seed(0)
         for n in (5, 7, 1, 8):
             made.append([])

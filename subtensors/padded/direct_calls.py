@@ -38,10 +38,14 @@ OP_OF: dict[Callable[..., Any], OpOverload] = {
     Tensor.transpose: aten.transpose.int,
     Tensor.unsqueeze: aten.unsqueeze.default,
     Tensor.contiguous: aten.contiguous.default,
+    torch.addmm: aten.addmm.default,
     **dict.fromkeys([torch.matmul, Tensor.matmul], aten.matmul.default),
     **dict.fromkeys([torch.add, Tensor.add], aten.add.Tensor),
     **dict.fromkeys([torch.sub, Tensor.sub], aten.sub.Tensor),
     **dict.fromkeys([torch.mul, Tensor.mul], aten.mul.Tensor),
+    **dict.fromkeys([torch.pow, Tensor.pow, Tensor.__pow__], aten.pow.Tensor_Scalar),
+    **dict.fromkeys([torch.neg, Tensor.neg, Tensor.__neg__], aten.neg.default),
+    **dict.fromkeys([torch.relu, Tensor.relu], aten.relu.default),
     **dict.fromkeys([torch.tanh, Tensor.tanh], aten.tanh.default),
     **dict.fromkeys([torch.sigmoid, Tensor.sigmoid], aten.sigmoid.default),
     **dict.fromkeys([torch.rsqrt, Tensor.rsqrt], aten.rsqrt.default),
@@ -55,6 +59,12 @@ OP_OF_SIZES: dict[Callable[..., Any], OpOverload] = {
     Tensor.expand: aten.expand.default,
 }
 """Those that also take a tuple as so many arguments."""
+
+OP_UNLESS_IN_PLACE: dict[Callable[..., Any], OpOverload] = {
+    functional.relu: aten.relu.default,
+    functional.silu: aten.silu.default,
+}
+"""Those that can be told to write to their argument."""
 
 
 def _drops_nothing(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
@@ -83,12 +93,18 @@ _KINDS: dict[str, Kinds] = {
 def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives by the rule of the op that it is; NotImplemented where it may be something else."""
     op = OP_OF.get(func)
-    if op is None:
-        op = OP_OF_SIZES.get(func)
-        if op is None:
-            return args[0] if func in GIVES_BACK and GIVES_BACK[func](*args, **kwargs) else NotImplemented
+    if op is not None:
+        pass
+    elif (op := OP_OF_SIZES.get(func)) is not None:
         if len(args) > 1 and type(args[1]) is int:
             args = args[0], args[1:]
+    elif (op := OP_UNLESS_IN_PLACE.get(func)) is not None:
+        if kwargs.get("inplace") is False:
+            kwargs = {name: x for name, x in kwargs.items() if name != "inplace"}
+    elif func in GIVES_BACK and GIVES_BACK[func](*args, **kwargs):
+        return args[0]
+    else:
+        return NotImplemented
     if not _takes(op, args, kwargs) or dispatcher_private.is_intercepted() or dispatcher_private.is_transforming():
         return NotImplemented
     asked = seen(op, args, kwargs)
