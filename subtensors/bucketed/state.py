@@ -49,7 +49,8 @@ class State:
         self._parents = [m._modules for m in self.modules if m._modules]
         self._children = _values(self._parents)
         self._registered = _values(self._holders)
-        self._training = [m.training for m in self.modules]
+        self._training = {self.training(): [m.training for m in self.modules]}
+        """Which modules train, by which of the outermost do: graphs are recorded for each."""
         self._numbers = [
             pair for m in self.modules if type(m).__module__.startswith("torch.nn.") for pair in _floats(m)
         ]
@@ -91,7 +92,8 @@ class State:
             return f"{name} was replaced"
         if not _are_same(_values(self._parents), self._children):
             return "a module was replaced"
-        if [m.training for m in self.modules] != self._training:
+        training = [m.training for m in self.modules]
+        if self._training.setdefault(self.training(), training) != training:
             return "a module changed between training and evaluation"
         if [held.get(name) for held, name in self._numbers] != self._values:
             return "a number of a module changed, as of a dropout"
