@@ -23,7 +23,7 @@ from subtensors.kernels.masked_layout import multiprocessors, plan
 from subtensors.kernels.masked_norm_tiles import norm_backward_kernel, norm_kernel
 from subtensors.kernels.repeated_launch import RepeatedLaunch
 
-launch_norm = RepeatedLaunch(norm_kernel)
+launch_norm = RepeatedLaunch(norm_kernel, has_reference=True)
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""

@@ -35,7 +35,7 @@ _thread = _Thread()
 
 @contextmanager
 def not_waiting() -> Iterator[None]:
-    """Launches of kernels that are not compiled yet raise BeingCompiled meanwhile; all of them are compiled at the end.
+    """Kernels that have a reference and are not compiled yet raise BeingCompiled meanwhile, and are compiled at the end.
 
     What is new stays so to the end, so that it does not depend on the compiler's speed what is computed how.
     """
@@ -52,10 +52,11 @@ class RepeatedLaunch:
 
     Args:
         kernel: under `triton.jit`.
+        has_reference: does who launches it compute the same in another way where it is still compiled?
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, has_reference: bool = False) -> None:
+        self.kernel, self.has_reference = kernel, has_reference
         self._launchers: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
         self._coming: dict[Any, Future[Any]] = {}
@@ -70,7 +71,7 @@ class RepeatedLaunch:
             constants: the last ones, in their order, and options of the compilation.
 
         Raises:
-            BeingCompiled: see `not_waiting`.
+            BeingCompiled: see `not_waiting`; only where there is a reference.
         """
         device = tensors[0].device
         if device.type != "cuda":
@@ -99,7 +100,7 @@ class RepeatedLaunch:
     ) -> Any:
         """The launcher for arguments of a kind; None where Triton has launched the kernel itself."""
         compiled: Any = self._compiled.get(kind)
-        if compiled is None and _thread.asked is not None:
+        if compiled is None and self.has_reference and _thread.asked is not None:
             if kind not in self._coming:
                 like = [_like(x) for x in arguments]
                 self._coming[kind] = compiled_beside(lambda: self._compile(device, like, constants))

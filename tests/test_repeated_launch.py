@@ -62,7 +62,7 @@ def test_a_kernel_is_launched_by_triton_once_for_each_kind_of_arguments(kernel: 
 
 
 def test_a_thread_that_does_not_wait_has_kernels_compiled_beside(kernel: PretendKernel) -> None:
-    launch = RepeatedLaunch(kernel)
+    launch = RepeatedLaunch(kernel, has_reference=True)
     with not_waiting():
         for _ in range(2):
             with pytest.raises(BeingCompiled):
@@ -82,16 +82,23 @@ def test_what_the_compiler_says_of_a_kernel_is_raised_by_who_launches_it(kernel:
         raise ValueError("too large")
 
     kernel.warmup = refuse  # type: ignore[method-assign]
-    launch = RepeatedLaunch(kernel)
+    launch = RepeatedLaunch(kernel, has_reference=True)
     with not_waiting(), pytest.raises(BeingCompiled):
         launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
     with pytest.raises(ValueError, match="too large"):
         launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
 
 
+def test_a_kernel_without_a_reference_is_waited_for(kernel: PretendKernel) -> None:
+    launch = RepeatedLaunch(kernel)
+    with not_waiting():
+        launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
+    assert kernel.launched == [(2, 5, (3, 5), 8, "by Triton")]
+
+
 @pytest.mark.gpu
 def test_a_norm_is_its_reference_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = RepeatedLaunch(masked_norm.norm_kernel)
+    launch = RepeatedLaunch(masked_norm.norm_kernel, has_reference=True)
     monkeypatch.setattr(masked_norm, "launch_norm", launch)
     x = torch.randn(3, 7, 24, device="cuda", dtype=torch.float64)
     w, b = torch.randn(2, 24, device="cuda", dtype=torch.float64)
