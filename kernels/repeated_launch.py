@@ -35,7 +35,7 @@ _thread = _Thread()
 
 @contextmanager
 def not_waiting() -> Iterator[None]:
-    """Kernels that have a reference and are not compiled yet raise BeingCompiled meanwhile, and are compiled at the end.
+    """Kernels with a reference that are not compiled yet raise BeingCompiled meanwhile, and are compiled at the end.
 
     What is new stays so to the end, so that it does not depend on the compiler's speed what is computed how.
     """
