@@ -47,6 +47,11 @@ def not_waiting() -> Iterator[None]:
         wait(asked)
 
 
+def current_stream(device: int) -> int:
+    """The current stream of a device, as a number."""
+    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined, no-any-return]
+
+
 class RepeatedLaunch:
     """A kernel that is launched as Triton launches it, and from then on by what Triton made of it.
 
@@ -92,7 +97,7 @@ class RepeatedLaunch:
             if launcher is None:
                 return
         launch, named = launcher
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
+        stream = current_stream(device.index)
         launch(*addresses, *[_passed(x) if type(x) is tuple else x for x in others], *named, stream=stream)
 
     def _new(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from subtensors.kernels import masked_norm, masked_ops
+from subtensors.kernels import compiler_threads, masked_norm, masked_ops, repeated_launch
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.repeated_launch import BeingCompiled, RepeatedLaunch, not_waiting
 
@@ -48,7 +48,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> PretendKernel:
     def current(device: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: "stream", raising=False)
+    # Triton takes functions of torch when it starts, which it must not do meanwhile.
+    monkeypatch.setattr(compiler_threads, "_preparations", list)
+    monkeypatch.setattr(repeated_launch, "current_stream", lambda index: "stream")
     monkeypatch.setattr(torch.cuda, "device", current)
     return PretendKernel()
 
