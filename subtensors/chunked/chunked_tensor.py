@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched, refuse_transformed
 from subtensors.chunked.division import known_policy
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
+from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.dispatcher_private import is_transforming
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.region.axis import Axis, Policy
@@ -167,3 +168,7 @@ def _ops(value: Value) -> int:
             seen.add(id(node))
             stack.extend(x for x in node.operands() if isinstance(x, Value))
     return len(seen)
+
+
+for _kind in (RecordedTensor, ChunkedTensor):
+    dynamo_private.compile_methods_only_inlined(_kind)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.gradient_padding import Arrival
 from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded, is_padded
@@ -299,3 +300,6 @@ def _rebuild(
     out = wrap(Padded(dense, dims, sizes, fill))
     out.requires_grad_(requires_grad)
     return out
+
+
+dynamo_private.compile_methods_only_inlined(PaddedTensor)

@@ -1,0 +1,81 @@
+"""Where the graph of a compiled function breaks, tensors of each type are what they are in eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import subtensors as st
+
+WEIGHT = torch.arange(16.0).reshape(4, 4) / 10
+
+
+def padded() -> st.PaddedTensor:
+    torch.manual_seed(0)
+    return st.pad(torch.randn(2, 5, 4), {1: st.Dim("seq", max=16, buckets=8)})
+
+
+def chunked() -> st.ChunkedTensor:
+    torch.manual_seed(0)
+    return st.chunk(torch.randn(8, 4), dim=0, chunks=2)
+
+
+def static() -> st.StaticAddressTensor:
+    return st.static(torch.arange(4.0))
+
+
+def padded_write(x: Any) -> Tensor:
+    y = x @ WEIGHT
+    torch._dynamo.graph_break()
+    y[:, :2] = 0
+    return y.cumsum(1).unpad()  # type: ignore[no-any-return]
+
+
+def padded_norm(x: Any) -> Tensor:
+    y = F.layer_norm(x, (4,))
+    torch._dynamo.graph_break()
+    y.mul_(2)
+    torch._dynamo.graph_break()
+    return y.softmax(1).amax(1) / x.count(1)  # type: ignore[no-any-return]
+
+
+def chunked_loss(h: Any) -> Tensor:
+    logits = F.linear(h, WEIGHT)
+    torch._dynamo.graph_break()
+    return F.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
+
+
+def chunked_mean(h: Any) -> Tensor:
+    torch._dynamo.graph_break()
+    return (h @ WEIGHT).logsumexp(-1).mean()  # type: ignore[no-any-return]
+
+
+def static_write(s: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    s.add_(1)
+    torch._dynamo.graph_break()
+    return torch.mul(s, 2, out=s) + s.detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        (padded_write, padded),
+        (padded_norm, padded),
+        (chunked_loss, chunked),
+        (chunked_mean, chunked),
+        (static_write, static),
+    ],
+)
+def test_a_function_whose_graph_breaks_computes_what_it_does_in_eager_mode(
+    function: Callable[[Any], Any], make: Callable[[], Any]
+) -> None:
+    compiled = torch.compile(function, backend="aot_eager")
+    expected = function(make())
+    for _ in range(2):
+        torch.testing.assert_close(compiled(make()), expected)
