@@ -63,11 +63,18 @@ def other_dims(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) ->
     return (scores.logsumexp(-1) - kept).square().mean() + scores.t()[allowed].mean()
 
 
+def margins(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    scores = F.linear(F.normalize(h), F.normalize(w))
+    scores[torch.arange(ROWS), target] -= 0.35
+    scores[[-1, 4, 4], [1, 0, 0]] = 0.25
+    return F.cross_entropy(8 * scores, target) + b.sum()
+
+
 def of_each_element(h: Tensor, w: Tensor, b: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     return F.linear(h, w, b)[F.one_hot(target, VOCAB).bool()].mean()
 
 
-PROGRAMS = [hidden_states, logits, capped, by_positions, of_sequences, other_dims, of_each_element]
+PROGRAMS = [hidden_states, logits, capped, by_positions, of_sequences, other_dims, margins, of_each_element]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
@@ -158,6 +165,26 @@ def test_no_rows_are_what_they_are_in_torch() -> None:
         assert loss == 0
         assert w.grad is not None
         assert not w.grad.any()
+
+
+@pytest.mark.parametrize("row", [12, -13])
+def test_a_row_that_is_not_there_is_torch_s_own_error(row: int) -> None:
+    x = torch.randn(12, 3)
+
+    def read(x: Tensor) -> float:
+        return x.exp()[[0, row], [1, 1]].sum().item()
+
+    def write(x: Tensor) -> list[float]:
+        x = x * 1
+        x[[0, row], [1, 1]] = 2.0
+        return x.tolist()  # type: ignore[no-any-return]
+
+    for program in (read, write):
+        with pytest.raises(IndexError) as expected:
+            program(x)
+        with pytest.raises(IndexError) as found:
+            program(st.chunk(x, rows=5))
+        assert str(found.value) == str(expected.value)
 
 
 def test_rows_asked_for_are_rows_of_what_was_chunked() -> None:

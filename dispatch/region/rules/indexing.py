@@ -99,21 +99,17 @@ def index(call: Call) -> Any:
     metas = call.infer()
     if metas.numel() >= value.meta.numel() and value.meta.numel() > layout.size:
         raise call.unchunkable("it picks as much as there is")
-    row, low, size = places[layout.dim], layout.low, layout.size
-    assert row is not None
-    del low
 
     def read(x: Tensor, indices: list[Tensor | None], start: int) -> Tensor:
         rows = indices[layout.dim]
         assert rows is not None
-        rows = torch.where(rows < 0, rows + size, rows)
-        if not rows.is_cuda and rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < size):
-            raise IndexError(f"index out of range in dimension {layout.dim} with size {size}")
-        here = (rows >= start) & (rows < start + x.shape[layout.dim])
-        if not x.shape[layout.dim]:
+        count = x.shape[layout.dim]
+        if not count:
             return x.new_zeros(metas.shape)
+        rows = _checked(rows, layout, x.device) - start
+        here = (rows >= 0) & (rows < count)
         indices = list(indices)
-        indices[layout.dim] = (rows - start).clamp(0, x.shape[layout.dim] - 1)
+        indices[layout.dim] = rows.clamp(0, count - 1)
         found = aten.index.Tensor(x, indices)
         # `here` has the dims of the indices, which stand where the first of them stood (or in front).
         trailing = found.ndim - (first if adjacent else 0) - max(i.ndim for i in indices if i is not None)
@@ -123,6 +119,15 @@ def index(call: Call) -> Any:
     whole_indices = [None if i is None else gathered(i) for i in places]
     start = PerChunk(lambda span: layout.window(span)[0])
     return emit(read, (value, whole_indices, start), {}, metas, [Join.SUM], layout.axis)
+
+
+def _checked(rows: Tensor, layout: Layout, device: torch.device) -> Tensor:
+    """An index of rows, counted from the front; one that is out of range is torch's own error."""
+    positions = torch.arange(layout.size, device=rows.device)
+    try:
+        return positions[rows].to(device)
+    except IndexError as error:
+        raise IndexError(str(error).replace("dimension 0", f"dimension {layout.dim}")) from None
 
 
 def _positions(places: list[Value | None], dim: int) -> list[Value | None] | None:
@@ -139,7 +144,7 @@ def _positions(places: list[Value | None], dim: int) -> list[Value | None] | Non
 
 @RULES.register(aten.index_put)
 def index_put(call: Call) -> Any:
-    """Elements of other dims replaced: each chunk writes to its own rows."""
+    """Elements of other dims replaced: each chunk writes to its own rows, and so it does where an index names rows."""
     value, new = call["self"], call["values"]
     layout, places = value.layout, list(call["indices"])
     if layout is None:
@@ -148,8 +153,10 @@ def index_put(call: Call) -> Any:
         return record(call.op, value, without_masks, new, call["accumulate"])
     given = [d for d, i in enumerate(places) if i is not None]
     plain = all(places[d].layout is None and places[d].dtype != torch.bool for d in given)
-    if not plain or layout.dim in given or given != list(range(given[0], given[-1] + 1)):
-        raise call.unchunkable("it writes to rows that an index picks")
+    if not plain or given != list(range(given[0], given[-1] + 1)):
+        raise call.unchunkable("its index is chunked, or of dims apart")
+    if layout.dim in given:
+        return _put_in_rows(call, layout, places)
     count = max(places[d].ndim for d in given)
     ndim = value.ndim - len(given) + count
     rows = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
@@ -159,6 +166,28 @@ def index_put(call: Call) -> Any:
         lambda v: v if v is value else broadcast(v, ndim, rows) if v is new else v,
         metas=value.meta,
     )
+
+
+def _put_in_rows(call: Call, layout: Layout, places: list[Value | None]) -> Any:
+    """`x[i, j] = y` with rows among them: what is for another chunk goes to a row behind this one's, and away."""
+    value, new, accumulate = call["self"], call["values"], call["accumulate"]
+    if layout.outer != 1 or new.meta.numel() >= value.meta.numel():
+        raise call.unchunkable("its rows lie in several runs, or it writes as much as there is")
+    dim = layout.dim
+
+    def written(x: Tensor, indices: list[Tensor | None], start: int, values: Tensor) -> Tensor:
+        rows, count = indices[dim], x.shape[dim]
+        assert rows is not None
+        rows = _checked(rows, layout, x.device) - start
+        indices = list(indices)
+        indices[dim] = torch.where((rows >= 0) & (rows < count), rows, count)
+        behind = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])
+        put: Tensor = aten.index_put(torch.cat([x, behind], dim), indices, values, accumulate)
+        return put.narrow(dim, 0, count)
+
+    whole_indices = [None if i is None else gathered(i) for i in places]
+    start = PerChunk(lambda span: layout.window(span)[0])
+    return emit(written, (value, whole_indices, start, gathered(new)), {}, value.meta, [layout], layout.axis)
 
 
 def _rows_of_a_table(call: Call, places: list[Value | None], given: list[int]) -> Any:
