@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.runner import Bucketed
+from subtensors.bucketed.statistics import SAMPLED, BucketStatistics
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 MIB = 2**20
@@ -185,3 +186,24 @@ def test_warm_up_draws_no_random_numbers_and_a_seed_gives_the_same_ones_again(de
     assert torch.equal(run(x), first)
     assert torch.equal(run(x), second)
     assert not torch.equal(first, second)
+
+
+class Event:
+    """Of a stream that is never far behind."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+def test_of_replays_that_are_timed_the_last_times_are_kept_and_no_events() -> None:
+    statistics = BucketStatistics({"seq": 8}, [(2, 8)])
+    for i in range(1000):
+        statistics.note_timed(Event(0.0), Event(float(i)))
+    assert len(statistics._events) == 1
+    assert statistics.replay_ms == 999 - (SAMPLED - 1) / 2

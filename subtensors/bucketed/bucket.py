@@ -208,7 +208,7 @@ class Bucket:
             begin.record()
             self.graph.replay()
             end.record()
-            self.statistics.events.append((begin, end))
+            self.statistics.note_timed(begin, end)
         else:
             self.graph.replay()
 

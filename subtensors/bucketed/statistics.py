@@ -42,19 +42,28 @@ class BucketStatistics:
     replayed_again: int = 0
     """Forwards that were replayed once more for their backward, since another replay came between."""
     is_recorded: bool = False
-    events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    _events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    """Around replays that were timed, and may not be over."""
     _replay_ms: list[float] = field(default_factory=list, repr=False)
 
     def is_sampled(self) -> bool:
         """Is the next replay one to be timed?"""
         return self.hits % SAMPLED == 0
 
+    def note_timed(self, begin: Any, end: Any) -> None:
+        """A replay lies between these events; what earlier ones tell is read, so that no more than a few are kept."""
+        self._read_events()
+        self._events.append((begin, end))
+
+    def _read_events(self) -> None:
+        done = [pair for pair in self._events if pair[1].query()]
+        self._events = self._events[len(done) :]
+        self._replay_ms = (self._replay_ms + [begin.elapsed_time(end) for begin, end in done])[-SAMPLED:]
+
     @property
     def replay_ms(self) -> float | None:
         """The median of the replays that were timed; None where none was."""
-        done = [pair for pair in self.events if pair[1].query()]
-        self.events = self.events[len(done) :]
-        self._replay_ms = (self._replay_ms + [begin.elapsed_time(end) for begin, end in done])[-SAMPLED:]
+        self._read_events()
         return median(self._replay_ms) if self._replay_ms else None
 
     @property
