@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from python_calls import python_calls
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -191,3 +192,12 @@ def test_a_view_that_is_behind_its_whole_is_taken_again() -> None:
     part = x[:, 1:]
     x.mul_(2)
     torch.testing.assert_close((part + part).unpad(), 4 * t[:, 1:])
+
+
+@torch.no_grad()
+def test_a_call_whose_outcome_is_known_runs_little_python() -> None:
+    x = st.pad(torch.randn(2, 5, 6, dtype=torch.float64), {1: SEQ})
+    for call in (lambda: F.linear(x, W, B), lambda: x + x, lambda: x.transpose(1, 2), lambda: x.view(2, -1, 2, 3)):
+        call()
+        assert python_calls(call) <= 32
+    assert python_calls(lambda: x.shape) <= 8

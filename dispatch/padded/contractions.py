@@ -196,6 +196,15 @@ def _meeting(
     sizes: Named | None,
     records: tuple[bool, ...],
 ) -> _Meeting:
+    """What a contraction's dims make.
+
+    Args:
+        letters: of the dims of each operand.
+        out: of the result's.
+        operands, added: their dims.
+        sizes: that these speak of.
+        records: which operands want a gradient.
+    """
     dims: dict[str, Factors] = {}
     for letter in dict.fromkeys("".join(letters)):
         held = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]

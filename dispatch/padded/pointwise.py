@@ -128,6 +128,7 @@ def broadcast(operands: Sequence[Padded]) -> tuple[tuple[Factors, ...], TrueSize
 
 @functools.lru_cache(4096)
 def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: Named | None) -> tuple[Factors, ...]:
+    """The dims that operands of these dims broadcast to."""
     rank = max(map(len, operands), default=0)
     return tuple(met([dims[-back] for dims in operands if len(dims) >= back], sizes) for back in range(rank, 0, -1))
 
