@@ -109,7 +109,10 @@ def test_writes_to_a_list_that_compiled_code_makes_reach_its_elements(function: 
     torch.testing.assert_close(outcomes[1], outcomes[0])
 
 
-def test_writing_where_autograd_follows_or_returning_it_is_refused() -> None:
+def test_packing_writing_where_autograd_follows_and_returning_it_are_refused() -> None:
+    def pack(a: Tensor) -> Any:
+        return TensorList([a.detach()]).pack().tensors
+
     def write(a: Tensor) -> Any:
         return total(TensorList([a * 2]).mul_(3))
 
@@ -121,5 +124,5 @@ def test_writing_where_autograd_follows_or_returning_it_is_refused() -> None:
         (write, "no rule that writes where autograd follows"),
         (give_back, "return its elements"),
     ):
-        with pytest.raises((st.RuleError, torch._dynamo.exc.Unsupported), match=message):
+        with pytest.raises((st.RuleError, torch._dynamo.exc.TorchDynamoException), match=message):
             torch.compile(function, backend="aot_eager", fullgraph=True)(a)

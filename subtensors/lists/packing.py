@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
+from subtensors.dispatch.dispatcher_private import is_traced
+from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.tensor_guards import SameGuard
 from subtensors.dispatch.torch_private import use_count
 from subtensors.lists.tree_structure import leaf_name
@@ -215,6 +217,11 @@ def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[
     spans: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
     for i, t in enumerate(tensors):
         if t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter):
+            if is_traced(t):
+                raise RuleError(
+                    "pack() has no rule under torch.compile: it moves tensors into memory of its own, so pack the list "
+                    "outside of the compiled function"
+                )
             raise ValueError(
                 "pack() moves tensors into memory of its own, strided ones of torch's own types; "
                 f"{leaf_name(treespec, i)} is a {t.layout} {type(t).__name__}"
