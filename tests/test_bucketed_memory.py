@@ -117,12 +117,15 @@ def test_other_threads_use_the_device_while_graphs_are_captured() -> None:
 
     def load() -> None:
         try:
+            stream = torch.cuda.Stream()
             while not done.is_set():
-                host = torch.randn(1000).pin_memory()
-                there = host.to("cuda", non_blocking=True)
-                torch.empty(3 * MIB, device="cuda")
-                torch.cuda.synchronize()
-                assert torch.equal(there.cpu(), host)
+                with torch.cuda.stream(stream):
+                    host = torch.randn(1000).pin_memory()
+                    there = host.to("cuda", non_blocking=True)
+                    torch.empty(3 * MIB, device="cuda")
+                    back = there.to("cpu", non_blocking=True)
+                    stream.synchronize()
+                assert torch.equal(back, host)
         except Exception as error:
             failures.append(error)
 
