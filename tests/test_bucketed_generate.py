@@ -197,6 +197,16 @@ def test_a_mistake_of_the_callers_is_raised_and_no_reason_to_go_without_graphs(d
     assert not run.stats().fallbacks
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_processor_of_logits_may_call_the_model_itself(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    for n in (7, 20, 9):
+        check(model, run, torch.randint(3, 50, (1, n), device=device), guidance_scale=1.5)
+    assert not run.stats().fallbacks
+
+
 def test_generate_is_refused_where_nothing_generates(device: str) -> None:
     with pytest.raises(st.RuleError, match="Hugging Face models"):
         st.bucketed(torch.nn.Linear(2, 2).to(device), {"input": {0: SEQ}}).generate(torch.zeros(1, 1))

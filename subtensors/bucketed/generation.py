@@ -45,6 +45,8 @@ class Generation:
         self.model, self.seq, self.length = model, seq, seq.max
         self.programs: dict[str, Bucketed] = {}
         self._caches: dict[int, Any] = {}
+        self._cache_now: Any = None
+        """Of the call that is under way."""
         self._filled = 0
         self._refusal = ""
         """Why a part of a call has no graph; the next calls don't try."""
@@ -121,7 +123,7 @@ class Generation:
         config = options.get("generation_config") or self.model.generation_config
         cache = self._cache(inputs if inputs is not None else options["input_ids"], config, options)
         cache.reset()
-        self._filled = 0
+        self._cache_now, self._filled = cache, 0
         with ExitStack() as swapped:
             swapped.enter_context(_forward_of(self.model, self._forward))
             if "encoder" in self.programs:
@@ -149,7 +151,12 @@ class Generation:
         return self._caches[rows]
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; what doesn't fit into the cache never reaches it."""
+        """The model's forward; what doesn't fit into the cache never reaches it.
+
+        Others may call the model meanwhile, as a processor of logits does for guidance: with a cache of their own.
+        """
+        if kwargs.get("past_key_values") is not self._cache_now:
+            return self.programs["decoder"].program(*args, **kwargs)
         self._filled += kwargs[self._tokens].shape[1]
         if self._filled > self.length:
             raise SizeError(f"the text got longer than {self.length}; raise max in st.Dim({self.seq.name!r}, ...)")
