@@ -231,6 +231,7 @@ def no_state(opt: Any, p: Tensor) -> None:
     del opt.state[p]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("replace", [transposed_state, new_state, no_state])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_an_optimizer_that_was_replaced_is_recorded_again(
@@ -238,7 +239,7 @@ def test_state_of_an_optimizer_that_was_replaced_is_recorded_again(
 ) -> None:
     start = rows(3, device)
     weights = [nn.Parameter(start.clone()) for _ in range(2)]
-    opts = [OPTIMIZERS[name]([w]) for w in weights]
+    opts = [OPTIMIZERS[way]([w]) for way, w in zip((name, "torch"), weights, strict=True)]
 
     def step_of(weight: Tensor, opt: Any) -> Callable[[Tensor], Tensor]:
         def step(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -70,13 +70,20 @@ def calls_to_warm(
 
 
 @contextmanager
-def kept_state(state: State, buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Some buffers of a program's state, and random generators, are afterwards as they were before."""
+def kept_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
+    """Some buffers of a program's state, and random generators, are afterwards as they were before.
+
+    Args:
+        state: of the program.
+        buffers: those that it may write to.
+        devices: where it runs, beside those of its state.
+    """
     held = state.held()
     with torch.no_grad():
         kept = [(buffer, buffer.clone()) for buffer in buffers]
-    devices = sorted({t.device.index for t in state.tensors() if t.is_cuda})
-    with warnings.catch_warnings(), torch.random.fork_rng(devices), autograd_private.unseen_writes(buffers):
+    found = {*devices, *[t.device for t in state.tensors()]}
+    drawn = sorted(device.index for device in found if device.type == "cuda")
+    with warnings.catch_warnings(), torch.random.fork_rng(drawn), autograd_private.unseen_writes(buffers):
         try:
             yield
         finally:

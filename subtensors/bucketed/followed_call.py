@@ -127,8 +127,9 @@ class TrainedCall:
         leaves = list(self.leaves)
         for source, x in zip(self.reading.sources, sources, strict=True):
             leaves[source.leaf] = x
+        state = self.bucket.state
         with ExitStack() as kept:
-            kept.enter_context(kept_state(self.bucket.state, self.bucket.state.at_risk()))
+            kept.enter_context(kept_state(state, state.at_risk(), [self.bucket.device]))
             torch_capture.go_to_random_place(self.bucket.device, self.random)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1

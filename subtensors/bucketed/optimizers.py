@@ -63,6 +63,11 @@ class Optimizers:
             return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
         return ""
 
+    def reread(self) -> None:
+        """Have steps look at the state anew; those of `st.optim` do where a tensor was put there."""
+        for own in [own for opt in self._found if isinstance(opt, Optimizer) for own in opt.state.values()]:
+            own.update({name: x for name, x in own.items() if isinstance(x, Tensor)})
+
     def obstacle(self) -> str:
         """Why their steps can't be a part of a graph; "" where they can."""
         if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self._found):

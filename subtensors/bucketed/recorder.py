@@ -253,7 +253,7 @@ class Recorder:
             bucket.first_leaves = frozenset(leaves_behind(roots))
             # What returns no gradients may be a whole step, which is not to be taken twice.
             try:
-                with kept_state(self.state, self.state.at_risk()):
+                with kept_state(self.state, self.state.at_risk(), [bucket.device]):
                     bucket.run_once(reading.host)
             except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
                 self._refuse(bucket, error)
@@ -342,6 +342,7 @@ class Recorder:
         for bucket in recorded:
             bucket.forget()
         self.state.look()
+        self.state.optimizers.reread()
         # Compiled code holds the tensors that it was compiled with.
         self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
         self._compiled.clear()

@@ -297,7 +297,8 @@ class Bucketed:
                     return self
                 args, kwargs = self._example
             calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
-            with kept_state(self.state, self.state.buffers()):
+            devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
+            with kept_state(self.state, self.state.buffers(), devices):
                 for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm(leaves, given, named)
         return self

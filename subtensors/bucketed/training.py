@@ -13,6 +13,7 @@ whole step, which returns nothing that wants a gradient, runs on the parameters 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,10 @@ class TrainedBucket(Bucket):
                 self.gradients_code.prepare(self)
                 self.is_compiled = not self.gradients_code.refusal
             self._take_leaves()
-            self.pool.run(both) if self.pool is not None else both()
+            with warnings.catch_warnings():
+                # Leaves that have no alias have nodes of the caller's stream; nothing is accumulated here.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+                self.pool.run(both) if self.pool is not None else both()
 
     def record(self) -> None:
         """Capture the forward and the backward; see `Bucket.record`."""
@@ -156,7 +160,7 @@ class TrainedBucket(Bucket):
             if self.pool is None and not self.is_differentiable:
                 self.roots_at, self.outputs = [], Outputs.of(None)
             elif self.pool is None:
-                with kept_state(self.state, self.state.at_risk()):
+                with kept_state(self.state, self.state.at_risk(), [self.device]):
                     self._take(self._forward())
                     self._backward_by_host()
             else:
