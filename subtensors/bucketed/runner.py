@@ -35,7 +35,7 @@ from subtensors.bucketed.recorder import Recorder, said_in_a_line
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
-from subtensors.bucketed.visit import Visit, add_sizes
+from subtensors.bucketed.visit import Visit, add_sizes, shared_key
 from subtensors.dispatch import autograd_private, dynamo_private
 from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.bucket_policies import Sizes
@@ -94,7 +94,7 @@ class Bucketed:
             if why := obstacle_around():
                 return self._fall_back(why, None, args, kwargs)
             leaves, spec = flatten(args, kwargs)
-            key = (len(args), tuple(kwargs), spec, self._modes(leaves), sharing(leaves), *map(leaf_key, leaves))
+            key = (*shared_key(self.state, leaves, spec, args, kwargs), sharing(leaves), *map(leaf_key, leaves))
             try:
                 visit = self._visits.get(key)
             except TypeError as error:  # an argument without a hash
@@ -108,12 +108,6 @@ class Bucketed:
             return self._answer(visit, leaves, args, kwargs)
 
     # --- what a call is ---------------------------------------------------------------------------------------------
-
-    def _modes(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """What beside the arguments decides what the program computes; first what autograd follows."""
-        cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-        types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
-        return self.state.followed(leaves), cast, types, self.state.training()
 
     def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         self._example = self._example or (args, kwargs)
@@ -167,7 +161,7 @@ class Bucketed:
         if found is None:
             return None
         dense, sizes = found
-        visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), dense, args, kwargs)
+        visit = self._reading(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
         bucket, dense = visit.bucket, visit.ordered(dense)
         if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
             return None
@@ -305,7 +299,7 @@ class Bucketed:
 
     def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, spec = flatten(args, kwargs)
-        visit = self._reading((len(args), tuple(kwargs), spec, self._modes(leaves)), leaves, args, kwargs)
+        visit = self._reading(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
         bucket, reading = visit.bucket, visit.reading
         if isinstance(bucket, TrainedBucket):
             self.fallbacks.say(f"warmup() of {self.name} records nothing where autograd follows: use torch.no_grad()")

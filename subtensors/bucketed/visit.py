@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from subtensors.bucketed.arguments import Reading
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.outputs import Cut, Outputs
+from subtensors.bucketed.state import State
 
 
 @dataclass(slots=True)
@@ -31,6 +35,21 @@ class Visit:
     def ordered(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a call as its bucket takes them."""
         return leaves if self.order is None else [leaves[i] for i in self.order]
+
+
+def shared_key(
+    state: State, leaves: Sequence[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What of a call's key is not of one leaf: the form of the call, and the modes it is made in.
+
+    Args:
+        state: of the program.
+        leaves, spec: as `flatten` gives them.
+        args, kwargs: the call's.
+    """
+    cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
+    return len(args), tuple(kwargs), spec, (state.followed(leaves), cast, types, state.training())
 
 
 def add_sizes(visit: Visit, sizes: dict[str, Counter[int]]) -> None:
