@@ -288,3 +288,17 @@ def test_a_convolutional_net_over_batches_of_any_size(device: str) -> None:
         torch.testing.assert_close(run(x), net(x))
     assert not run.stats().fallbacks
     assert run.stats().hits == 3
+
+
+def test_a_program_that_divides_by_a_bucket_is_told_of_by_the_debug_mode() -> None:
+    def mean(x: Tensor) -> Tensor:
+        return x.sum(1) / x.shape[1]
+
+    def right(x: Tensor) -> Tensor:
+        return x.sum(1) / torch.ones_like(x).sum(1)
+
+    x = data(2, 3, device="cpu")
+    with st.watch_size_arithmetic():
+        with pytest.warns(st.PaddedSizeWarning, match=r"arithmetic with 4, the bucket of dim 1 \(true size seq\)"):
+            st.bucketed(mean, {"x": {1: SEQ}})(x)
+        check(st.bucketed(right, {"x": {1: SEQ}})(x), x.mean(1))
