@@ -118,6 +118,13 @@ def sequence_by_sequence(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
     return F.logsigmoid(shifted + torch.stack(each).sum(1)).mean()
 
 
+def some_sequences(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    counted = torch.tensor([True, False, True])
+    scores = 4 * torch.tanh(F.linear(h, w) / 4)
+    loss = F.cross_entropy(scores[counted].flatten(0, 1), target[counted].flatten())
+    return loss + scores[torch.tensor([2, 0])].logsumexp(-1).square().mean() + h[counted].mean()
+
+
 def first_and_last(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
     scores = 4 * torch.tanh(F.linear(h, w) / 4)
     first = F.cross_entropy(scores[0], target[0], reduction="none")
@@ -128,7 +135,7 @@ def first_and_last(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last])
+@pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last, some_sequences])
 def test_sequences_of_a_batch_give_what_they_give_on_plain_tensors(program: Any, dtype: torch.dtype, rows: int) -> None:
     check_chunked(program, batch(), {"h": {"rows": rows}}, dtype=dtype, passes=3)
 

@@ -72,6 +72,21 @@ def placed(x: Tensor, n: int, w: Tensor) -> Tensor:
     return y
 
 
+def put(x: Tensor, n: int, w: Tensor) -> Tensor:
+    rows = torch.tensor([len(x) - 1, 0, -1])
+    classes = torch.tensor([0, x.shape[1] - 1, 0])
+    y = x * 1
+    y[rows, classes] += w[0, 0] * n
+    return y.index_put((rows[:2],), w[1, 1], accumulate=True)
+
+
+def one_by_one(x: Tensor, n: int, w: Tensor) -> Tensor:
+    y = x * 1 if n % 2 else x
+    rows = [row * k + row.mean() for k, row in enumerate(y)]
+    y.mul_(0.5) if n % 2 else None
+    return torch.stack(rows) + y
+
+
 OPS: dict[str, Op] = {
     "sin": lambda x, n, w: x.sin(),
     "scaled": lambda x, n, w: x * w[0, 0] + n,
@@ -110,6 +125,10 @@ OPS: dict[str, Op] = {
     "chosen": where_it_fits(chosen),
     "gated": where_it_fits(gated),
     "placed": where_it_fits(placed),
+    "put": where_it_fits(put, 2),
+    "one by one": where_it_fits(one_by_one, 2),
+    "first": where_it_fits(lambda x, n, w: x[n % len(x)], 2),
+    "last": where_it_fits(lambda x, n, w: x[:, -1] - x[:, 0].mean(), 2),
     "crossed": where_it_fits(lambda x, n, w: x.diagonal(0, 0, -1), 2),
     "repeated": lambda x, n, w: x.expand(2, *x.shape) if x.ndim < 4 else x,
     "ranked": where_it_fits(lambda x, n, w: x * x.argmax(n % x.ndim, keepdim=True)),

@@ -67,8 +67,13 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
     """
     if is_transforming():
         refuse_transformed((args, kwargs))
-    if func in BY_KERNELS and (result := BY_KERNELS[func](kind, *args, **kwargs)) is not None:
-        return result
+    if func in BY_KERNELS:
+        try:
+            result = BY_KERNELS[func](kind, *args, **kwargs)
+        except NeedsValues:
+            result = None  # op by op it may be recorded
+        if result is not None:
+            return result
     if func is torch.Tensor.register_hook and prepares_backward(args[1]):
         return _prepare(*args)
     if func in _REFUSED:

@@ -52,12 +52,15 @@ def picked_rows(kind: type[RecordedTensor], x: Any, key: Any) -> Tensor | None:
 
 
 def _logits(layer: LinearLogits, rows: Value, dtype: torch.dtype) -> Value:
-    """What a layer makes of other rows."""
+    """What a layer makes of other rows, or of sequences of them."""
+    *sizes, width = rows.shape
+    flat = rows if len(sizes) == 1 else record(aten.reshape.default, rows, [math.prod(sizes), width])
     if layer.bias is None:
-        product = record(aten.mm.default, rows, layer.weight)
+        product = record(aten.mm.default, flat, layer.weight)
     else:
-        product = record(aten.addmm.default, layer.bias, rows, layer.weight)
-    return layer.squashed.again(product, dtype)
+        product = record(aten.addmm.default, layer.bias, flat, layer.weight)
+    logits = layer.squashed.again(product, dtype)
+    return logits if len(sizes) == 1 else record(aten.reshape.default, logits, [*sizes, logits.shape[-1]])
 
 
 def one_row(kind: type[RecordedTensor], x: Any, dim: Any, index: Any) -> Tensor | None:
