@@ -15,9 +15,16 @@ import subtensors as st
 WEIGHT = torch.arange(16.0).reshape(4, 4) / 10
 
 
-def padded() -> st.PaddedTensor:
+SEQ = st.Dim("seq", max=16, buckets=8)
+
+
+def plain() -> Tensor:
     torch.manual_seed(0)
-    return st.pad(torch.randn(2, 5, 4), {1: st.Dim("seq", max=16, buckets=8)})
+    return torch.randn(2, 5, 4)
+
+
+def padded() -> st.PaddedTensor:
+    return st.pad(plain(), {1: SEQ})
 
 
 def chunked() -> st.ChunkedTensor:
@@ -62,9 +69,27 @@ def static_write(s: Tensor) -> Tensor:
     return torch.mul(s, 2, out=s) + s.detach()
 
 
+def padding(t: Tensor) -> Tensor:
+    rows = st.pad([t[0], t[1, :3]], {0: SEQ})
+    return (st.pad(t, {1: SEQ}) @ WEIGHT).sum(1) + rows.mean(1)
+
+
+def training(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4)
+    optimizer = st.optim.AdamW(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+    return layer.weight.detach()
+
+
 @pytest.mark.parametrize(
     ("function", "make"),
     [
+        (padding, plain),
+        (training, plain),
         (padded_write, padded),
         (padded_norm, padded),
         (chunked_loss, chunked),

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.calls import interprets_kernels
 from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.fusion import Fusion
@@ -97,6 +99,8 @@ class Optimizer(Stepping):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if isinstance(cls.__dict__.get("__init__"), FunctionType):
+            dynamo_private.call_eagerly(cls.__init__, "an optimizer is made of the parameters that there are")
         if "state" in cls.__dict__:
             cls._declaration = dict(cls.__dict__["state"])
             del cls.state

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import dispatcher_private
+from subtensors.dispatch import dispatcher_private, dynamo_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, static_dims
 from subtensors.dispatch.padded.true_sizes import ROWS, HostSize, TrueSizes
@@ -60,6 +60,10 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     if not rows or not all(isinstance(row, Tensor) for row in rows):
         raise TypeError("pad takes a tensor or a list of at least one tensor")
     return wrapped(_ragged(rows, _named(dims, rows[0].dim()), value))  # type: ignore[return-value]
+
+
+# Where compiled code breaks its graph at a call, the call is one of eager mode.
+dynamo_private.compile_only_inlined(pad)
 
 
 def unpad(x: PaddedTensor) -> Any:
