@@ -151,3 +151,11 @@ def test_norms_do_not_wait_for_the_device() -> None:
         st.clip_grad_norm_(parameters, 1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_function_of_torch_never_clips_a_list_element_by_element() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.full((3,), 9.0)
+    with pytest.raises(TypeError):
+        torch.nn.utils.clip_grad_norm_(st.TensorList([p]), 1.0)
+    assert p.grad.tolist() == [9, 9, 9]
