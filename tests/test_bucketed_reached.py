@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -237,3 +238,53 @@ def test_data_that_an_object_holds_is_not_copied_and_what_is_written_there_is_wr
     put_back = [id(t) for t in run.state.at_risk()]
     assert id(job.calls) in put_back
     assert id(job.data) not in put_back
+
+
+def test_what_an_object_keeps_beside_what_its_program_reads_may_be_replaced(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Job(Holder):
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.mean, self.table, self.tables = (torch.ones(3, dtype=torch.float64, device=device) for _ in range(3))
+            self.tables = [self.tables]
+
+        @property
+        def scale(self) -> Tensor:
+            return self.table * self.tables[0]
+
+        def step(self, x: Tensor) -> Tensor:
+            return self._scaled(x).softmax(0)
+
+        def _scaled(self, x: Tensor) -> Tensor:
+            return self.net(x) * self.scale  # type: ignore[no-any-return]
+
+    job = Job()
+    run = st.bucketed(job.step, DIMS)
+    caplog.set_level(logging.WARNING, "subtensors.bucketed")
+    for i, n in enumerate((5, 6, 7, 8, 5)):
+        x = rows(n, device)
+        out = run(x)
+        torch.testing.assert_close(out, job.step(x))
+        job.mean = job.mean * 0.9 + out.detach().mean(0) * 0.1
+        if i == 2:
+            job.table = job.table * 2
+        if i == 3:
+            job.tables[0] = job.tables[0] * 2
+    again = [said.split(": ")[1] for said in caplog.messages]
+    assert again == ["table was replaced", "a part of the program was replaced"]
+
+
+def test_names_in_functions_that_a_program_makes_are_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "factor", factor.to(device))
+
+    def program(x: Tensor) -> Tensor:
+        return (lambda y: y * factor)(x.softmax(0))
+
+    run = st.bucketed(program, DIMS)
+    x = rows(5, device)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), program(x))
+    monkeypatch.setitem(globals(), "factor", factor * 3)
+    torch.testing.assert_close(run(x), program(x))
+    assert [id(t) for t in run.state.loose] == [id(factor)]

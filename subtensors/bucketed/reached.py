@@ -2,14 +2,18 @@
 
 A function reaches them by its closure, its defaults and the names of its file; a method and a callable object by the
 attributes of the object. What stands there is looked at again later: a name may be given to another module.
+
+Objects also hold what their other methods keep, as a running mean of losses, which is another tensor after each call. A
+tensor that wants no gradient is therefore state only where the code of the program has the attribute's name.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ class _Place(NamedTuple):
 
     holder: Any
     key: Any
+    is_attribute: bool = False
 
     def now(self) -> Any:
         """What stands there; None where nothing does."""
@@ -57,26 +62,18 @@ class Reached:
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
-        self.parts: list[Part] = []
         self._places: dict[tuple[int, Any], tuple[_Place, Any]] = {}
-        seen = {id(program)}
-        todo = deque([(_Found(program, None, None), _DEPTH)])
-        while todo:
-            found, depth = todo.popleft()
-            if isinstance(found.value, Part):
-                self.parts.append(found.value)
-                self._watch(found)
-            if depth and not isinstance(found.value, (Tensor, torch.optim.Optimizer)):
-                for place, value in _below(found.value):
-                    if id(value) not in seen:
-                        seen.add(id(value))
-                        todo.append((_Found(value, place, found), depth - 1))
+        every = _walked(program)
+        names = _names_used([x.value for x in every])
+        found = [x for x in every if isinstance(x.value, Part) and _is_read(x, names)]
+        self.parts: list[Part] = [x.value for x in found]
+        for x in found:
+            self._watch(x)
 
     def _watch(self, found: _Found | None) -> None:
         while found is not None:
             if found.place is not None:
-                holder, key = found.place
-                self._places[id(holder), key] = found.place, found.value
+                self._places[id(found.place.holder), found.place.key] = found.place, found.value
             found = found.within
 
     def first_other(self) -> str:
@@ -91,13 +88,68 @@ class Reached:
         self._places = {key: (place, value) for key, (place, value) in self._places.items() if place.now() is value}
 
 
+def _walked(program: Any) -> list[_Found]:
+    """What a program leads to, the nearest first."""
+    every, seen = [], {id(program)}
+    todo = deque([(_Found(program, None, None), _DEPTH)])
+    while todo:
+        found, depth = todo.popleft()
+        every.append(found)
+        if depth and not isinstance(found.value, (Tensor, torch.optim.Optimizer)):
+            for place, value in _below(found.value):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    todo.append((_Found(value, place, found), depth - 1))
+    return every
+
+
+def _is_read(found: _Found, names: Collection[str]) -> bool:
+    """Is it what the program reads, as far as names tell?"""
+    if not isinstance(found.value, Tensor) or found.value.requires_grad:
+        return True
+    step: _Found | None = found
+    while step is not None:
+        if step.place is not None and step.place.is_attribute and step.place.key not in names:
+            return False
+        step = step.within
+    return True
+
+
+def _names_used(values: Iterable[Any]) -> set[str]:
+    """The names in the code of some functions, and of the methods of some objects that these names lead to."""
+    todo = [x for x in values if isinstance(x, types.FunctionType)]
+    modules = [module for x in values if isinstance(x, nn.Module) for module in x.modules()]
+    kinds = {kind for x in (*values, *modules) for kind in type(x).__mro__} - {object, nn.Module}
+    names, seen = {"__call__", "forward"}, set[Any]()
+    while True:
+        for function in todo:
+            names |= _names_in(inspect.unwrap(function).__code__)
+        seen.update(todo)
+        found = [f for kind in kinds for name, x in vars(kind).items() if name in names for f in _functions(x)]
+        todo = [f for f in found if f not in seen]
+        if not todo:
+            return names
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names in a function's code, and in that of the functions which it makes."""
+    inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _functions(x: Any) -> list[Any]:
+    """What an attribute of a class runs."""
+    parts = [x, getattr(x, "fget", None), getattr(x, "func", None), getattr(x, "__func__", None)]
+    return [f for f in parts if isinstance(f, types.FunctionType)]
+
+
 def _below(x: Any) -> Iterator[tuple[_Place | None, Any]]:
     """What something leads to, and where that stands."""
     if isinstance(x, nn.Module):
         for module in x.modules():
             yield from _attributes(module, _OF_MODULES)
     elif isinstance(x, types.FunctionType):
-        for name in x.__code__.co_names:
+        for name in sorted(_names_in(x.__code__)):
             if (value := x.__globals__.get(name)) is not None:
                 yield _Place(x.__globals__, name), value
         for cell in x.__closure__ or ():
@@ -130,7 +182,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[_Place, Any]]:
     held = vars(x)
     kept = [(name, value) for name, value in held.items() if name not in but and not _is_result(value)]
-    yield from ((_Place(held, name), value) for name, value in kept)
+    yield from ((_Place(held, name, is_attribute=True), value) for name, value in kept)
 
 
 def _is_result(x: Any) -> bool:
