@@ -163,6 +163,18 @@ def test_a_sequence_and_the_batch_it_is_of_see_what_is_written_to_each_other(cha
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("pick", [lambda x: x[0], lambda x: x[torch.tensor([True, False, True])], lambda x: x + 0])
+def test_what_was_to_happen_before_the_backward_of_rows_happens_before_that_of_picked_ones(pick: Any) -> None:
+    t = batch()
+    logits = F.linear(st.chunk(t["h"].requires_grad_(), rows=1), t["w"])
+    seen: list[Tensor] = []
+    logits._cell.value.layout.axis.prepare(lambda gradient: seen.append(gradient) or gradient)  # type: ignore[attr-defined]
+    loss = pick(logits).logsumexp(-1).sum()
+    assert not seen
+    loss.backward()
+    assert len(seen) == 1
+
+
 def test_no_rows_are_what_they_are_in_torch() -> None:
     h, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nothing = torch.zeros(4, dtype=torch.bool)

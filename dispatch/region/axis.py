@@ -89,6 +89,18 @@ class Axis:
                 result.register_hook(preparation)
         return result
 
+    def again(self, size: int, elements: int, policy: Policy | None = None) -> Axis:
+        """An axis of rows that were taken from these: their gradient waits for what that of these waits for.
+
+        Args:
+            size: how many rows.
+            elements: how many the tensor has that was taken.
+            policy: how they are divided; None: as these are.
+        """
+        axis = Axis(size, self.policy if policy is None else policy, elements)
+        axis._preparations = list(self.root._preparations)
+        return axis
+
     def meet(self, other: Axis) -> None:
         """Make the two axes one. They have the same size."""
         one, two = self.root, other.root

@@ -19,7 +19,6 @@ from subtensors.dispatch.autograd_private import prepares_backward
 from subtensors.dispatch.dispatcher_private import is_transformed, is_transforming
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
-from subtensors.dispatch.region.axis import Axis
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import (
@@ -243,7 +242,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if tensor.is_inference() or tensor._version != version:
             value = constant(tensor)
             if layout is not None:
-                axis = Axis(tensor.shape[layout.dim], layout.axis.policy, tensor.numel())
+                axis = layout.axis.again(tensor.shape[layout.dim], tensor.numel())
                 value = leaf_value(tensor, layout.dim, axis)
             try:
                 x._cell.write(value)

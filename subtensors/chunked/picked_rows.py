@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.dispatch.region.axis import Axis, Layout
+from subtensors.dispatch.region.axis import Layout
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.graph import Value, leaf_value, recording
 from subtensors.dispatch.region.lowering import LinearLogits, is_input, linear_logits, whole_input
@@ -100,7 +100,7 @@ def _sequences(
         hidden = whole_input(value) if layer is None else layer.rows_of(whole_input(layer.hidden))
         cells = []
         for place, sequence in taken(hidden.view(*value.shape[:-1], -1)).items():
-            rows = leaf_value(sequence, 0, Axis(sequence.shape[0], policy, sequence.numel()))
+            rows = leaf_value(sequence, 0, layout.axis.again(sequence.shape[0], sequence.numel(), policy))
             cell = Cell(rows if layer is None else _logits(layer, rows, value.dtype))
             cells.append(cell.view_of(cell_of(x), aten.select.int, (0, place), {}, 0))
     return tuple([outer(kind, cell) for cell in cells])
@@ -112,7 +112,7 @@ def _chunked_again(rows: Tensor, layout: Layout, dims: int, of: Value) -> Value:
     if policy.rows is not None:
         together = math.prod(of.shape[:dims]) / max(layout.axis.size, 1)
         policy = replace(policy, rows=max(1, int(policy.rows * together)))
-    return leaf_value(rows, 0, Axis(rows.shape[0], policy, rows.numel()))
+    return leaf_value(rows, 0, layout.axis.again(rows.shape[0], rows.numel(), policy))
 
 
 def selected_rows(kind: type[RecordedTensor], x: Any, dim: Any, index: Any) -> Tensor | None:
