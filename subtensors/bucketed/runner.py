@@ -32,6 +32,7 @@ from subtensors.bucketed.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.generation import Generation, tokens_dim
 from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
+from subtensors.bucketed.stands_for import StandsFor
 from subtensors.bucketed.state import State
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.training import TrainedBucket
@@ -52,8 +53,8 @@ READINGS = 4096
 """How many different keys a runner remembers."""
 
 
-class Bucketed:
-    """What `st.bucketed` gives; call it as the program is called."""
+class Bucketed(StandsFor):
+    """What `st.bucketed` gives; call it as the program is called. It has the program's attributes beside its own."""
 
     def __init__(
         self,
@@ -304,9 +305,7 @@ class Bucketed:
         if isinstance(bucket, TrainedBucket):
             self.fallbacks.say(f"warmup() of {self.name} records nothing where autograd follows: use torch.no_grad()")
             return
-        if bucket is None or reading is None:
-            return
-        if bucket.is_recorded or bucket.refusal:
+        if bucket is None or reading is None or bucket.is_recorded or bucket.refusal:
             return
         copied = {source.leaf for source in reading.sources}
         leaves = [x.clone() if i in copied else x for i, x in enumerate(visit.ordered(leaves))]
