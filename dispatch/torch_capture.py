@@ -111,11 +111,11 @@ def growing_segments() -> Iterator[None]:
 
     A segment that can't grow is of no use to a graph that needs a larger one. The setting is the process's, and its
     allocator is made for a change: it keeps what it has, and never mixes the two kinds. One thread at a time sets it;
-    another that captures meanwhile has it from that one, or has segments of the usual kind.
+    another that captures meanwhile has it from that one, or has segments of the usual kind. Other allocators than
+    torch's own have no such setting.
     """
-    before = allocator_settings()
-    is_set = "expandable_segments:true" in before.lower()
-    if is_set or torch.cuda.get_allocator_backend() != "native" or not _growing.acquire(blocking=False):
+    before = allocator_settings() if torch.cuda.get_allocator_backend() == "native" else None
+    if before is None or "expandable_segments:true" in before.lower() or not _growing.acquire(blocking=False):
         yield
         return
     try:

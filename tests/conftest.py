@@ -6,10 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from counted_buckets import Counted
 
 CUDA = torch.cuda.is_available()
 
@@ -59,6 +63,14 @@ def kernels(device: str) -> Iterator[None]:
 
     with kernels_on_cpu() if device == "cpu" else nullcontext():
         yield
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """How often bucketed programs record and replay from now on."""
+    from counted_buckets import Counted
+
+    return Counted(monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

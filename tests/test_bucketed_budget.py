@@ -17,11 +17,6 @@ from subtensors.bucketed import bucket as bucket_module
 SEQ = st.Dim("seq", max=32, buckets=8)
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
-
-
 def data(n: int, device: str) -> Tensor:
     return torch.randn(2, n, 3, dtype=torch.float64, device=device)
 

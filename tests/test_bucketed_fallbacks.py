@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import DIMS, SEQ, rows
 from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
-
-
-def rows(n: int, device: str) -> Tensor:
-    return torch.randn(n, 3, dtype=torch.float64, device=device)
 
 
 @pytest.fixture

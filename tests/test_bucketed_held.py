@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import DIMS, assert_same, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
 
@@ -16,18 +17,6 @@ import subtensors as st
 from subtensors.bucketed.held import HELD, Held
 from subtensors.bucketed.state import State
 from subtensors.bucketed.whole_step import SideEffects
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
-
-
-def rows(n: int, device: str) -> Tensor:
-    return torch.randn(n, 3, dtype=torch.float64, device=device)
 
 
 def complex_matrix() -> Tensor:
@@ -257,7 +246,7 @@ def test_state_of_an_optimizer_that_was_replaced_is_recorded_again(
         x = rows(5, device)
         with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
             torch.testing.assert_close(run(x), plain(x))
-        torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
+        assert_same(*weights)
         if i == 2:
             for weight, opt in zip(weights, opts, strict=True):
                 replace(opt, weight)

@@ -178,6 +178,7 @@ def test_a_loop_ends_with_the_same_weights(device: str, loop: Loop, caplog: pyte
 
     caplog.set_level(logging.WARNING, "subtensors.bucketed")
     for found, expected in zip(trained(bucketed), trained(lambda program: program), strict=True):
+        # Adam divides by roots of small sums, and so makes more of their roundings.
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     assert runs[0].stats().hits
     # Weights that were replaced are; an evaluation between two steps is nothing to record again for.

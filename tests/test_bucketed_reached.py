@@ -8,24 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import DIMS, SEQ, assert_same, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.reached import Reached
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
-
-
-def rows(n: int, device: str) -> Tensor:
-    return torch.randn(n, 3, dtype=torch.float64, device=device)
-
 
 # --- where it is found ------------------------------------------------------------------------------------------------
 
@@ -94,7 +82,7 @@ def test_a_callable_object_has_the_gradients_of_what_it_holds(device: str) -> No
         x, cotangent = rows(n, device), rows(n, device)
         run(x).backward(cotangent)
         other(x).backward(cotangent)
-        torch.testing.assert_close(own.net.weight.grad, other.net.weight.grad, rtol=1e-9, atol=1e-12)
+        assert_same(own.net.weight.grad, other.net.weight.grad)
     # What it keeps of its results is nothing that was replaced.
     assert run.stats().hits == 2
     assert run.stats().recaptures == 0
@@ -106,7 +94,7 @@ def test_a_method_takes_whole_steps_of_what_its_object_holds(device: str) -> Non
     for n in (5, 6, 20, 7, 21):
         x = rows(n, device)
         torch.testing.assert_close(run(x), other.step(x))
-        torch.testing.assert_close(own.net.weight, other.net.weight, rtol=1e-9, atol=1e-12)
+        assert_same(own.net.weight, other.net.weight)
     assert run.stats().hits == 3
     assert not run.stats().fallbacks
 
@@ -130,7 +118,7 @@ def test_a_tensor_that_a_module_holds_without_registering_it_has_its_gradient(de
         run(x).backward(cotangent)
         other(x).backward(cotangent)
         for p, q in ((own.free, other.free), (own.layers[0].weight, other.layers[0].weight)):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+            assert_same(p.grad, q.grad)
     assert run.stats().hits == 2
 
 
@@ -192,7 +180,7 @@ def test_parameters_that_are_frozen_meanwhile_get_no_gradients_and_others_theirs
         for p, q in zip(*[net.parameters() for net in nets], strict=True):
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None:
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+                assert_same(p.grad, q.grad)
     # A graph for each set of what wants a gradient, which stays for when it is wanted again.
     assert run.stats().hits == 8 - 4
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import DIMS, SEQ, rows
 from pretend_graphs import pretend
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import subtensors as st
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +22,6 @@ def captured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU pretends to capture."""
     if device == "cpu":
         pretend(monkeypatch)
-
-
-def rows(n: int, device: str) -> Tensor:
-    return torch.randn(n, 3, dtype=torch.float64, device=device)
 
 
 class Box:
