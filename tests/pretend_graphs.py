@@ -16,8 +16,8 @@ from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.recorder import Recorder
-from subtensors.bucketed.state import State
-from subtensors.bucketed.statistics import BucketStatistics
+from subtensors.bucketed.report.statistics import BucketStatistics
+from subtensors.bucketed.state.program_state import State
 
 
 class PretendGraph:

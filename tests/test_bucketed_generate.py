@@ -161,7 +161,7 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
 def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
     fails: str, at: int, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from subtensors.bucketed.generation_cache import PaddedStaticLayer
+    from subtensors.bucketed.generation.padded_cache import PaddedStaticLayer
 
     torch.manual_seed(0)
     model = llama(device)

@@ -14,9 +14,9 @@ from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.held import HELD, Held
-from subtensors.bucketed.state import State
-from subtensors.bucketed.whole_step import SideEffects
+from subtensors.bucketed.state.held import HELD, Held
+from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.training.whole_step import SideEffects
 
 
 def complex_matrix() -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state import State, leaves_behind
-from subtensors.bucketed.training import TrainedBucket
+from subtensors.bucketed.state.program_state import State, leaves_behind
+from subtensors.bucketed.training.trained_bucket import TrainedBucket
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 DIMS = {"x": {0: SEQ}}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.bucketed.report.statistics import SAMPLED, BucketStatistics
 from subtensors.bucketed.runner import Bucketed
-from subtensors.bucketed.statistics import SAMPLED, BucketStatistics
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 MIB = 2**20

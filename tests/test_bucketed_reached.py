@@ -13,7 +13,7 @@ from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.reached import Reached
+from subtensors.bucketed.state.reached import Reached
 
 # --- where it is found ------------------------------------------------------------------------------------------------
 

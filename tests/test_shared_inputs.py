@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import subtensors as st
-from subtensors.bucketed import compiled
+from subtensors.bucketed.compilation import compiled
 from subtensors.dispatch.shared_inputs import share_inputs
 from subtensors.kernels.shared_input import Tiling, launched, products, reference
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.arguments import Reading
-from subtensors.bucketed.compiled import Compiled
-from subtensors.bucketed.outputs import Outputs
-from subtensors.bucketed.statistics import BucketStatistics
+from subtensors.bucketed.calls.arguments import Reading
+from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.compilation.compiled import Compiled
+from subtensors.bucketed.report.statistics import BucketStatistics
 from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, static_dims
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes

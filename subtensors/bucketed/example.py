@@ -1,12 +1,10 @@
-"""Calls that are made up to warm a runner: of every bucket's sizes, and without a trace in the program's state."""
+"""Calls that are made up to warm a runner, of every bucket's sizes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from subtensors.bucketed.arguments import ArgumentDims, flatten, unflatten
-from subtensors.bucketed.state import State
-from subtensors.dispatch import autograd_private
+from subtensors.bucketed.calls.arguments import ArgumentDims, flatten, unflatten
 from subtensors.padded.padded_tensor import PaddedTensor
 
 T = TypeVar("T")
@@ -67,30 +63,6 @@ def calls_to_warm(
         ]
         calls.append((moved, *unflatten(moved, spec, len(args), tuple(kwargs))))
     return calls
-
-
-@contextmanager
-def kept_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
-    """Some buffers of a program's state, and random generators, are afterwards as they were before.
-
-    Args:
-        state: of the program.
-        buffers: those that it may write to.
-        devices: where it runs, beside those of its state.
-    """
-    held = state.held()
-    with torch.no_grad():
-        kept = [(buffer, buffer.clone()) for buffer in buffers]
-    found = {*devices, *[t.device for t in state.tensors()]}
-    drawn = sorted(device.index for device in found if device.type == "cuda")
-    with warnings.catch_warnings(), torch.random.fork_rng(drawn), autograd_private.unseen_writes(buffers):
-        try:
-            yield
-        finally:
-            state.put_back(held)
-            with torch.no_grad():
-                for buffer, values in kept:
-                    buffer.copy_(values)
 
 
 def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterator[T]:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.arguments import Reading
 from subtensors.bucketed.bucket import Bucket, Call
-from subtensors.bucketed.compiled import Compiled
-from subtensors.bucketed.compiled_gradients import CompiledGradients
-from subtensors.bucketed.example import kept_state
-from subtensors.bucketed.followed_call import ReplayClock
-from subtensors.bucketed.state import State, leaves_behind
-from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import TrainedBucket
+from subtensors.bucketed.calls.arguments import Reading
+from subtensors.bucketed.compilation.compiled import Compiled
+from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
+from subtensors.bucketed.report.statistics import Statistics
+from subtensors.bucketed.state.kept_state import kept_state
+from subtensors.bucketed.state.program_state import State, leaves_behind
+from subtensors.bucketed.training.followed_call import ReplayClock
+from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.byte_sizes import in_units
 from subtensors.dispatch import autograd_private
 from subtensors.dispatch.errors import RuleError

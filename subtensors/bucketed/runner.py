@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.arguments import (
+from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.calls.arguments import (
     ArgumentDims,
     Reading,
     Unreadable,
@@ -24,18 +25,18 @@ from subtensors.bucketed.arguments import (
     read,
     sharing,
 )
-from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.call_style import CallStyle
-from subtensors.bucketed.example import calls_to_warm, kept_state, with_progress
+from subtensors.bucketed.calls.call_style import CallStyle
+from subtensors.bucketed.example import calls_to_warm, with_progress
 from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around
-from subtensors.bucketed.followed_call import Replayed, TrainedCall
-from subtensors.bucketed.generation import Generation, tokens_dim
-from subtensors.bucketed.inside import InsideCall, bucketed_program, is_inside, opened
+from subtensors.bucketed.generation.generation import Generation, tokens_dim
 from subtensors.bucketed.recorder import Recorder, said_in_a_line
+from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.stands_for import StandsFor
-from subtensors.bucketed.state import State
-from subtensors.bucketed.statistics import Statistics
-from subtensors.bucketed.training import TrainedBucket
+from subtensors.bucketed.state.kept_state import kept_state
+from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.training.followed_call import Replayed, TrainedCall
+from subtensors.bucketed.training.inside import InsideCall, bucketed_program, is_inside, opened
+from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.bucketed.visit import Visit, add_sizes, shared_key
 from subtensors.dispatch import autograd_private, dynamo_private
 from subtensors.dispatch.errors import SizeError
@@ -384,7 +385,7 @@ class Bucketed(StandsFor):
 
     def plot(self) -> Figure:
         """Draw how often each size was called, its bucket and what it wastes, a row a Dim."""
-        from subtensors.bucketed.plot import drawn
+        from subtensors.bucketed.report.plot import drawn
 
         return drawn(self.stats(), self.dims.distinct)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from subtensors.bucketed.arguments import Reading
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.outputs import Cut, Outputs
-from subtensors.bucketed.state import State
+from subtensors.bucketed.calls.arguments import Reading
+from subtensors.bucketed.calls.outputs import Cut, Outputs
+from subtensors.bucketed.state.program_state import State
 
 
 @dataclass(slots=True)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.compiled_gradients import CompiledGradients
-from subtensors.bucketed.followed_call import refuse_second_order
-from subtensors.bucketed.outputs import Output, Outputs
-from subtensors.bucketed.training import TrainedBucket
+from subtensors.bucketed.calls.outputs import Output, Outputs
+from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
+from subtensors.bucketed.training.followed_call import refuse_second_order
+from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.dispatch import autograd_private
 from subtensors.dispatch.padded.padded_value import Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.held import Held
-from subtensors.bucketed.optimizers import Optimizers
-from subtensors.bucketed.reached import Reached
+from subtensors.bucketed.state.held import Held
+from subtensors.bucketed.state.optimizers import Optimizers
+from subtensors.bucketed.state.reached import Reached
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.arguments import unflatten
+from subtensors.bucketed.calls.arguments import unflatten
 
 T = TypeVar("T")
 

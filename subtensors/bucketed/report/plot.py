@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from subtensors.bucketed.statistics import Statistics
+from subtensors.bucketed.report.statistics import Statistics
 from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.dims import Dim
 

@@ -135,7 +135,7 @@ class Generation:
         times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
         rows = int(prompt.shape[0] * max(times))
         if rows not in self._caches:
-            from subtensors.bucketed.generation_cache import padded_cache
+            from subtensors.bucketed.generation.padded_cache import padded_cache
 
             cache = padded_cache(self.model, self.length)
             # Layers make their memory in their first run, which must not be a trace or a capture.

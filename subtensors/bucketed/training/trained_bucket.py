@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.bucket import Bucket, recording_modes
-from subtensors.bucketed.example import kept_state
-from subtensors.bucketed.outputs import Outputs
-from subtensors.bucketed.state import leaves_behind
-from subtensors.bucketed.whole_step import SideEffects
+from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.state.kept_state import kept_state
+from subtensors.bucketed.state.program_state import leaves_behind
+from subtensors.bucketed.training.whole_step import SideEffects
 from subtensors.dispatch import autograd_private
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
@@ -32,9 +32,9 @@ from subtensors.dispatch.size_factors import size_of
 from subtensors.kernels.inputs import InputLoad
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.arguments import Reading
-    from subtensors.bucketed.compiled_gradients import CompiledGradients
-    from subtensors.bucketed.state import State
+    from subtensors.bucketed.calls.arguments import Reading
+    from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
+    from subtensors.bucketed.state.program_state import State
     from subtensors.dispatch.graph_pool import GraphPool
 
 

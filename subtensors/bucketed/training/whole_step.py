@@ -14,8 +14,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.held import Held
-from subtensors.bucketed.state import State
+from subtensors.bucketed.state.held import Held
+from subtensors.bucketed.state.program_state import State
 from subtensors.dispatch.graph_numbers import GraphNumbers
 
 

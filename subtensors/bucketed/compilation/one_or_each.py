@@ -23,8 +23,8 @@ from subtensors.dispatch.shape_template import NoTemplate, Place, grid
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.arguments import Reading
     from subtensors.bucketed.bucket import Bucket
+    from subtensors.bucketed.calls.arguments import Reading
 
 _log = logging.getLogger("subtensors.bucketed")
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.example import kept_state
-from subtensors.bucketed.outputs import Outputs
+from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.dispatch import torch_capture
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.arguments import Reading
+    from subtensors.bucketed.calls.arguments import Reading
     from subtensors.bucketed.recorder import Recorder
-    from subtensors.bucketed.training import TrainedBucket
+    from subtensors.bucketed.training.trained_bucket import TrainedBucket
 
 
 def refuse_second_order() -> None:

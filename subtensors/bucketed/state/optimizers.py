@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.held import Held
+from subtensors.bucketed.state.held import Held
 from subtensors.dispatch.graph_numbers import GraphNumbers
 from subtensors.optim.group_numbers import step_signature
 from subtensors.optim.optimizer import Optimizer

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.one_or_each import OneOrEach, OpenCode
-from subtensors.bucketed.outputs import Output, Outputs
+from subtensors.bucketed.calls.outputs import Output, Outputs
+from subtensors.bucketed.compilation.one_or_each import OneOrEach, OpenCode
 from subtensors.dispatch.shape_template import Template
 from subtensors.dispatch.shared_inputs import share_inputs
 from subtensors.dispatch.size_factors import Factor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.held import held_of
+from subtensors.bucketed.state.held import held_of
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.padded.true_sizes import HostSize
 from subtensors.dispatch.size_factors import Factors

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.compiled import assembled, taken_apart
-from subtensors.bucketed.one_or_each import OneOrEach, OpenCode, places_of
-from subtensors.bucketed.outputs import Outputs
-from subtensors.bucketed.state import leaves_behind
+from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.compilation.compiled import assembled, taken_apart
+from subtensors.bucketed.compilation.one_or_each import OneOrEach, OpenCode, places_of
+from subtensors.bucketed.state.program_state import leaves_behind
 from subtensors.dispatch.joint_graph import Halves
 from subtensors.dispatch.shape_template import NoTemplate, Template
 from subtensors.dispatch.torch_capture import NotFunctional
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.training import TrainedBucket
+    from subtensors.bucketed.training.trained_bucket import TrainedBucket
 
 _log = logging.getLogger("subtensors.bucketed")
 

@@ -1,0 +1,1 @@
+"""Text from Hugging Face models: their own `generate` over bucketed programs."""

@@ -1,0 +1,1 @@
+"""Calls that autograd follows, and whole training steps."""

@@ -1,0 +1,75 @@
+"""Imports run one way: between the three packages, and between the rooms of one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LAYERS = ("subtensors.kernels", "subtensors.dispatch", "subtensors")
+"""Each may import from those before it."""
+
+ROOMS = {
+    "subtensors.bucketed": ("state", "calls", "report", "compilation", "bucket", "training", "recorder"),
+}
+"""Of a package its rooms and files, each of which may import from those before it; what isn't named is above them."""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package, by its import name."""
+    for package in LAYERS:
+        folder = ROOT.joinpath(*package.split("."))
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((package, *parts)), ast.parse(path.read_text())
+
+
+MODULES = dict(modules())
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """What a module imports when it runs, by full names: what is there for annotations alone is left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        else:
+            yield from imported(node)
+
+
+def rank(name: str, of: Sequence[str]) -> int:
+    """Which of some packages a module is in: the one that is named most exactly."""
+    found = [i for i, package in enumerate(of) if name == package or name.startswith(package + ".")]
+    return max(found, key=lambda i: len(of[i]), default=len(of))
+
+
+def upward(package: str, layers: Sequence[str]) -> list[str]:
+    """Imports within a package from a layer above that of the module."""
+    return [
+        f"{name} imports {other}"
+        for name, tree in MODULES.items()
+        for other in imported(tree)
+        if f"{name}.".startswith(f"{package}.") and f"{other}.".startswith(f"{package}.")
+        if rank(other, layers) > rank(name, layers)
+    ]
+
+
+def test_kernels_know_nothing_of_dispatch_nor_dispatch_of_types() -> None:
+    assert upward("subtensors", LAYERS) == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_imports_none_of_those_after_it(package: str) -> None:
+    assert upward(package, [f"{package}.{room}" for room in ROOMS[package]]) == []
+
+
+def test_an_import_upwards_would_be_seen() -> None:
+    assert upward("subtensors", LAYERS[::-1]) != []
