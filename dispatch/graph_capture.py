@@ -160,6 +160,7 @@ class Recording:
 
     Args:
         device: that all of them run on.
+        has_ops: do the calls run ops of torch's beside the launches?
 
     Example:
         >>> import torch
@@ -172,7 +173,7 @@ class Recording:
         subtensors.dispatch.graph_capture.NotRecordable: 1 torch ops an element
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_ops: bool = False) -> None:
         self.device = device
         self.source: object = None
         """Set by the calls' maker before each: what to name in `set_numbers`."""
@@ -184,7 +185,7 @@ class Recording:
         self._pending: Iterator[Launch] | None = None
         self._prelude: Prelude | None = None
         """A launch that was recorded and is to be made with the next."""
-        self._tape = CudaTape(device) if device.type == "cuda" else HostTape()
+        self._tape = CudaTape(device, has_ops) if device.type == "cuda" else HostTape()
         self._is_number_new = self._is_table_new = False
         captures.watch(device)
         weakref.finalize(self, captures.when_idle, partial(_release, self._grids, self._key, self._tape)).atexit = False

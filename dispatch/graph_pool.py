@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import captures, torch_capture, torch_private
+from subtensors.dispatch.workspaces import make_workspaces
 from subtensors.kernels.address import bytes_at
 
 T = TypeVar("T")
+STREAMS = 32
+"""How many torch has; it hands them out by turns."""
 
 
 class GraphPool:
@@ -34,25 +37,23 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _stream_of_its_own(device)
+        _living.add(self)
         self._last: torch.cuda.Stream = torch.cuda.current_stream(device)
         self._last_number = torch_private.current_stream(device)
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._was_used = False
-        """Did something run on its stream?"""
         captures.watch(device)
         weakref.finalize(self, captures.when_idle, partial(_reset, self.graphs)).atexit = False
 
     def run(self, program: Callable[[], T]) -> T:
-        """Run on the pool's stream what will be captured: libraries make their workspaces then, outside of the pool."""
+        """Run on the pool's stream what will be captured: libraries get ready then, outside of the pool."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
-                out = program()
-                self._was_used = True
-                return out
+                make_workspaces(self.device)
+                return program()
         finally:
             current.wait_stream(self.stream)
 
@@ -73,18 +74,14 @@ class GraphPool:
             raise RuntimeError("a graph can't be captured while the current stream is part of another one")
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
-        self.run(self._make_workspaces)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
-            with (
-                captures.undisturbed(),
-                torch_capture.growing_segments(),
-                torch.cuda.stream(self.stream),
-                torch_capture.captured(graph, self.device, self._handle),
-            ):
-                out = program()
+            with captures.undisturbed(), torch.cuda.stream(self.stream):
+                make_workspaces(self.device)
+                with torch_capture.growing_segments(), torch_capture.captured(graph, self.device, self._handle):
+                    out = program()
         except BaseException:  # raised again, once the stream and the pool are in order
             self._leave_a_stuck_stream()
             self._forget_if_empty()
@@ -92,13 +89,6 @@ class GraphPool:
         current.wait_stream(self.stream)
         self.graphs.append(graph)
         return graph, out
-
-    def _make_workspaces(self) -> None:
-        """Have cuBLAS and cuBLASLt make theirs for this stream, if they have none or were told to give them up."""
-        if not self._was_used:
-            ones = torch.ones(8, 8, device=self.device)
-            torch.addmm(ones[0], ones @ ones, ones)
-        torch.cuda.current_blas_handle()  # comes with a workspace
 
     def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """For each tensor that is in the pool the same one without a claim on its memory.
@@ -120,8 +110,7 @@ class GraphPool:
         with torch.cuda.stream(self.stream):
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
-            self.stream = torch.cuda.Stream(self.device)
-            self._was_used = False
+            self.stream = _stream_of_its_own(self.device)
 
     def is_current(self) -> bool:
         """Is the pool's device the current one?"""
@@ -158,6 +147,16 @@ class GraphPool:
     def held_bytes(self) -> int:
         """The part of it that tensors hold: what a program keeps of its capture, once its results are `unowned`."""
         return torch_capture.held_bytes(self._handle) if self._handle is not None else 0
+
+
+_living: weakref.WeakSet[GraphPool] = weakref.WeakSet()
+
+
+def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other pool has, if there is one: graphs of one stream write to the same workspaces."""
+    taken = {pool.stream.cuda_stream for pool in [*_living] if pool.device == device}
+    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+    return next((stream for stream in streams if stream.cuda_stream not in taken), streams[0])
 
 
 def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:

@@ -7,13 +7,19 @@ from collections.abc import Callable
 import torch
 
 from subtensors.dispatch import captures, torch_capture
+from subtensors.dispatch.workspaces import make_workspaces
 
 
 class CudaTape:
-    """Launches as a CUDA graph."""
+    """Launches as a CUDA graph.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: a CUDA device, with its index.
+        has_ops: are there ops of torch's among the calls?
+    """
+
+    def __init__(self, device: torch.device, has_ops: bool) -> None:
+        self.device, self.has_ops = device, has_ops
         self.graph = torch.cuda.CUDAGraph()
         self.replay: Callable[[], None] = self.graph.replay
 
@@ -22,8 +28,11 @@ class CudaTape:
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         pool = torch.cuda.graph_pool_handle()
-        with captures.undisturbed(), torch.cuda.stream(side), torch_capture.captured(self.graph, self.device, pool):
-            calls()
+        with captures.undisturbed(), torch.cuda.stream(side):
+            if self.has_ops:
+                make_workspaces(self.device)
+            with torch_capture.captured(self.graph, self.device, pool):
+                calls()
         current.wait_stream(side)
 
     def take(self, run: Callable[[], None]) -> None:

@@ -167,7 +167,8 @@ def held_bytes(pool: tuple[int, int]) -> int:
 
 
 def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == pool]
+    found: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
+    return found
 
 
 def traced(

@@ -159,3 +159,21 @@ def test_a_first_step_hardly_collects_garbage(device: str, monkeypatch: pytest.M
     # It makes some 20 000 objects, and all of them stay.
     assert gc.isenabled()
     assert collections.count("start") <= 10
+
+
+@pytest.mark.gpu
+def test_large_state_is_begun_apart_from_what_a_backward_left() -> None:
+    def idle() -> int:
+        """Bytes that torch can't give back, since a tensor has a part of their segment."""
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    before = idle()
+    p = Parameter(torch.zeros(48 << 18, device="cuda"))
+    activations = [torch.empty(n << 18, device="cuda") for n in (150, 200, 250)]
+    p.grad = torch.ones_like(p)
+    del activations
+    optimizer = st.optim.AdamW([p], lr=0.1)
+    optimizer.step()
+    assert idle() - before < 16 << 20  # 54 MiB of the first, where the state lay there
+    assert len(optimizer.state[p]) == 3

@@ -10,14 +10,32 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import captures
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 
+LARGE = 64 << 20
+"""Bytes of state for which room is made."""
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def can_begin_with_others(p: Tensor) -> bool:
     """Is this a tensor whose state torch's foreach calls can fill beside that of others?"""
     return type(p) in PLAIN_TYPES and p.dtype in _DTYPES and p.layout is torch.strided
+
+
+def make_room(params: Sequence[Tensor], entries: int) -> None:
+    """Have torch give the memory that it caches back, where what will be begun is large.
+
+    State lives as long as the model. Begun in what the first backward left, it would break segments up that the next
+    backward, or a graph's memory, wants whole.
+
+    Args:
+        params: of one device.
+        entries: how many each of them has.
+    """
+    nbytes = entries * sum(p.nbytes for p in params)
+    if params[0].device.type == "cuda" and nbytes >= LARGE and not captures.is_capturing():
+        torch.cuda.empty_cache()
 
 
 def counts(params: Sequence[Tensor]) -> list[Tensor]:

@@ -102,7 +102,7 @@ class RecordedStep:
                 # Numbers are then known by identity, wherever the step hands them on.
                 group.update({name: another(value) for name, value in group.items() if name != "params"})
             self.options = [options_of(group) for group in optimizer.param_groups]
-        self.recording = recording = Recording(self.device)
+        self.recording = recording = Recording(self.device, self.is_whole)
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
             for name, is_given in zip(_SCALES, self.scales, strict=True)
