@@ -164,8 +164,8 @@ class Recording:
 
     Example:
         >>> import torch
-        >>> from subtensors.dispatch.fusion import Fusion
-        >>> from subtensors.dispatch.columns import Elements
+        >>> from subtensors.dispatch.fused_maths.fusion import Fusion
+        >>> from subtensors.dispatch.fused_maths.columns import Elements
         >>> add = Fusion(lambda p, n: p.add_(n))
         >>> Recording(torch.device("cpu")).record(lambda: add(Elements([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):

@@ -13,9 +13,9 @@ from hypothesis import strategies as h
 from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements, PerBlock
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements, PerBlock
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.kernels import blockwise
 from subtensors.kernels.launch import Tiling
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import subtensors as st
 from subtensors.dispatch import compiler_private
 from subtensors.dispatch.compiler_private import CompiledGraph
-from subtensors.dispatch.shape_template import NoTemplate, Number, Template, grid
+from subtensors.dispatch.traced_graphs.shape_template import NoTemplate, Number, Template, grid
 
 SEQ = st.Dim("seq", max=64, buckets=8)
 BATCH = st.Dim("batch", max=16, buckets=4)

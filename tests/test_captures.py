@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 import subtensors as st
 from subtensors.dispatch import captures
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.dispatch.graph_capture import Recording
 from subtensors.kernels.host_range import HostRange
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 
 from subtensors.bench.chunked_rows import LossRow, from_json
 from subtensors.bench.fit_plan import fitted, ours, plan_of
-from subtensors.dispatch.chunk_plan import (
+from subtensors.dispatch.region.chunk_plan import (
     H200,
     WASTE,
     ChunkPlan,

@@ -12,9 +12,9 @@ import triton
 from fused_lists import groups, lists
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.kernel_group import KernelGroup
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused_maths.kernel_group import KernelGroup
 
 Compiled = list[tuple[str, threading.Thread]]
 

@@ -17,9 +17,9 @@ from programs import Lowering, check, each_lowering, interpreted
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.groups import MappedGroup, TorchGroup
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused_maths.groups import MappedGroup, TorchGroup
 
 
 @each_lowering

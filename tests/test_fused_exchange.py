@@ -8,8 +8,8 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 
 
 class Doubled:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.kernel_group import KernelGroup
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused_maths.kernel_group import KernelGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

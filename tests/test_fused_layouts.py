@@ -12,8 +12,8 @@ from fused_lists import groups, lists
 from programs import SMALL_TILES, Lowering, check, each_kernel_lowering, each_lowering, interpreted
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 
 
 def transposed(t: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from programs import Lowering, expected, fresh, tensors_of
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 
 Maths = Callable[..., Any]
 

@@ -10,8 +10,8 @@ import torch
 from programs import KERNELS, LOWERINGS, Lowering, check, each_kernel_lowering, each_lowering
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.kernels import blockwise, launch
 from subtensors.kernels import lowering as table
 from subtensors.kernels.launch import Tiling

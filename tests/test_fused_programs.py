@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 from programs import CUDA, LOWERINGS, SMALL_TILES, Lowering, check, each_lowering
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from subtensors.dispatch.joint_graph import _cast_in_products, _merge_equals
+from subtensors.dispatch.traced_graphs.joint_graph import _cast_in_products, _merge_equals
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -71,5 +71,19 @@ def test_a_room_imports_none_of_those_after_it(package: str) -> None:
     assert upward(package, [f"{package}.{room}" for room in ROOMS[package]]) == []
 
 
+def test_a_folder_of_dispatch_imports_the_files_beside_it_and_no_other_folder() -> None:
+    top = "subtensors.dispatch"
+    folders = {".".join(name.split(".")[:3]) for name in MODULES if name.startswith(top) and name.count(".") > 2}
+    layers = [top, *sorted(folders)]
+    between = [
+        f"{name} imports {other}"
+        for name, tree in MODULES.items()
+        for other in imported(tree)
+        if name.startswith(f"{top}.") and 0 < rank(other, layers) < len(layers)
+        if rank(other, layers) != rank(name, layers)
+    ]
+    assert between == []
+
+
 def test_an_import_upwards_would_be_seen() -> None:
     assert upward("subtensors", LAYERS[::-1]) != []

@@ -17,9 +17,9 @@ from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
-from subtensors.dispatch.op_class_calls import Call
-from subtensors.dispatch.op_class_evidence import DISCOVERABLE, Recorder, Report, validate
-from subtensors.dispatch.op_class_probes import PROBES
+from subtensors.dispatch.class_evidence.calls import Call
+from subtensors.dispatch.class_evidence.evidence import DISCOVERABLE, Recorder, Report, validate
+from subtensors.dispatch.class_evidence.probes import PROBES
 from subtensors.dispatch.op_class_supplement import SUPPLEMENT
 from subtensors.dispatch.op_classes import (
     OpClass,

@@ -16,7 +16,7 @@ from test_static_compile import copies_of, count_static
 from torch import nn
 
 import subtensors as st
-from subtensors.dispatch.calls import cpu_kernels
+from subtensors.dispatch.fused_maths.calls import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import subtensors as st
-from subtensors.dispatch.calls import interprets_kernels
+from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.kernels.launch import Grid
 from tests.data_parallel_training import a_repeated_model_trains_as_one_does_on_all_data
 from tests.kernels_on_cpu import kernels_on_cpu

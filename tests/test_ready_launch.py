@@ -12,7 +12,7 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.fusion import Fusion
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 

@@ -10,8 +10,8 @@ from programs import SMALL_TILES, Lowering, each_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 
 INF = float("inf")
 

@@ -9,8 +9,8 @@ import torch
 from torch.optim import lr_scheduler
 
 import subtensors as st
-from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.kernel_group import KernelGroup
+from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused_maths.kernel_group import KernelGroup
 
 
 def made(fusion: Fusion) -> dict[str, Any]:

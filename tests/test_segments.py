@@ -13,9 +13,9 @@ from programs import Lowering, check, each_kernel_lowering
 from test_fused_programs import programs
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.trace import Trace
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused_maths.trace import Trace
 from subtensors.kernels.program import Extent, Instruction, Program, Ref, Scalar, _run, interpret
 from subtensors.kernels.segments import Segment, plan_segments, slot_count
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import subtensors as st
 from subtensors.bucketed.compilation import compiled
-from subtensors.dispatch.shared_inputs import share_inputs
+from subtensors.dispatch.traced_graphs.shared_inputs import share_inputs
 from subtensors.kernels.shared_input import Tiling, launched, products, reference
 
 SMALL = Tiling(16, 32, 16, 2, 4)
@@ -142,7 +142,7 @@ def test_other_products_stay_as_they_are(program: Any) -> None:
 
 
 def test_large_weights_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subtensors.dispatch.shared_inputs.LARGEST", 8 * 8 * 4)
+    monkeypatch.setattr("subtensors.dispatch.traced_graphs.shared_inputs.LARGEST", 8 * 8 * 4)
     module = shared(Attention(8, True), torch.randn(5, 8))
     assert torch.ops.subtensors.products.default not in targets(module)
 

@@ -12,9 +12,9 @@ import torch
 from conformance import check_call, mapped
 
 import subtensors as st
-from subtensors.dispatch.batched import ROWS
-from subtensors.dispatch.flat_rules import acts_on_values
-from subtensors.dispatch.foreach import TARGETS
+from subtensors.dispatch.lists.batched import ROWS
+from subtensors.dispatch.lists.flat_rules import acts_on_values
+from subtensors.dispatch.lists.foreach import TARGETS
 from subtensors.lists.list_calls import explain_call
 
 DTYPES = [

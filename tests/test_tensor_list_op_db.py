@@ -14,7 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import subtensors as st
-from subtensors.dispatch.batched import ROWS as BATCHED
+from subtensors.dispatch.lists.batched import ROWS as BATCHED
 
 OVERRIDABLE = set(chain.from_iterable(torch.overrides.get_overridable_functions().values()))
 

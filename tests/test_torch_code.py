@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.trace import Trace, trace
+from subtensors.dispatch.fused_maths.trace import Trace, trace
 from subtensors.kernels.program import Extent, Parameter, Program, interpret
 from subtensors.kernels.torch_code import operands, write_torch
 

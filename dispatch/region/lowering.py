@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunk_plan import ChunkPlan, LossShape, plan_linear_cross_entropy
 from subtensors.dispatch.region.axis import Layout, Policy
 from subtensors.dispatch.region.cells import LinearCell
 from subtensors.dispatch.region.chunk_pass import as_recorded
+from subtensors.dispatch.region.chunk_plan import ChunkPlan, LossShape, plan_linear_cross_entropy
 from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import Value, gathered, known, recording
 from subtensors.dispatch.region.rules.table import record

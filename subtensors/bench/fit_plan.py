@@ -1,8 +1,8 @@
 """Rates of a device for the plan of chunked losses, fitted to rows of the `chunked` benchmark.
 
-The model's seconds are a sum of flops, bytes and chunks, each over its rate (`dispatch/chunk_plan.py`), so they are
-linear in the rates' inverses. The sum of relative errors is made least: each row is divided by its measured time, and
-squares are weighed by the error that the row had before, so that a row that something disturbed counts for little.
+The model's seconds are a sum of flops, bytes and chunks, each over its rate (`dispatch/region/chunk_plan.py`), so they
+are linear in the rates' inverses. The sum of relative errors is made least: each row is divided by its measured time,
+and squares are weighed by the error that the row had before, so that a row that something disturbed counts for little.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from subtensors.bench.chunked_rows import LossRow, from_json
 from subtensors.bench.sweep import wide_console
-from subtensors.dispatch.chunk_plan import ChunkPlan, LossShape, Rates, by_columns, by_rows
+from subtensors.dispatch.region.chunk_plan import ChunkPlan, LossShape, Rates, by_columns, by_rows
 
 SHORTEST = 512
 """Rows of a chunk that is fitted: shorter ones are worse products than the model knows of."""

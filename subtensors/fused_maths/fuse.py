@@ -9,8 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import optree
 import torch
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.fused_maths.fused_op import call_opaque, register
 from subtensors.kernels.launch import Tiling
 from subtensors.lists.tensor_list import TensorList

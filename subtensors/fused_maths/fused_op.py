@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.fusion import SHARED_ADVICE, Fusion
-from subtensors.dispatch.mapping import ListCall
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import SHARED_ADVICE, Fusion
+from subtensors.dispatch.lists.mapping import ListCall
 from subtensors.lists.list_calls import RULES
 from subtensors.lists.tensor_list import TensorList
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.dispatcher_private import is_traced, is_transforming
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.mapping import ListCall, list_call
+from subtensors.dispatch.lists.mapping import ListCall, list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.lists import list_calls
 

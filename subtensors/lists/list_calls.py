@@ -10,10 +10,10 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from subtensors.dispatch.batched import batched_call
-from subtensors.dispatch.flat_rules import FOREIGN_OPTIONS, acts_on_values, overload_acts_on_values
-from subtensors.dispatch.foreach import foreach_call
-from subtensors.dispatch.mapping import ListCall, gather, list_call
+from subtensors.dispatch.lists.batched import batched_call
+from subtensors.dispatch.lists.flat_rules import FOREIGN_OPTIONS, acts_on_values, overload_acts_on_values
+from subtensors.dispatch.lists.foreach import foreach_call
+from subtensors.dispatch.lists.mapping import ListCall, gather, list_call
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.rules import RuleTable
 from subtensors.lists.packing import Layout

@@ -12,7 +12,7 @@ import torch
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.mapping import list_call
+from subtensors.dispatch.lists.mapping import list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.calls import interprets_kernels
+from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.fused_maths.fuse import fused
 from subtensors.kernels.row_column_means import reference, row_column_means
 from subtensors.lists.tensor_list import TensorList

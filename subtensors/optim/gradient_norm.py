@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.calls import interprets_kernels
-from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.fused_maths.calls import interprets_kernels
+from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
 from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.kernels import graph_lifetime

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.calls import Call
-from subtensors.dispatch.columns import Elements, PerBlock
+from subtensors.dispatch.fused_maths.calls import Call
+from subtensors.dispatch.fused_maths.columns import Elements, PerBlock
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized

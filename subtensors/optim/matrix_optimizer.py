@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.calls import Call
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.stacks import run_by_shape
+from subtensors.dispatch.fused_maths.calls import Call
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.lists.stacks import run_by_shape
 from subtensors.fused_maths.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.optimizer import Optimizer

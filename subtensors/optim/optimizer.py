@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import dynamo_private
-from subtensors.dispatch.calls import interprets_kernels
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.calls import interprets_kernels
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.kernels.collector import uncollected
 from subtensors.kernels.launch import Prelude
 from subtensors.lists.tensor_list import TensorList

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.calls import interprets_kernels, modes
-from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import AddressError
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.calls import interprets_kernels, modes
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.tensor_guards import AddressGuard, MetadataGuard, PlaceGuard

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.optim.capture import Capture
 from subtensors.optim.declared_state import AVERAGE, MASTER, DeclaredState
 from subtensors.optim.gradient_norm import GradientNorm

@@ -7,8 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.optim.arguments import check_fractions, check_not_negative
 from subtensors.optim.declared_state import MASTER
 from subtensors.optim.optimizer import Optimizer, Params

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.columns import Elements
+from subtensors.dispatch.fused_maths.columns import Elements
 
 
 class Sharding(NamedTuple):

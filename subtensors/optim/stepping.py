@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
-from subtensors.dispatch.columns import Elements
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.graph_numbers import graph_numbers
 from subtensors.kernels.launch import Prelude

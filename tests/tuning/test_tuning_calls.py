@@ -26,11 +26,11 @@ from tuned import (
 )
 
 import subtensors as st
-from subtensors.dispatch import fusion as fusion_module
-from subtensors.dispatch.calls import Call
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
-from subtensors.dispatch.routes import route_of
+from subtensors.dispatch.fused_maths import fusion as fusion_module
+from subtensors.dispatch.fused_maths.calls import Call
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused_maths.routes import route_of
 from subtensors.kernels.launch import Kernels, Tiling
 from subtensors.kernels.program import Program
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from subtensors.dispatch.columns import Elements
-from subtensors.dispatch.fusion import Fusion
+from subtensors.dispatch.fused_maths.columns import Elements
+from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.kernels import tuning
 from subtensors.kernels.launch import Tiling
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref

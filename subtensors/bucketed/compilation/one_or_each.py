@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from subtensors.dispatch import compiler_private
 from subtensors.dispatch.compiler_private import CompiledGraph
 from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.shape_template import NoTemplate, Place, grid
+from subtensors.dispatch.traced_graphs.shape_template import NoTemplate, Place, grid
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.calls import interprets_kernels
-from subtensors.dispatch.columns import Columns, PerBlock, Repeated
+from subtensors.dispatch.fused_maths.calls import interprets_kernels
+from subtensors.dispatch.fused_maths.columns import Columns, PerBlock, Repeated
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.kernels.lowering import DTYPES
 from subtensors.kernels.program import Extent, Parameter

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.refusals import refuse, refuse_value
+from subtensors.dispatch.fused_maths.refusals import refuse, refuse_value
 from subtensors.kernels import blockwise
 from subtensors.kernels.program import Extent
 

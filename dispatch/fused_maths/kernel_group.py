@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch import torch_private
-from subtensors.dispatch.columns import Addresses, Columns, FixedLists, addresses_of, is_fixed, written_overlap
+from subtensors.dispatch.fused_maths.columns import (
+    Addresses,
+    Columns,
+    FixedLists,
+    addresses_of,
+    is_fixed,
+    written_overlap,
+)
+from subtensors.dispatch.fused_maths.groups import Group, Leaves, MappedGroup, leaves_of
+from subtensors.dispatch.fused_maths.trace import Trace
 from subtensors.dispatch.graph_capture import NotRecordable, Recording, recording_now
 from subtensors.dispatch.graph_numbers import graph_numbers
-from subtensors.dispatch.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.sleeping import refuse_sleepers
-from subtensors.dispatch.trace import Trace
 from subtensors.kernels import graph_lifetime
 from subtensors.kernels.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits, to_device
 from subtensors.kernels.program import Extent, Parameter

@@ -14,9 +14,9 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.columns import Addresses, Columns, written_overlap
+from subtensors.dispatch.fused_maths.columns import Addresses, Columns, written_overlap
+from subtensors.dispatch.fused_maths.trace import Returned, Trace
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
-from subtensors.dispatch.trace import Returned, Trace
 from subtensors.kernels.torch_code import operands, write_torch
 
 Leaves = list[list[Any] | None]

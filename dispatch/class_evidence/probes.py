@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from subtensors.dispatch.op_class_calls import Call, Tensors, holds_values
+from subtensors.dispatch.class_evidence.calls import Call, Tensors, holds_values
 from subtensors.dispatch.op_class_supplement import VIEWS_THAT_MAY_COPY
 from subtensors.dispatch.op_classes import OpClass, overload_name
 from subtensors.dispatch.torch_private import schema_of

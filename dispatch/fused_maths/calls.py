@@ -11,9 +11,9 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.columns import Columns, Elements, Repeated
 from subtensors.dispatch.dispatcher_private import is_transforming
-from subtensors.dispatch.ready_launch import LastLaunch
+from subtensors.dispatch.fused_maths.columns import Columns, Elements, Repeated
+from subtensors.dispatch.fused_maths.ready_launch import LastLaunch
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
 """Do kernels run on CPU tensors too? Triton interprets them there, slowly: so that they can be seen to be right."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from subtensors.dispatch import dispatcher_private
-from subtensors.dispatch.calls import Call
-from subtensors.dispatch.columns import (
+from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.fused_maths.calls import Call
+from subtensors.dispatch.fused_maths.columns import (
     Addresses,
     ColumnGuard,
     Columns,
@@ -26,12 +27,11 @@ from subtensors.dispatch.columns import (
     distinct,
     written_overlap,
 )
-from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.groups import Group, Leaves, MappedGroup, TorchGroup
-from subtensors.dispatch.kernel_group import KernelGroup
-from subtensors.dispatch.refusals import name_of
-from subtensors.dispatch.routes import Route, route_of, routes_of
-from subtensors.dispatch.trace import Trace, trace
+from subtensors.dispatch.fused_maths.groups import Group, Leaves, MappedGroup, TorchGroup
+from subtensors.dispatch.fused_maths.kernel_group import KernelGroup
+from subtensors.dispatch.fused_maths.refusals import name_of
+from subtensors.dispatch.fused_maths.routes import Route, route_of, routes_of
+from subtensors.dispatch.fused_maths.trace import Trace, trace
 from subtensors.kernels.collector import uncollected
 from subtensors.kernels.compilation import compile_together
 from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling

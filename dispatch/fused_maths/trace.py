@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.expansions import EXPANSIONS, DimensionError
+from subtensors.dispatch.fused_maths.expansions import EXPANSIONS, DimensionError
+from subtensors.dispatch.fused_maths.refusals import ADVICE, name_of, refuse, refuse_op, refuse_value, source_line
+from subtensors.dispatch.fused_maths.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.dispatch.op_classes import OpClass, functional_form, op_class
-from subtensors.dispatch.refusals import ADVICE, name_of, refuse, refuse_op, refuse_value, source_line
-from subtensors.dispatch.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.kernels import blockwise
 from subtensors.kernels.lowering import INTEGERS, can_lower
 from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form

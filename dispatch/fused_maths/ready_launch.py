@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from subtensors.dispatch.columns import ColumnGuard, Columns, is_fixed
+from subtensors.dispatch.fused_maths.columns import ColumnGuard, Columns, is_fixed
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.sleeping import Sleep
 from subtensors.dispatch.tensor_guards import PlaceGuard
 
 if TYPE_CHECKING:
-    from subtensors.dispatch.calls import Call
-    from subtensors.dispatch.kernel_group import Binding, KernelGroup
+    from subtensors.dispatch.fused_maths.calls import Call
+    from subtensors.dispatch.fused_maths.kernel_group import Binding, KernelGroup
     from subtensors.kernels.launch import Prelude
 
 

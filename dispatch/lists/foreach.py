@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.dispatcher_private import is_transforming
-from subtensors.dispatch.mapping import ListCall
+from subtensors.dispatch.lists.mapping import ListCall
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 
 _UNARY = (
