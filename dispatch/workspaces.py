@@ -10,6 +10,7 @@ that are replayed one at a time.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
 import torch
@@ -25,13 +26,19 @@ def make_workspaces(device: torch.device) -> None:
     Args:
         device: the current one, a CUDA device with its index.
     """
+    with _making, _memory(device):
+        torch.cuda.current_blas_handle()  # comes with a workspace
+        # Where that is asked for, and not prepared, torch refuses to call either library.
+        if not torch.are_deterministic_algorithms_enabled():
+            ones = torch.ones(8, 8, device=device)
+            torch.addmm(ones[0], ones, ones)
+
+
+def _memory(device: torch.device) -> AbstractContextManager[None]:
+    """What is made meanwhile comes from the pool of the current stream; other allocators than torch's own have none."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return nullcontext()
     key = device.index, torch.cuda.current_stream(device).cuda_stream
-    with _making:
-        if key not in _pools:
-            _pools[key] = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(_pools[key], device):
-            torch.cuda.current_blas_handle()  # comes with a workspace
-            # Where that is asked for, and not prepared, torch refuses to call either library.
-            if not torch.are_deterministic_algorithms_enabled():
-                ones = torch.ones(8, 8, device=device)
-                torch.addmm(ones[0], ones, ones)
+    if key not in _pools:
+        _pools[key] = torch.cuda.MemPool()
+    return torch.cuda.use_mem_pool(_pools[key], device)
