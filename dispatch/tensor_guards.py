@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -93,12 +94,26 @@ class PlaceGuard(AddressGuard):
 
 
 class SameGuard(AddressGuard):
-    """Are these tensors what those were, `MetadataGuard`, and where they were?"""
+    """Are these tensors what those were, `MetadataGuard`, and where they were?
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    Args:
+        tensors: in an order that later ones come in too.
+        modes: C++ finds tensors alike in the grad mode, inference mode and autocast that it met them in. Of so many it
+            is told by `met_again`; the oldest are forgotten.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], modes: int = 1) -> None:
         super().__init__(tensors)
-        self._metadata = MetadataGuard(tensors)
+        self._alike = deque([MetadataGuard(tensors)], modes)
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Is every tensor the same in both?"""
-        return super().matches(tensors) and self._metadata.matches(tensors)
+        if super().matches(tensors):
+            for guard in self._alike:  # `any` of a generator would take longer than a guard of few tensors
+                if guard.matches(tensors):
+                    return True
+        return False
+
+    def met_again(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are the same, as the caller knows, in the modes of now."""
+        self._alike.appendleft(MetadataGuard(tensors))

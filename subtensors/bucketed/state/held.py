@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.tensor_guards import AddressGuard, MetadataGuard
+from subtensors.dispatch.tensor_guards import SameGuard
 
 HELD: dict[str, Callable[[Tensor], Any]] = {
     "address": Tensor.data_ptr,
@@ -24,7 +23,7 @@ HELD: dict[str, Callable[[Tensor], Any]] = {
 """By its name, how it is read."""
 
 _MODES = 4
-"""Of grad mode, inference mode and autocast so many are remembered, in which C++ finds tensors alike."""
+"""Combinations of grad mode, inference mode and autocast that a program is called in, at most."""
 
 
 def held_of(t: Tensor) -> tuple[Any, ...] | None:
@@ -38,7 +37,7 @@ def held_of(t: Tensor) -> tuple[Any, ...] | None:
 class Held:
     """Some tensors as they are now, to be compared with what is there later.
 
-    C++ guards compare all of them at once, for the modes that they were made in. Where these say no, the table decides.
+    A guard in C++ compares all of them at once; where it says no, the table decides.
 
     Args:
         tensors: in an order that later ones come in too.
@@ -53,24 +52,19 @@ class Held:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._held = [held_of(t) for t in tensors]
-        have_memory = None not in self._held
-        self._addresses = AddressGuard(tensors) if have_memory else None
-        self._alike: deque[MetadataGuard] = deque([MetadataGuard(tensors)] if have_memory else [], _MODES)
+        self._guard = SameGuard(tensors, _MODES) if None not in self._held else None
         with torch.no_grad():
             # Keeps the memory, also where `.data` is replaced.
             self._memory = [t.detach() for t, held in zip(tensors, self._held, strict=True) if held is not None]
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Is of every tensor all as it was?"""
-        if self._addresses is not None:
-            if not self._addresses.matches(tensors):
-                return False
-            if any(guard.matches(tensors) for guard in self._alike):
-                return True
+        if self._guard is not None and self._guard.matches(tensors):
+            return True
         if self.first_other(tensors) is not None:
             return False
-        if self._addresses is not None:
-            self._alike.appendleft(MetadataGuard(tensors))
+        if self._guard is not None:
+            self._guard.met_again(tensors)
         return True
 
     def first_other(self, tensors: Sequence[Tensor]) -> tuple[int, str] | None:
