@@ -223,6 +223,15 @@ def test_a_dim_with_two_sizes_is_refused(device: str) -> None:
         run(torch.ones(3, device=device), torch.ones(4, device=device))
 
 
+def test_a_padded_argument_and_a_plain_one_have_one_size_along_a_dim() -> None:
+    run = st.bucketed(torch.add, {0: {0: SEQ}})
+    three = st.pad(torch.ones(3), {0: SEQ})
+    assert run(torch.ones(3), three).shape == (3,)
+    with pytest.raises(st.SizeError, match="seq is 4 in one argument and 3 in a PaddedTensor"):
+        run(torch.ones(4), three)
+    assert not run.stats().fallbacks
+
+
 @torch.no_grad()
 def test_calls_from_several_threads_take_turns(device: str) -> None:
     run = st.bucketed(mixing, {"x": {1: SEQ}})

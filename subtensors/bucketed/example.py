@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from subtensors.bucketed.calls.arguments import ArgumentDims, flatten, unflatten
+from subtensors.bucketed.calls.argument_dims import ArgumentDims
+from subtensors.bucketed.calls.arguments import flatten, unflatten
 from subtensors.padded.padded_tensor import PaddedTensor
 
 T = TypeVar("T")

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
-import math
-import re
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.calls.arguments import (
-    ArgumentDims,
-    Reading,
-    Unreadable,
-    device_of,
-    flatten,
-    leaf_key,
-    read,
-    sharing,
-)
-from subtensors.bucketed.calls.call_style import CallStyle
+from subtensors.bucketed.calls.argument_dims import ArgumentDims
+from subtensors.bucketed.calls.arguments import Reading, flatten, leaf_key, sharing
 from subtensors.bucketed.example import calls_to_warm, with_progress
 from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around
 from subtensors.bucketed.generation.generation import Generation, tokens_dim
@@ -35,23 +22,17 @@ from subtensors.bucketed.stands_for import StandsFor
 from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.followed_call import Replayed, TrainedCall
-from subtensors.bucketed.training.inside import InsideCall, bucketed_program, is_inside, opened
+from subtensors.bucketed.training.inside import InsideCall, is_inside, opened
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
-from subtensors.bucketed.visit import Visit, add_sizes, shared_key
+from subtensors.bucketed.visits import Visit, Visits, shared_key
 from subtensors.dispatch import autograd_private, dynamo_private
-from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_log = logging.getLogger("subtensors.bucketed")
-
 OnMiss = Literal["capture", "eager", "error"]
-
-READINGS = 4096
-"""How many different keys a runner remembers."""
 
 
 class Bucketed(StandsFor):
@@ -69,17 +50,16 @@ class Bucketed(StandsFor):
     ) -> None:
         self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options
         self.program, self.dims = program, ArgumentDims(program, dims)
-        self.on_miss, self.max_waste = on_miss, max_waste
+        self.on_miss = on_miss
         self.state = State(program)
         self.name: str = getattr(program, "__name__", type(program).__name__)
         self.recorder = Recorder(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
-        self._visits: OrderedDict[Any, Visit] = OrderedDict()
+        self._visits = Visits(program, self.dims, self.state, self.recorder, max_waste)
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
         self._generation: Generation | None = None
-        self._sizes: dict[str, Counter[int]] = {name: Counter() for name in self.dims.distinct}
         functools.update_wrapper(self, program, updated=())
 
     def __reduce__(self) -> tuple[type[Bucketed], tuple[Any, ...]]:
@@ -96,9 +76,10 @@ class Bucketed(StandsFor):
             if why := obstacle_around():
                 return self._fall_back(why, None, args, kwargs)
             leaves, spec = flatten(args, kwargs)
-            key = (*shared_key(self.state, leaves, spec, args, kwargs), sharing(leaves), *map(leaf_key, leaves))
+            shared = shared_key(self.state, leaves, spec, args, kwargs)
+            key = (shared, sharing(leaves), *map(leaf_key, leaves))
             try:
-                visit = self._visits.get(key)
+                visit = self._visits.known.get(key)
             except TypeError as error:  # an argument without a hash
                 visit = Visit(None, None, f"an argument can't be part of a graph's key: {error}")
             if visit is None:
@@ -109,49 +90,12 @@ class Bucketed(StandsFor):
                 return self._fall_back(visit.refusal, visit.error, args, kwargs)
             return self._answer(visit, leaves, args, kwargs)
 
-    # --- what a call is ---------------------------------------------------------------------------------------------
-
     def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         self._example = self._example or (args, kwargs)
-        visit = self._reading(key[:4], leaves, args, kwargs)
-        if len(self._visits) >= READINGS:
-            # What a forgotten key says of sizes is kept.
-            add_sizes(self._visits.popitem(last=False)[1], self._sizes)
-        if visit.reading is not None or visit.error is not None:
-            # Others may be of objects that it must not keep alive.
-            self._visits[key] = visit
+        visit = self._visits.first(key, leaves, args, kwargs)
         if self._warms_up_first and not visit.refusal and visit.bucket is not None:
             self._warms_up_first = False
             self.warmup(*args, **kwargs)
-        return visit
-
-    def _reading(self, shared: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
-        *_, spec, modes = shared
-        style = CallStyle.of(self.dims.positional, args, kwargs, spec)
-        leaves = style.ordered(leaves)
-        try:
-            places = style.ordered(self.dims.of_leaves(args, kwargs))
-            reading = read(leaves, places, (style.key, modes))
-            device = device_of(reading, self.state.tensors())
-            if self.state.is_lazy():
-                raise Unreadable("parameters have no size before the first call")
-        except SizeError as error:
-            if "padded on one Dim" in str(error) or " in another argument" in str(error):
-                raise
-            # Without the size: one reason for all of them.
-            return Visit(None, None, re.sub(r" is \d+,", " is", str(error)), error)
-        except Unreadable as error:
-            return Visit(None, None, str(error))
-        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)), order=style.order)
-        if self.max_waste is not None and visit.elements[1] > self.max_waste * visit.elements[0]:
-            visit.refusal = f"padding would be more than max_waste={self.max_waste:g} times the true size"
-            return visit
-
-        def call(leaves: Sequence[Any]) -> Any:
-            with bucketed_program():
-                return style.call(self.program, leaves)
-
-        visit.bucket = self.recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)
         return visit
 
     def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InsideCall | None:
@@ -163,7 +107,7 @@ class Bucketed(StandsFor):
         if found is None:
             return None
         dense, sizes = found
-        visit = self._reading(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
+        visit = self._visits.read(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
         bucket, dense = visit.bucket, visit.ordered(dense)
         if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
             return None
@@ -177,8 +121,6 @@ class Bucketed(StandsFor):
         values = sizes.values if sizes is not None else bucket.values
         given = [dense[source.leaf] for source in bucket.reading.sources]
         return InsideCall(bucket.gradients_code, bucket, [*given, values], sizes)
-
-    # --- answers ----------------------------------------------------------------------------------------------------
 
     def _answer(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bucket, reading = visit.bucket, visit.reading
@@ -252,8 +194,6 @@ class Bucketed(StandsFor):
         self.fallbacks.note(why, error)
         return self.program(*args, **kwargs)
 
-    # --- recording --------------------------------------------------------------------------------------------------
-
     def _first(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a bucket's first call, and record it for those to come."""
         bucket, reading = visit.bucket, visit.reading
@@ -269,8 +209,6 @@ class Bucketed(StandsFor):
         if bucket.refusal:
             self.fallbacks.note_refusal(bucket)
         return result
-
-    # --- what a user asks of it -------------------------------------------------------------------------------------
 
     def warmup(self, *args: Any, progress: bool = True, **kwargs: Any) -> Bucketed:
         """Record the graphs of all buckets before the first request, the largest first.
@@ -301,7 +239,7 @@ class Bucketed(StandsFor):
 
     def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, spec = flatten(args, kwargs)
-        visit = self._reading(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
+        visit = self._visits.read(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
         bucket, reading = visit.bucket, visit.reading
         if isinstance(bucket, TrainedBucket):
             self.fallbacks.say(f"warmup() of {self.name} records nothing where autograd follows: use torch.no_grad()")
@@ -354,10 +292,7 @@ class Bucketed(StandsFor):
               n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
         """
         with self._lock:
-            sizes = {name: Counter(counted) for name, counted in self._sizes.items()}
-            for visit in self._visits.values():
-                add_sizes(visit, sizes)
-            return self.recorder.statistics(self.fallbacks.counted, sizes)
+            return self.recorder.statistics(self.fallbacks.counted, self._visits.sizes())
 
     def recorded(self) -> list[Bucket]:
         """The buckets with a graph, the least recently called one first."""

@@ -7,8 +7,8 @@ goes.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,16 @@ _LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torc
 
 
 class Unreadable(Exception):
-    """These arguments have no bucket; the message says why."""
+    """These arguments have no bucket.
+
+    Args:
+        why: in words.
+        error: what a size is refused with, where one is out of its Dim's range.
+    """
+
+    def __init__(self, why: str, error: SizeError | None = None) -> None:
+        super().__init__(why)
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -147,48 +156,6 @@ def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(found.index, found))
 
 
-class ArgumentDims:
-    """Which dims of a program's arguments are padded.
-
-    Args:
-        program: the function or module.
-        dims: for each argument, by name or position, its padded dims: `{1: seq}`; for a container the same for every
-            tensor in it, or a dict or list like it. Such dims alone are those of every tensor among the arguments.
-
-    Raises:
-        TypeError, ValueError: it is none of these, or names an argument that the program doesn't take.
-    """
-
-    def __init__(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> None:
-        if not isinstance(dims, Mapping) or not dims:
-            raise TypeError(f"dims are given by argument, such as {{'input_ids': {{1: seq}}}}; got {dims!r}")
-        self.everywhere = _padded_dims(dims) if _is_padded_dims(dims) else None
-        self.names, self.positional, takes_any = _parameter_names(program)
-        self.by_name: dict[str | int, Any] = {}
-        for key, given in {} if self.everywhere else dims.items():
-            if isinstance(key, str) and not takes_any and key not in self.names:
-                raise ValueError(f"dims name an argument {key!r}, and {_name(program)} takes {', '.join(self.names)}")
-            if not isinstance(key, (str, int)) or isinstance(key, bool):
-                raise TypeError(f"an argument is named by a str or its position; got {key!r}")
-            name = self.positional[key] if isinstance(key, int) and key < len(self.positional) else key
-            self.by_name[name] = _checked(given, f"argument {key!r}")
-        self.distinct: dict[str, Dim] = {}
-        for dim in _all_dims(self.everywhere or self.by_name):
-            if self.distinct.setdefault(dim.name, dim) != dim:
-                raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
-
-    def of_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Mapping[int, Dim] | None]]:
-        """For each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
-        found: list[tuple[str, Mapping[int, Dim] | None]] = []
-        named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
-        for name, x in [*named, *kwargs.items()]:
-            given = self.everywhere or self.by_name.get(name)
-            place = name if isinstance(name, str) else f"argument {name}"
-            for path in _paths(x):
-                found.append((place + pytree.keystr(path), _below(given, path)))
-        return found
-
-
 def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> Reading:
     """Work out what the leaves of a call are.
 
@@ -198,8 +165,8 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         shared: what else tells one bucket from another.
 
     Raises:
-        SizeError: a size is out of its Dim's range, or one Dim has two sizes.
-        Unreadable: a leaf can't be part of a graph.
+        SizeError: one Dim has two sizes.
+        Unreadable: a size is out of its Dim's range, or a leaf can't be part of a graph.
     """
     agreed = SizeAgreement()
     padded: dict[int, dict[int, Dim]] = {}
@@ -215,7 +182,7 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
             padded[i] = {
                 d % x.dim(): dim
                 for d, dim in given.items()
-                if agreed.bind(dim, x.shape[d], f"dim {d % x.dim()} of {place}") and not _is_exact(dim, x.shape[d])
+                if _is_padded(dim, x.shape[d], f"dim {d % x.dim()} of {place}", agreed)
             }
     varying = {dim for found in padded.values() for dim in found.values()}
     dims = tuple(dim for dim in agreed.sizes if dim in varying)
@@ -260,6 +227,18 @@ def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
+def _is_padded(dim: Dim, size: int, place: str, agreed: SizeAgreement) -> bool:
+    """Is a tensor of this true size padded on a Dim?"""
+    if not dim.admits(size):
+        try:
+            dim.bucket(size)  # which refuses or notes it
+        except SizeError as error:
+            # Without the size: one reason for all of them.
+            raise Unreadable(re.sub(r" is \d+,", " is", str(error)), error) from None
+        return False
+    return agreed.bind(dim, size, place) and not _is_exact(dim, size)
+
+
 def _is_exact(dim: Dim, size: int) -> bool:
     """Is this the only size that goes into its bucket? Then nothing of it is padding, in any call."""
     return size == dim.bucket(size) and (size - 1 < dim.min or dim.bucket(size - 1) != size)
@@ -275,79 +254,3 @@ def _take_caller_sizes(
         if host.setdefault(symbol, size) != size:
             raise SizeError(f"{symbol} is {size} in {place} and {host[symbol]} in another argument")
     caller.setdefault(id(sizes), CallerSizes(leaf, sizes.symbols, sizes.buckets, tuple(sizes.values.shape)))
-
-
-def _is_padded_dims(given: Any) -> bool:
-    return (
-        isinstance(given, Mapping)
-        and bool(given)
-        and all(
-            isinstance(d, int) and not isinstance(d, bool) and isinstance(dim, (Dim, int)) for d, dim in given.items()
-        )
-    )
-
-
-def _padded_dims(given: Mapping[int, Any]) -> dict[int, Dim]:
-    return {d: dim if isinstance(dim, Dim) else Dim(f"dim{d}", max=dim, buckets=[dim]) for d, dim in given.items()}
-
-
-def _checked(given: Any, place: str) -> Any:
-    """A nest of padded dims, with each written as Dims."""
-    if given is None or (isinstance(given, Mapping) and not given):
-        return None
-    if _is_padded_dims(given):
-        return _padded_dims(given)
-    if isinstance(given, Mapping):
-        return {key: _checked(value, f"{place}[{key!r}]") for key, value in given.items()}
-    if isinstance(given, (list, tuple)):
-        return [_checked(value, f"{place}[{i}]") for i, value in enumerate(given)]
-    raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a nest of those; got {given!r}")
-
-
-def _paths(x: Any) -> list[tuple[Any, ...]]:
-    """Where the leaves of a container are, as pytrees say it; parts that have no names there are counted."""
-    try:
-        return [path for path, _ in pytree.tree_flatten_with_path(x)[0]]
-    except ValueError:  # a class that was registered without names
-        parts = pytree.tree_leaves(x, is_leaf=lambda part: part is not x)
-        try:
-            steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
-        except ValueError:
-            steps = [pytree.SequenceKey(i) for i in range(len(parts))]
-        return [(step, *path) for step, part in zip(steps, parts, strict=True) for path in _paths(part)]
-
-
-def _all_dims(given: Any) -> list[Dim]:
-    if isinstance(given, Dim):
-        return [given]
-    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else ()
-    return [dim for part in parts for dim in _all_dims(part)]
-
-
-def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
-    """The padded dims of the leaf at a path below an argument."""
-    for step in path:
-        if given is None or _is_padded_dims(given):
-            break
-        name = getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
-        if isinstance(given, Mapping):
-            given = given.get(name)
-        else:
-            given = given[name] if isinstance(name, int) and name < len(given) else None
-    return given if _is_padded_dims(given) else None
-
-
-def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool]:
-    """The names of the arguments, those that can be given by position, and whether it takes others as well."""
-    called = program.forward if isinstance(program, torch.nn.Module) else program
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):
-        return [], [], True
-    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return named, positional, any(p.kind == p.VAR_KEYWORD for p in parameters)
-
-
-def _name(program: Callable[..., Any]) -> str:
-    return getattr(program, "__name__", type(program).__name__)

@@ -1,0 +1,152 @@
+"""What the calls of a runner are: known by their keys, and worked out once for each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.calls.argument_dims import ArgumentDims
+from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, read
+from subtensors.bucketed.calls.call_style import CallStyle
+from subtensors.bucketed.calls.outputs import Cut, Outputs
+from subtensors.bucketed.recorder import Recorder
+from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.training.inside import bucketed_program
+
+KEYS = 4096
+"""How many different ones a runner remembers."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """One key, its bucket, and how a result of the bucket is cut for it."""
+
+    reading: Reading | None
+    bucket: Bucket | None
+    refusal: str = ""
+    """Why such calls have no graph; "" where they do."""
+    error: Exception | None = None
+    calls: int = 0
+    elements: tuple[int, int] = (0, 0)
+    """Along the Dims: real ones, and the bucket's."""
+    order: tuple[int, ...] | None = None
+    """See `CallStyle`."""
+    outputs: Outputs | None = None
+    cuts: list[Cut] = field(default_factory=list)
+
+    def ordered(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a call as its bucket takes them."""
+        return leaves if self.order is None else [leaves[i] for i in self.order]
+
+    def add_sizes(self, sizes: dict[str, Counter[int]]) -> None:
+        """Count how often each true size was seen, by Dim."""
+        if self.reading is not None:
+            for dim, size in zip(self.reading.dims, self.reading.sizes, strict=True):
+                sizes.setdefault(dim.name, Counter())[size] += self.calls
+
+
+def shared_key(
+    state: State, leaves: Sequence[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What of a call's key is not of one leaf: the form of the call, and the modes it is made in.
+
+    Args:
+        state: of the program.
+        leaves, spec: as `flatten` gives them.
+        args, kwargs: the call's.
+    """
+    cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
+    return len(args), tuple(kwargs), spec, (state.followed(leaves), cast, types, state.training())
+
+
+class Visits:
+    """The keys of a runner's calls, and what is known of each.
+
+    Args:
+        program: what is called.
+        dims: of its arguments.
+        state: of the program.
+        recorder: where buckets are.
+        max_waste: as of `st.bucketed`.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        dims: ArgumentDims,
+        state: State,
+        recorder: Recorder,
+        max_waste: float | None,
+    ) -> None:
+        self._program, self._dims, self._state, self._recorder = program, dims, state, recorder
+        self._max_waste = max_waste
+        self.known: OrderedDict[Any, Visit] = OrderedDict()
+        self._forgotten: dict[str, Counter[int]] = {name: Counter() for name in dims.distinct}
+        """The sizes that calls of forgotten keys had."""
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def first(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+        """What the first call of a key is, to be remembered.
+
+        Args:
+            key: what `shared_key` gives, then of each leaf.
+            leaves: of the arguments.
+            args, kwargs: the call's.
+        """
+        visit = self.read(key[0], leaves, args, kwargs)
+        if len(self.known) >= KEYS:
+            self.known.popitem(last=False)[1].add_sizes(self._forgotten)
+        if visit.reading is not None or visit.error is not None:
+            # Others may be of objects that it must not keep alive.
+            self.known[key] = visit
+        return visit
+
+    def read(self, shared: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+        """What a call is.
+
+        Args:
+            shared: as `shared_key` gives it.
+            leaves: of the arguments.
+            args, kwargs: the call's.
+
+        Raises:
+            SizeError: one Dim has two sizes.
+        """
+        *_, spec, modes = shared
+        style = CallStyle.of(self._dims.positional, args, kwargs, spec)
+        leaves = style.ordered(leaves)
+        try:
+            places = style.ordered(self._dims.of_leaves(args, kwargs))
+            reading = read(leaves, places, (style.key, modes))
+            device = device_of(reading, self._state.tensors())
+            if self._state.is_lazy():
+                raise Unreadable("parameters have no size before the first call")
+        except Unreadable as why:
+            return Visit(None, None, str(why), why.error)
+        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)), order=style.order)
+        if self._max_waste is not None and visit.elements[1] > self._max_waste * visit.elements[0]:
+            visit.refusal = f"padding would be more than max_waste={self._max_waste:g} times the true size"
+            return visit
+
+        def call(leaves: Sequence[Any]) -> Any:
+            with bucketed_program():
+                return style.call(self._program, leaves)
+
+        visit.bucket = self._recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)
+        return visit
+
+    def sizes(self) -> dict[str, Counter[int]]:
+        """How often each true size was seen, by Dim."""
+        sizes = {name: Counter(counted) for name, counted in self._forgotten.items()}
+        for visit in self.known.values():
+            visit.add_sizes(sizes)
+        return sizes
