@@ -146,7 +146,7 @@ def _describe_flats(arena: Layout) -> str:
 
 
 def _run_on_flats(call: ListCall, arena: Layout) -> Any:
-    from subtensors.lists.tensor_list import _of_flats
+    from subtensors.lists.tensor_list import of_flats
 
     lists: list[TensorList] = call.lists
     flats = [x._flats or [] for x in lists]
@@ -159,7 +159,7 @@ def _run_on_flats(call: ListCall, arena: Layout) -> Any:
                 return x
         with torch._C.DisableTorchFunctionSubclass():
             size = lists[0].shape  # symbolic where the compiler made it so
-        return _of_flats(parts, arena, size)
+        return of_flats(parts, arena, size)
 
     return gather(results, wrap)
 

@@ -16,8 +16,10 @@ from subtensors.dispatch.lists.mapping import list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler
+from subtensors.lists.description import described
+from subtensors.lists.indexing import indexes_each, named
 from subtensors.lists.packing import Layout, Places, are_private, pack
-from subtensors.lists.tree_structure import Structure, flatten_tensors, list_structure, subtree, tally
+from subtensors.lists.tree_structure import Structure, flatten_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -204,36 +206,24 @@ class TensorList(torch.Tensor):
         A position is an int, a slice gives a flat list, a path is a key or a tuple of keys. A key that holds an
         Ellipsis or a tensor indexes every element: `tl[..., 0]` is `[t[..., 0] for t in tl]`.
         """
-        if _indexes_each(key):
-            return list_calls.run(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
         if isinstance(key, int):
             return self.tensors[key]
-        if isinstance(key, slice):
-            part = self.tensors[key]
-            return _of_elements(part, list_structure(len(part)))
-        spec, start = subtree(self.treespec, key if isinstance(key, tuple) else (key,))
-        if spec.is_leaf():
-            return self.tensors[start]
-        return _of_elements(self.tensors[start : start + spec.num_leaves], spec)
+        if indexes_each(key):
+            return list_calls.run(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
+        leaves, spec = named(self.treespec, key)
+        part = self.tensors[leaves]
+        return part[0] if spec.is_leaf() else _of_elements(part, spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write into the memory of what `self[key]` names."""
-        if _indexes_each(key):
+        if indexes_each(key):
             list_calls.run(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
             return
         part = self[key]
         part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shapes = self._arena.shapes if self._arena and self._elements is None else [t.shape for t in self.elements()]
-        if self._arena and self._elements is None and self._flats:
-            kinds = [(self._flats[g].dtype, self._flats[g].device) for g in self._arena.groups]
-        else:
-            kinds = [(t.dtype, t.device) for t in self.elements()]
-        flats = len(self._flats or ())
-        packed = f"; packed in {flats} flat{'s' if flats > 1 else ''}" if flats else ""
-        size = f"{len(self)} tensor{'' if len(self) == 1 else 's'}, {sum([s.numel() for s in shapes])} values"
-        return f"TensorList({size}{': ' if shapes else ''}{tally(kinds, shapes)}{packed})"
+        return described(self)
 
     __str__ = __repr__
     __hash__ = object.__hash__
@@ -263,7 +253,7 @@ class TensorList(torch.Tensor):
 
     def __copy__(self) -> TensorList:
         if self._elements is None and self._arena is not None and self._flats is not None:
-            return _of_flats(list(self._flats), self._arena)
+            return of_flats(list(self._flats), self._arena)
         out = _of_elements(list(self.tensors), self.treespec)
         if self.arena is not None:
             out._flats, out._arena, out._places = self._flats, self._arena, self._places
@@ -306,18 +296,18 @@ class TensorList(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
         if self._flats is not None and torch_private.asks_names_alone():
-            return self._names_of_flats(), None
+            return self._namesof_flats(), None
         arena = self.arena
         records = self._records or self.wants_grad()
         if records and not followed.stands_in(self):
             records = torch.is_grad_enabled() and not followed.follow(self)
         if arena is not None and self._flats is not None:
-            return self._names_of_flats(), (arena, records)
+            return self._namesof_flats(), (arena, records)
         for i in range(len(self)):
             followed.unrecorded(self, i)
         return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), records)
 
-    def _names_of_flats(self) -> list[str]:
+    def _namesof_flats(self) -> list[str]:
         return [f"flat_{i}" for i in range(len(self._flats or ()))]
 
     @staticmethod
@@ -329,7 +319,7 @@ class TensorList(torch.Tensor):
         size = outer_size if isinstance(outer_size[0], int | torch.SymInt) else None
         laid_out, records = context
         out = (
-            _of_flats(inner, laid_out, size)
+            of_flats(inner, laid_out, size)
             if isinstance(laid_out, Layout)
             else _of_elements(inner, laid_out.treespec, size)
         )
@@ -354,7 +344,7 @@ class TensorList(torch.Tensor):
             size = self.shape
         if self._flats is None or self._arena is None:
             return _of_elements(held, self.treespec, size)
-        return _of_flats(held, self._arena, size)
+        return of_flats(held, self._arena, size)
 
     def _stable_hash_for_caching(self) -> str:
         return f"{self._arena.stable_hash() if self._arena is not None else self.treespec} {self._records}"
@@ -379,7 +369,8 @@ def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size:
     return _shell(treespec, size, tensors[0] if tensors else None, tensors)
 
 
-def _of_flats(flats: list[torch.Tensor], arena: Layout, size: Any = None) -> TensorList:
+def of_flats(flats: list[torch.Tensor], arena: Layout, size: Any = None) -> TensorList:
+    """The packed list whose arenas these are."""
     out = _shell(arena.treespec, size, flats[arena.groups[0]], None)
     out._flats, out._arena = flats, arena
     return out
@@ -393,8 +384,3 @@ def _rebuild(tree: Any, tensors: list[torch.Tensor], packed: bool = False) -> Te
 
 torch.serialization.add_safe_globals([_rebuild])
 teach_compiler(TensorList)
-
-
-def _indexes_each(key: object) -> bool:
-    parts = key if isinstance(key, tuple) else (key,)
-    return any(part is Ellipsis or isinstance(part, torch.Tensor) for part in parts)

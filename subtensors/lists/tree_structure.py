@@ -1,9 +1,8 @@
-"""Questions about pytrees of tensors: the name of a path, the first difference, the subtree under a path, the tally."""
+"""Questions about pytrees of tensors: the name of a path, the first difference, the first leaf that is no tensor."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,33 +48,9 @@ def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) 
     return f"{path_name(at)}: {a} against {b}"
 
 
-def subtree(spec: optree.PyTreeSpec, path: Path) -> tuple[optree.PyTreeSpec, int]:
-    """The structure under `path` and the index of its first leaf; KeyError names the part that is missing."""
-    start = 0
-    for depth, key in enumerate(path):
-        entries: list[Any] = spec.entries()
-        fields = getattr(spec.type, "_fields", ())
-        position = fields.index(key) if key in fields else key
-        if isinstance(position, int) and spec.type is not None and issubclass(spec.type, (list, tuple)):
-            position = position + len(entries) if position < 0 else position
-        if position not in entries:
-            raise KeyError(f"no {path_name(path[: depth + 1])} in this TensorList; there: {entries}")
-        index = entries.index(position)
-        children = spec.children()
-        start += sum(child.num_leaves for child in children[:index])
-        spec = children[index]
-    return spec, start
-
-
 def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
     """The name of the path to leaf `index`."""
     return path_name(tuple(spec.paths()[index]))
-
-
-def list_structure(length: int) -> optree.PyTreeSpec:
-    """The structure of a flat list of `length` leaves."""
-    leaves: Any = [0] * length
-    return optree.tree_structure(leaves)
 
 
 def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
@@ -110,18 +85,3 @@ def _kind(spec: optree.PyTreeSpec) -> str:
     if spec.type is None:
         return "a tensor" if spec.is_leaf() else "None"
     return f"{spec.type.__name__} of {spec.num_children}"
-
-
-def tally(kinds: Sequence[tuple[torch.dtype, torch.device]], shapes: Sequence[torch.Size]) -> str:
-    """How many tensors there are of each kind and shape, the four commonest.
-
-    >>> tally([(torch.float32, torch.device("cpu"))] * 2, [torch.Size([3])] * 2)
-    '2 x float32[3] cpu'
-    """
-    counts = Counter(zip(kinds, shapes, strict=True))
-    parts = [
-        f"{count} x {str(dtype).removeprefix('torch.')}{list(shape)} {device}"
-        for ((dtype, device), shape), count in counts.most_common(4)
-    ]
-    parts += [f"{len(counts) - 4} more kinds"] if len(counts) > 4 else []
-    return ", ".join(parts)
