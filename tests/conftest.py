@@ -73,6 +73,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
+@pytest.fixture(params=["run again", "captured"])
+def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucketed programs on a CPU are run again in each call; and, as in a graph, replayed below Python."""
+    if request.param == "captured":
+        if "device" not in request.fixturenames or request.getfixturevalue("device") != "cpu":
+            pytest.skip("for programs on a CPU: a GPU captures")
+        from pretend_graphs import pretend
+
+        pretend(monkeypatch, trained=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if CUDA:

@@ -1,6 +1,6 @@
-"""CUDA graphs as a CPU can pretend to have them: a capture runs nothing, and a replay writes where the capture said.
+"""CUDA graphs as a CPU can pretend to have them: a capture computes nothing, and a replay is its ops without Python.
 
-What a capture returns holds NaN until it is replayed, and again once another graph of the pool was replayed.
+What a graph made holds NaN until it is replayed, and again once another graph of the pool was replayed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
-import torch
+from aten_tape import Tape, taped
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.report.statistics import BucketStatistics
-from subtensors.bucketed.state.program_state import State
 
 
 class PretendGraph:
@@ -25,40 +24,30 @@ class PretendGraph:
 
     Args:
         pool: of the graph.
-        program: returns what has `tensors()`.
-        out: what it returned.
+        tape: what it did.
     """
 
-    def __init__(self, pool: PretendPool, program: Callable[[], Any], out: Any) -> None:
-        self.pool, self.program, self.out = pool, program, out
-        self.spoil()
-
-    def spoil(self) -> None:
-        """Overwrite what it returned, but for inputs, which are not in the pool."""
-        inputs = {t.data_ptr() for bucket in self.pool.buckets if bucket.is_allocated for t in bucket.inputs()}
-        for t in self.out.tensors():
-            if t.untyped_storage().data_ptr() not in inputs:
-                t.fill_(float("nan") if t.is_floating_point() else -1)
+    def __init__(self, pool: PretendPool, tape: Tape) -> None:
+        self.pool, self.tape = pool, tape
+        tape.spoil()
 
     def replay(self) -> None:
-        """Run the program again, into the tensors that the capture returned."""
+        """Run its ops again, over what the other graphs left; a backward reads what its forward did."""
         for other in self.pool.graphs:
-            other.spoil()
-        with torch.no_grad():
-            for there, now in zip(self.out.tensors(), self.program().tensors(), strict=True):
-                there.copy_(now)
+            if other is not self and not self.tape.reads_of(other.tape):
+                other.tape.spoil()
+        self.tape.replay()
 
 
 class PretendPool:
     """What `GraphPool` is on a GPU.
 
     Args:
-        state: of the program.
         watches: does it look for tensors that outlive a capture? It takes a while.
     """
 
-    def __init__(self, state: State, watches: bool) -> None:
-        self.state, self.watches = state, watches
+    def __init__(self, watches: bool) -> None:
+        self.watches = watches
         self.graphs: list[PretendGraph] = []
         self.buckets: list[Bucket] = []
         self.runs = self.captures = 0
@@ -71,19 +60,17 @@ class PretendPool:
 
     def capture(self, program: Callable[[], Any]) -> tuple[PretendGraph, Any]:
         before = _tensors() if self.watches else 0
-        values = [(t, t.clone()) for t in self.state.tensors()]
+        inputs = [t for bucket in self.buckets if bucket.is_allocated for t in bucket.inputs()]
         self.is_capturing = True
         try:
-            with torch.random.fork_rng([]):
+            with taped(inputs) as tape:
                 out = program()
         finally:
             self.is_capturing = False
-            for t, value in values:
-                t.copy_(value)
         self.captures += 1
-        self.graphs.append(PretendGraph(self, program, out))
         if self.watches:
-            self._held += _tensors() - before - len(out.tensors())
+            self._held += _tensors() - before - len(out.tensors()) - tape.kept()
+        self.graphs.append(PretendGraph(self, tape))
         return self.graphs[-1], out
 
     def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -99,11 +86,10 @@ class PretendPool:
         pass
 
     def drop(self, graph: PretendGraph) -> None:
-        graph.spoil()
         self.graphs.remove(graph)
 
     def bytes(self) -> int:
-        return sum(t.nbytes for graph in self.graphs for t in graph.out.tensors())
+        return sum(t.nbytes for graph in self.graphs for t in graph.tape.made)
 
     def held_bytes(self) -> int:
         return self._held
@@ -115,12 +101,13 @@ def _tensors() -> int:
     return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
 
-def pretend(patch: pytest.MonkeyPatch, watches: bool = False) -> list[PretendPool]:
-    """Have programs on a CPU captured into pools like a GPU's, where no gradients are asked for.
+def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = False) -> list[PretendPool]:
+    """Have programs on a CPU captured into pools like a GPU's.
 
     Args:
         patch: undoes it.
         watches: see `PretendPool`.
+        trained: those as well that autograd follows.
 
     Returns:
         The pools, one a runner, as they come to be.
@@ -130,9 +117,9 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False) -> list[PretendPoo
 
     def new(recorder: Any, is_followed: bool, *arguments: Any) -> Any:
         bucket: Any = plain(recorder, is_followed, *arguments)
-        if not is_followed:
+        if trained or not is_followed:
             if bucket.device not in recorder.pools:
-                pools.append(PretendPool(recorder.state, watches))
+                pools.append(PretendPool(watches))
                 recorder.pools[bucket.device] = pools[-1]
             bucket.pool = recorder.pools[bucket.device]
             bucket.pool.buckets.append(bucket)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import subtensors as st
 
+pytestmark = pytest.mark.usefixtures("captured")
+
 SEQ = st.Dim("seq", max=64, buckets=[4, 16, 64])
 BATCH = st.Dim("batch", max=8, buckets=4)
 

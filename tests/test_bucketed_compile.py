@@ -16,7 +16,7 @@ from subtensors.dispatch.traced_graphs.shape_template import NoTemplate, Number,
 
 SEQ = st.Dim("seq", max=64, buckets=8)
 BATCH = st.Dim("batch", max=16, buckets=4)
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("captured")]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
+pytestmark = pytest.mark.usefixtures("captured")
+
 SEQ = st.Dim("seq", max=32, buckets=8)
 SIZES = (5, 6, 20, 7, 12, 30, 5)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import subtensors as st
 from subtensors.bucketed.state.reached import Reached
 
+pytestmark = pytest.mark.usefixtures("captured")
+
 # --- where it is found ------------------------------------------------------------------------------------------------
 
 factor = torch.tensor(2.0, dtype=torch.float64)
