@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
+pytestmark = pytest.mark.usefixtures("captured")
+
 SEQ = st.Dim("seq", max=32, buckets=8)
 
 
@@ -66,6 +68,20 @@ def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
     assert stats.hits == 4
     assert not stats.fallbacks
     assert all(b.replayed_again == 0 for b in stats.buckets)
+
+
+def test_gradients_that_were_there_when_a_bucket_was_recorded_may_be_dropped(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    run = st.bucketed(net, DIMS)
+    for i, n in enumerate((5, 12, 6, 20, 13, 5, 30, 21)):
+        ids, labels = tokens(n, device), tokens(n, device)
+        run(ids, labels).backward()
+        alone(ids, labels).backward()
+        check(gradients(net), gradients(alone))
+        if i % 3 == 2:
+            net.zero_grad()
+            alone.zero_grad()
+    assert (run.stats().hits, run.stats().fallbacks) == (4, {})
 
 
 def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
@@ -166,6 +182,18 @@ def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: 
         check(gradients(net), gradients(alone))
         torch.testing.assert_close(net.seen, alone.seen)
     assert run.stats().hits == 2
+
+
+def test_results_of_a_size_that_the_values_decide_have_their_gradients(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    run = st.bucketed(lambda ids: net(ids)[ids > 4], {"ids": {1: SEQ}})
+    for n in (5, 6, 20, 7):
+        ids = tokens(n, device)
+        found, expected = run(ids), alone(ids)[ids > 4]
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        check(gradients(net), gradients(alone))
 
 
 def test_no_gradients_are_recorded_where_none_are_asked_for(device: str) -> None:

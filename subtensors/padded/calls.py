@@ -133,6 +133,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "copy_" and len(args) > 1 and copied_whole(args[0], args[1]):
         return args[0]
     try:
+        if isinstance(func, (torch.ScriptMethod, torch.ScriptFunction)):
+            return _scripted(func, args, kwargs)
         return REWRITTEN[func](*args, **kwargs) if func in REWRITTEN else _by_rules(func, args, kwargs)
     except RuleError as missing:
         if name == "__setitem__" and isinstance(args[0], PaddedTensor):
@@ -198,6 +200,14 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     out = mapped(Tensor, lambda t: _outside(t, running), out)
     remember(func, args, kwargs, out, running.plain_views)
     return out
+
+
+def _scripted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Code of TorchScript by rules; its optimizer would run ops together that these are to meet one by one."""
+    if torch.is_grad_enabled():
+        raise RuleError("PaddedTensor has no rule for the gradients of TorchScript's code: call the Python module")
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        return _by_rules(func, args, kwargs)
 
 
 def _outside(t: Tensor, running: _Running) -> Tensor:

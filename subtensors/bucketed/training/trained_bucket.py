@@ -51,6 +51,8 @@ class TrainedBucket(Bucket):
     """Of what is differentiated, static; None where there is none."""
     roots_at: list[int]
     """Which of the outputs want a gradient."""
+    root_gradients: list[Tensor]
+    """What the backward takes for their gradients, static."""
     is_differentiable = False
     """Do results depend on what wants a gradient? They may not, as those of a whole training step."""
     own: dict[int, nn.Parameter]
@@ -179,7 +181,7 @@ class TrainedBucket(Bucket):
             if id(t) not in self.own and type(t) in (Tensor, nn.Parameter):
                 autograd_private.take_new_accumulator(t)
         self.effects = SideEffects(self.state)
-        with self.effects.recorded():
+        with self.effects.recorded(leaves_gradients=self.is_differentiable):
             self.graph, outputs = pool.capture(self._forward)
         self._take(outputs)
         del outputs
@@ -198,8 +200,10 @@ class TrainedBucket(Bucket):
 
     def _take(self, outputs: Outputs) -> None:
         self.outputs = outputs
-        if not hasattr(self, "root_gradients"):
-            self.root_gradients = [torch.zeros_like(outputs.leaves[i].value) for i in self.roots_at]
+        roots = [outputs.leaves[i].value for i in self.roots_at]
+        # Without a graph a result that is not padded may have another size in each call.
+        if not hasattr(self, "root_gradients") or [t.shape for t in roots] != [t.shape for t in self.root_gradients]:
+            self.root_gradients = [torch.zeros_like(t) for t in roots]
             self._load_gradients: dict[tuple[tuple[int, ...], ...], InputLoad] = {}
 
     def _differentiate(self) -> list[Tensor | None]:

@@ -30,20 +30,25 @@ class SideEffects:
         self.state = state
         self.numbers = GraphNumbers()
         self._accumulated: dict[Tensor, Tensor] = {}
-        """Parameters whose gradient the graph adds to where it lies, and that gradient."""
+        """Parameters whose gradient the graph reads, or adds to, where it lies, and that gradient."""
         self._held = Held([])
         self._dropped: list[Tensor] = []
         """Parameters whose gradient is in the graph's memory."""
         self._written: list[Tensor] = []
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """The program is captured meanwhile."""
+    def recorded(self, leaves_gradients: bool) -> Iterator[None]:
+        """The program is captured meanwhile.
+
+        Args:
+            leaves_gradients: is the backward the caller's? Then gradients count that the program writes to, alone.
+        """
         tensors = [*self.state.tensors(), *self.state.optimizers.tensors()]
         params = list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
         counted = [t for t in tensors if not t.is_inference()]
         versions = [t._version for t in counted]
         found = [p.grad for p in params]
+        written = [None if g is None else g._version for g in found]
         with self.numbers.kept():
             try:
                 yield
@@ -51,11 +56,11 @@ class SideEffects:
                 for p, before in zip(params, found, strict=True):
                     p.grad = before
                 raise
-        for p, before in zip(params, found, strict=True):
+        for p, before, version in zip(params, found, written, strict=True):
             if p.grad is not before:
                 self._dropped.append(p)
                 p.grad = None
-            elif before is not None:
+            elif before is not None and not (leaves_gradients and before._version == version):
                 self._accumulated[p] = before
         self._held = Held(list(self._accumulated.values()))
         self._written = [t for t, version in zip(counted, versions, strict=True) if t._version != version]
