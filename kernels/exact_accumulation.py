@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.gradient_updates import compensated_add_kernel
 from subtensors.kernels.triton_or_none import triton
 
@@ -42,7 +43,8 @@ def compensated_add_by_kernel(partial: Tensor, total: Tensor, lost: Tensor, firs
     """
     count = partial.numel()
     if count:
-        compensated_add_kernel[(triton.cdiv(count, BLOCK),)](partial, total, lost, count, FIRST=first, BLOCK=BLOCK)
+        with launching_on(total.device):
+            compensated_add_kernel[(triton.cdiv(count, BLOCK),)](partial, total, lost, count, FIRST=first, BLOCK=BLOCK)
 
 
 def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -> None:

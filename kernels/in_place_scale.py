@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.gradient_updates import scale_kernel
 
 BLOCK, PROGRAMS = 4096, 1024
@@ -33,4 +34,5 @@ def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
 def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
     """The same by the Triton kernel."""
     if tensor.numel():
-        scale_kernel[(PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=PROGRAMS, BLOCK=BLOCK)
+        with launching_on(tensor.device):
+            scale_kernel[(PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=PROGRAMS, BLOCK=BLOCK)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.compiler_threads import compiled_beside
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.input_tiles import load_inputs_kernel
 
 BLOCK = 1024
@@ -119,10 +120,12 @@ class Walk:
         arguments = (tuple([t.data_ptr() for t in moved]), *self._fixed, sizes, self._end, *self._constants)
         if self._launcher is None:
             if self._kernel is None:
-                load_inputs_kernel[(self.programs,)](*arguments)
+                with launching_on(self._device):
+                    load_inputs_kernel[(self.programs,)](*arguments)
                 return
             self._launcher = self._kernel.result()[(self.programs, 1, 1)]
-        self._launcher(*arguments, stream=torch._C._cuda_getCurrentRawStream(self._device.index))  # type: ignore[attr-defined]
+        with launching_on(self._device):
+            self._launcher(*arguments, stream=torch._C._cuda_getCurrentRawStream(self._device.index))  # type: ignore[attr-defined]
 
 
 @cache
@@ -135,7 +138,7 @@ def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> An
     dims, widths, _ = constants
     each = (_ANY,) * len(widths)
     shapes = tuple((_ANY,) * len(which) for which in dims)
-    with torch.cuda.device(device):
+    with launching_on(device):
         kernel = load_inputs_kernel.warmup(
             each, each, (*each, _ANY), each, shapes, each, (_ANY,) * sizes, _ANY, *constants, grid=(1,)
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import GradientFactors, RowTerms, Statistics, Targets
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.repeated_launch import RepeatedLaunch
 from subtensors.kernels.softmax_gradient import gradient_kernel, softmax_gradient_kernel, statistics_kernel
 from subtensors.kernels.triton_or_none import triton
@@ -177,13 +178,14 @@ class KernelOps:
         """Fold a block into the statistics of all rows, in place."""
         rows, columns = block.logits.shape
         mine = statistics.rows(*block.rows)
-        statistics_kernel[(triton.cdiv(rows, STATISTICS.rows),)](
-            *self._operands(block),
-            *(mine.top, mine.total, mine.picked, mine.summed),
-            *(rows, block.first_column, columns, *self.numbers),
-            ROWS=STATISTICS.rows,
-            **self._shape(STATISTICS, columns),
-        )
+        with launching_on(block.logits.device):
+            statistics_kernel[(triton.cdiv(rows, STATISTICS.rows),)](
+                *self._operands(block),
+                *(mine.top, mine.total, mine.picked, mine.summed),
+                *(rows, block.first_column, columns, *self.numbers),
+                ROWS=STATISTICS.rows,
+                **self._shape(STATISTICS, columns),
+            )
 
     def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
@@ -193,12 +195,13 @@ class KernelOps:
         if self.terms.is_penalised:
             on_softmax = on_softmax + mine.on_square * seen.log_normaliser()
         shape = self._shape(GRADIENT, columns)
-        gradient_kernel[(rows, triton.cdiv(columns, shape["BLOCK"]))](
-            *self._operands(block),
-            *(into, into.stride(0), seen.top, seen.total, on_softmax, mine.on_target, mine.on_all),
-            *(block.first_column, columns, *self.numbers),
-            **shape,
-        )
+        with launching_on(into.device):
+            gradient_kernel[(rows, triton.cdiv(columns, shape["BLOCK"]))](
+                *self._operands(block),
+                *(into, into.stride(0), seen.top, seen.total, on_softmax, mine.on_target, mine.on_all),
+                *(block.first_column, columns, *self.numbers),
+                **shape,
+            )
 
     def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""

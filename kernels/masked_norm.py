@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.masked_layout import multiprocessors, plan
 from subtensors.kernels.masked_norm_tiles import norm_backward_kernel, norm_kernel
@@ -147,11 +148,12 @@ def masked_norm_backward(
     if not x.numel():
         return gx, parts[0].zero_().sum(0), parts[1].zero_().sum(0)
     # Of a norm without weight the parts are those of a weight of ones.
-    norm_backward_kernel[(programs,)](
-        gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
-        scale.contiguous(), gx, *parts, layout.slot_arguments(extents), tiles, layout.rows[1], layout.columns[1],
-        layout.statics, layout.row_slots, is_rms, True, True, high, wide, num_warps=many,
-    )  # fmt: skip
+    with launching_on(x.device):
+        norm_backward_kernel[(programs,)](
+            gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
+            scale.contiguous(), gx, *parts, layout.slot_arguments(extents), tiles, layout.rows[1], layout.columns[1],
+            layout.statics, layout.row_slots, is_rms, True, True, high, wide, num_warps=many,
+        )  # fmt: skip
     return gx, parts[0].sum(0), parts[1].sum(0)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.masked_layout import multiprocessors, plan, power_of_two
 from subtensors.kernels.masked_reduction_tiles import merge_kernel, reduction_backward_kernel, reduction_kernel
@@ -230,15 +231,16 @@ def masked_reduction_forward(
     slots = layout.slot_arguments(extents)
     tile = (high, wide, layout.lanes(wide, x.element_size()), for_gradient, layout.bounds_vary)
     results: tuple[Tensor, ...] = (out, aux, counts)
-    if parts > 1:
-        states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
-        reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers)
-        merged = power_of_two(parts)
-        high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
-        programs = layout.rows[0] * -(-layout.rows[1] // high)
-        merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
-    else:
-        reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers)
+    with launching_on(x.device):
+        if parts > 1:
+            states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
+            reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers)
+            merged = power_of_two(parts)
+            high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
+            programs = layout.rows[0] * -(-layout.rows[1] // high)
+            merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
+        else:
+            reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers)
     return Reduced(out, aux, counts)
 
 
@@ -284,8 +286,9 @@ def masked_reduction_backward(
     high, wide = layout.tile()
     tiles = layout.columns[0] * -(-layout.columns[1] // wide)
     programs = layout.rows[0] * -(-layout.rows[1] // high) * tiles
-    reduction_backward_kernel[(programs,)](
-        x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(extents), *layout.sizes,
-        layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p), high, wide,
-    )  # fmt: skip
+    with launching_on(x.device):
+        reduction_backward_kernel[(programs,)](
+            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(extents),
+            *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p), high, wide,
+        )  # fmt: skip
     return result

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.masked_layout import plan, with_strides_of
 from subtensors.kernels.masked_softmax_tiles import softmax_backward_kernel, softmax_kernel
@@ -65,10 +66,11 @@ def masked_softmax_forward(
     one_pass = layout.fits_whole_rows(ONE_PASS)
     high, wide, many = layout.whole_rows() if one_pass else (*layout.tile(), 4)
     programs = layout.rows[0] * -(-layout.rows[1] // high)
-    softmax_kernel[(programs,)](
-        x, y, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots, is_log, one_pass,
-        high, wide, float(fill), num_warps=many,
-    )  # fmt: skip
+    with launching_on(x.device):
+        softmax_kernel[(programs,)](
+            x, y, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots, is_log, one_pass,
+            high, wide, float(fill), num_warps=many,
+        )  # fmt: skip
     return y
 
 
@@ -93,8 +95,9 @@ def masked_softmax_backward(
     one_pass = layout.fits_whole_rows(ONE_PASS)
     high, wide, many = layout.whole_rows() if one_pass else (*layout.tile(), 4)
     programs = layout.rows[0] * -(-layout.rows[1] // high)
-    softmax_backward_kernel[(programs,)](
-        gradient, y, result, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots, is_log,
-        one_pass, high, wide, num_warps=many,
-    )  # fmt: skip
+    with launching_on(y.device):
+        softmax_backward_kernel[(programs,)](
+            gradient, y, result, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots,
+            is_log, one_pass, high, wide, num_warps=many,
+        )  # fmt: skip
     return result

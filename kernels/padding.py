@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extents import Extent, normalized, real_mask
 from subtensors.kernels.launch import to_device
 from subtensors.kernels.masked_layout import TILE
@@ -170,8 +171,9 @@ def _launch(
     fill = value if dense.dtype.is_floating_point else int(value)
     # A tensor without dimensions has one of a single element.
     inwards = tuple(reversed(dims)) or ((1, 1, 1),)
-    pad_kernel[(-(-rows // high) * -(-columns // wide),)](
-        memory[0], dense if addresses is None else addresses, memory[1], inwards, rows, columns, batch_rows,
-        tuple(isinstance(true, Tensor) for _, true, _ in inwards), batch is not None, addresses is not None, unpad,
-        high, wide, span, fill,
-    )  # fmt: skip
+    with launching_on(padded.device):
+        pad_kernel[(-(-rows // high) * -(-columns // wide),)](
+            memory[0], dense if addresses is None else addresses, memory[1], inwards, rows, columns, batch_rows,
+            tuple(isinstance(true, Tensor) for _, true, _ in inwards), batch is not None, addresses is not None, unpad,
+            high, wide, span, fill,
+        )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.compiler_threads import compiled_beside, wait_for_triton
+from subtensors.kernels.current_device import launching_on
 
 ALIGNMENT = 16
 """Bytes, or units of a whole number, that Triton compiles multiples of apart."""
@@ -80,7 +81,8 @@ class RepeatedLaunch:
         """
         device = tensors[0].device
         if device.type != "cuda":
-            self.kernel[(programs,)](*tensors, *others, **constants)
+            with launching_on(device):
+                self.kernel[(programs,)](*tensors, *others, **constants)
             return
         addresses = [x.data_ptr() for x in tensors]
         kind = (
@@ -98,7 +100,8 @@ class RepeatedLaunch:
                 return
         launch, named = launcher
         stream = current_stream(device.index)
-        launch(*addresses, *[_passed(x) if type(x) is tuple else x for x in others], *named, stream=stream)
+        with launching_on(device):
+            launch(*addresses, *[_passed(x) if type(x) is tuple else x for x in others], *named, stream=stream)
 
     def _new(
         self, programs: int, kind: Any, device: torch.device, arguments: tuple[Any, ...], constants: Mapping[str, Any]
@@ -116,14 +119,15 @@ class RepeatedLaunch:
         is_launched = compiled is None
         if is_launched:
             wait_for_triton()
-            compiled = self.kernel[(programs,)](*arguments, **constants)
+            with launching_on(device):
+                compiled = self.kernel[(programs,)](*arguments, **constants)
         self._compiled[kind] = compiled
         named = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
         self._launchers[programs, kind] = launcher = compiled[(programs, 1, 1)], named
         return None if is_launched else launcher
 
     def _compile(self, device: torch.device, arguments: list[Any], constants: Mapping[str, Any]) -> Any:
-        with torch.cuda.device(device):
+        with launching_on(device):
             compiled = self.kernel.warmup(*arguments, grid=(1,), **constants)
             compiled[(1, 1, 1)]  # is loaded by this
         return compiled

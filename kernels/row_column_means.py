@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.launch import to_device
 from subtensors.kernels.lowering import TRITON_TYPES
 from subtensors.kernels.row_column_tiles import mean_columns, mean_rows
@@ -64,8 +65,7 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
     places, first, second = words.split([table.size, len(by_rows), len(by_columns)])
     sum_kind = getattr(tl, TRITON_TYPES[kind].removeprefix("tl."))
     element_kind = getattr(tl, TRITON_TYPES[dtype].removeprefix("tl."))
-    # Triton launches on the current device.
-    with torch.cuda.device_of(matrices[0]):
+    with launching_on(device):
         mean_rows[(len(by_rows),)](places, first, partials, len(matrices), element_kind, sum_kind, ROWS, COLUMNS)
         mean_columns[(len(by_columns),)](places, second, partials, len(matrices), sum_kind, ROWS, COLUMNS)
     return (

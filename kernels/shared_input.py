@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extent_ops import define
 from subtensors.kernels.shared_input_tiles import products_kernel
 
@@ -79,7 +80,7 @@ def launched(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], til
         return outs
     is_whole = x.shape[1] % tiling.inner == 0
     every = [[*part, *(part[0] for _ in missing)] for part in (weights, biases or weights, outs)]
-    with torch.cuda.device_of(x):
+    with launching_on(x.device):
         products_kernel[(tiles,)](
             x, *every[0], *every[1], *every[2], x.shape[0], *widths, x.shape[1], x.stride(0), bool(biases), is_whole,
             tiling.rows, tiling.columns, tiling.inner, num_stages=tiling.stages, num_warps=tiling.warps,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.codegen import Kernel
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.launch import to_device
 from subtensors.kernels.square_sum_tiles import square_sum, square_sum_then
 
@@ -122,7 +123,7 @@ class SquareSum:
         workspace: int,
         prelude: object = None,
     ) -> None:
-        """Add up, on the current stream.
+        """Add up, on the current stream of the device.
 
         Args:
             table: address of what `rows` gave, on the device.
@@ -133,7 +134,8 @@ class SquareSum:
             workspace: which workspace to use; launches that may run at the same time want different ones.
             prelude: nothing.
         """
-        square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
+        with launching_on(self.device):
+            square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
 
     def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
         """What the kernels take, before their constants."""
@@ -166,13 +168,14 @@ class Prelude:
             seed: addresses.
             count: how many tensors it takes.
         """
-        square_sum_then[(self.sweep.programs,)](
-            *self.sweep.arguments(self._address, self.workspace),
-            *(table, scalars, slots, seed, count, kernel.lanes, LANES),
-            *self.sweep.constants,
-            num_warps=WARPS,
-            **({"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}),
-        )
+        with launching_on(self.sweep.device):
+            square_sum_then[(self.sweep.programs,)](
+                *self.sweep.arguments(self._address, self.workspace),
+                *(table, scalars, slots, seed, count, kernel.lanes, LANES),
+                *self.sweep.constants,
+                num_warps=WARPS,
+                **({"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}),
+            )
 
     @property
     def _address(self) -> int:

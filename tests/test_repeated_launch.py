@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +27,22 @@ class PretendKernel:
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, str]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.device: torch.device | None = None
+        """Which one kernels run on."""
+        self.devices: list[torch.device | None] = []
+        """Where those ran that were compiled or launched."""
 
     def warmup(self, *arguments: Any, grid: Any, **constants: Any) -> Any:
         self.compiled.append((arguments[1:], threading.current_thread().name))
+        self.devices.append(self.device)
         return {(1, 1, 1): None, **{(n, 1, 1): self._launcher(n) for n in range(2, 9)}}
 
     def _launcher(self, programs: int) -> Any:
-        return lambda *arguments, stream: self.launched.append((programs, *arguments[1:], stream))
+        def launch(*arguments: Any, stream: Any) -> None:
+            self.launched.append((programs, *arguments[1:], stream))
+            self.devices.append(self.device)
+
+        return launch
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> Any:
@@ -45,14 +55,19 @@ class PretendKernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> PretendKernel:
-    def current(device: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    made = PretendKernel()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        made.device = device
+        yield
+        made.device = None
 
     # Triton takes functions of torch when it starts, which it must not do meanwhile.
     monkeypatch.setattr(compiler_threads, "_preparations", list)
     monkeypatch.setattr(repeated_launch, "current_stream", lambda index: "stream")
-    monkeypatch.setattr(torch.cuda, "device", current)
-    return PretendKernel()
+    monkeypatch.setattr(repeated_launch, "launching_on", on)
+    return made
 
 
 def test_a_kernel_is_launched_by_triton_once_for_each_kind_of_arguments(kernel: PretendKernel) -> None:
@@ -61,6 +76,16 @@ def test_a_kernel_is_launched_by_triton_once_for_each_kind_of_arguments(kernel: 
         launch(programs, [ON_GPU], n, sizes, BLOCK=float("nan"))
     assert [how for *_, how in kernel.launched] == ["by Triton", "stream", "stream", "by Triton", "by Triton"]
     assert [made[0] for made, _ in kernel.compiled] == [5, 16, 7]
+
+
+def test_a_kernel_is_compiled_and_launched_on_the_device_of_its_tensors(kernel: PretendKernel) -> None:
+    for device in (ON_GPU.device, torch.device("cuda", 1)):
+        tensor = SimpleNamespace(**{**vars(ON_GPU), "device": device})
+        launch = RepeatedLaunch(kernel)
+        for _ in range(2):
+            launch(2, [tensor], 5, (3, 5), BLOCK=8)
+        assert set(kernel.devices) == {device}
+        kernel.devices.clear()
 
 
 def test_a_thread_that_does_not_wait_has_kernels_compiled_beside(kernel: PretendKernel) -> None:

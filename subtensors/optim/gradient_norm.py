@@ -87,9 +87,7 @@ class GradientNorm:
             if is_followed and sharding is None:
                 return prelude
             if prelude is not None:
-                # Triton launches on the current device.
-                with torch.cuda.device_of(total):
-                    prelude.alone()
+                prelude.alone()
         elif recording_now() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
         else:

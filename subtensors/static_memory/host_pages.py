@@ -78,7 +78,8 @@ class _Pages:
         self.memory.map(0, _PIECE)
         if device.type == "cuda":
             ctypes.memset(self.memory.address, 0, _PIECE)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.address, _PIECE, 0))
+            with torch.cuda.device(device):  # the current one need not have a context
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.address, _PIECE, 0))
             self.is_locked = True
 
     def __del__(self) -> None:

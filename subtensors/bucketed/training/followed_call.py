@@ -11,7 +11,7 @@ replayed again on the call's inputs, with the random numbers of the first time a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,10 +98,11 @@ class TrainedCall:
 
     def _replay(self, leaves: Sequence[Any]) -> Outputs:
         bucket = self.bucket
-        if bucket.pool is not None:
-            bucket.pool.order()
-        bucket.load(leaves, self.reading.sizes)
-        bucket.replay(self.reading.host)
+        with bucket.pool.as_current() if bucket.pool is not None else nullcontext():
+            if bucket.pool is not None:
+                bucket.pool.order()
+            bucket.load(leaves, self.reading.sizes)
+            bucket.replay(self.reading.host)
         assert bucket.outputs is not None
         return bucket.outputs
 

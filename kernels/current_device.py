@@ -1,0 +1,32 @@
+"""The device that a kernel is launched on. Triton takes the current one, wherever the memory is that it is given.
+
+There it would read addresses of another device: an illegal access, or where torch has let devices read each other's
+memory, a race with what that other device is at.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels that are launched meanwhile run on this device.
+
+    Args:
+        device: that has the memory of their arguments; on a CPU there is nothing to do.
+
+    Returns:
+        A context, which costs next to nothing where the device is the current one.
+
+    Example:
+        >>> with launching_on(torch.device("cpu")):
+        ...     pass
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)

@@ -1,0 +1,57 @@
+"""Kernels are launched on the device that has the memory they are given, whichever device is the current one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import subtensors.kernels
+from subtensors.kernels.current_device import launching_on
+
+BY_THEIR_CALLER = {"launch.py"}
+"""Of fused maths: `KernelGroup` takes its device for the whole of a call."""
+
+
+def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+
+    def device(which: torch.device) -> Any:
+        taken.append(which)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for place in ("cpu", "cuda:0", "cuda:1"):
+        with launching_on(torch.device(place)):
+            pass
+    assert taken == [torch.device("cuda:1")]
+
+
+def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Call, bool]]:
+    """The launches in some source: `kernel[grid](...)`, or what Triton compiled, called with a stream."""
+    if isinstance(node, ast.With):
+        on_a_device |= any("launching_on" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.Call):
+        grid = node.func.slice if isinstance(node.func, ast.Subscript) else None
+        is_given_a_grid = isinstance(grid, ast.Tuple) or (isinstance(grid, ast.Name) and grid.id == "grid")
+        if is_given_a_grid or any(keyword.arg == "stream" for keyword in node.keywords):
+            yield node, on_a_device
+    for child in ast.iter_child_nodes(node):
+        yield from launches(child, on_a_device)
+
+
+def test_every_launch_says_on_which_device() -> None:
+    found = [
+        (path.name, node.lineno, is_said)
+        for path in sorted(Path(*subtensors.kernels.__path__).glob("*.py"))
+        for node, is_said in launches(ast.parse(path.read_text()))
+        if path.name not in BY_THEIR_CALLER
+    ]
+    assert len(found) > 10
+    assert [(name, line) for name, line, is_said in found if not is_said] == []
