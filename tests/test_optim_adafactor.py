@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 import subtensors as st
-from subtensors.optim.adafactor import _descend_factored
+from subtensors.optim.updates.adafactor import _descend_factored
 
 (INFO,) = (info for info in optim_db if info.optim_cls is torch.optim.Adafactor)
 # torch's divides by the root of a tensor's size: none is empty here.

@@ -121,8 +121,9 @@ class RecordedStep:
             raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
-        if moved := self.moved() or not self.gradient_places.matches(_present(optimizer._gradients())):
-            raise AddressError(f"{moved if isinstance(moved, str) else 'a gradient'} moved while a step was recorded")
+        moved = self.moved()
+        if moved or not self.gradient_places.matches(_present(optimizer._gradients())):
+            raise AddressError(f"{moved or 'a gradient'} moved while a step was recorded")
         self.held = [set(range(len(paths))) for paths in self.paths]
         """Of each group's numbers those that are the graph's: another value is another step."""
         for launch in recording.launches:
@@ -172,7 +173,7 @@ class RecordedStep:
             values = self.values[i]
             if len(group) == len(values) and all(map(is_, group.values(), values)):
                 continue  # the very objects of the last step: none of them changed
-            if difference := self._takeoptions_of(optimizer, i, group):
+            if difference := self._take_options(optimizer, i, group):
                 return difference
         for batch in self.batches:
             if batch.has_moved():
@@ -185,7 +186,7 @@ class RecordedStep:
             return "a loss scale came or went"
         return ""
 
-    def _takeoptions_of(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
+    def _take_options(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
         """Hand the numbers of a group to the recording; why it can't take them, if it can't."""
         lists = self.lists[index]
         if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:

@@ -10,10 +10,10 @@ from torch import Tensor
 from subtensors.fused_maths.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import check_fractions, check_not_negative
-from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
-from subtensors.optim.preconditioners import (
+from subtensors.optim.updates.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.updates.preconditioners import (
     SIDES,
     accumulate,
     as_matrices,

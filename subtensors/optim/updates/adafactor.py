@@ -14,9 +14,9 @@ from subtensors.fused_maths.fuse import fused
 from subtensors.kernels.row_column_means import reference, row_column_means
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
-from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
+from subtensors.optim.updates.matrix_optimizer import MatrixOptimizer, by_shape
 
 
 class Adafactor(MatrixOptimizer):

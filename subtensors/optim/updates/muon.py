@@ -13,11 +13,11 @@ from torch import Tensor
 from subtensors.fused_maths.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
-from subtensors.optim.matrix_optimizer import MatrixOptimizer, by_shape
-from subtensors.optim.newton_schulz import Coefficients, newton_schulz
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
 from subtensors.optim.single_tensor import is_narrow
+from subtensors.optim.updates.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.updates.newton_schulz import Coefficients, newton_schulz
 
 
 class Muon(MatrixOptimizer):
