@@ -26,11 +26,6 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
-def keeps_are_hooked() -> bool:
-    """Does anybody take what autograd keeps for a backward, as a checkpoint does? Checked on 2.11, 2.13."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
-
-
 def taken_from(ctx: Any) -> list[torch.Tensor]:
     """What a node of autograd's graph kept for its backward, and lets go of now unless the graph is retained.
 

@@ -1,11 +1,12 @@
-"""The device that a kernel is launched on. Triton takes the current one, wherever the memory is that it is given.
+"""The device that a kernel is launched on, and how wide it is.
 
-There it would read addresses of another device: an illegal access, or where torch has let devices read each other's
-memory, a race with what that other device is at.
+Triton takes the current one, wherever the memory is that it is given. There it would read addresses of another device:
+an illegal access, or where torch has let devices read each other's memory, a race with what that other device is at.
 """
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,3 +31,9 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _AS_IT_IS
     return torch.cuda.device(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for a CPU, which interprets one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

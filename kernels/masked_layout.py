@@ -149,12 +149,6 @@ def warps(elements: int) -> int:
     return 4 if elements <= 4096 else 8 if elements <= 8192 else 16
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 for a CPU, which interprets one program after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def power_of_two(number: int) -> int:
     """The least that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.current_device import launching_on
+from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_layout import multiprocessors, plan
+from subtensors.kernels.masked_layout import plan
 from subtensors.kernels.masked_norm_tiles import norm_backward_kernel, norm_kernel
 from subtensors.kernels.repeated_launch import RepeatedLaunch
 

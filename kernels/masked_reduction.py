@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.current_device import launching_on
+from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_layout import multiprocessors, plan, power_of_two
+from subtensors.kernels.masked_layout import plan, power_of_two
 from subtensors.kernels.masked_reduction_tiles import merge_kernel, reduction_backward_kernel, reduction_kernel
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")

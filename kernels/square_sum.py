@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.codegen import Kernel
-from subtensors.kernels.current_device import launching_on
+from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.launch import to_device
 from subtensors.kernels.square_sum_tiles import square_sum, square_sum_then
 
@@ -80,7 +80,7 @@ class SquareSum:
         # Without elements there is one chunk of none.
         entries = tensor << 32 | within if len(tensor) else np.zeros(1, np.int64)
         self.chunks = to_device(entries, device)
-        self.programs = min(len(entries), PROGRAMS * _multiprocessors(device))
+        self.programs = min(len(entries), PROGRAMS * multiprocessors(device))
         present = set(dtypes)
         kinds = [dtype in present for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
         self._chunk_count = len(entries)
@@ -180,7 +180,3 @@ class Prelude:
     @property
     def _address(self) -> int:
         return self.table if isinstance(self.table, int) else self.table.data_ptr()
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

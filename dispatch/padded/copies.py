@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims, with_dim
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import added, multiplied
-from subtensors.dispatch.size_factors import Factors, bucket_of, static
+from subtensors.dispatch.size_factors import bucket_of, static
 
 aten = torch.ops.aten
 
@@ -107,7 +105,7 @@ def repeat(call: Call) -> Padded:
             again = [1] * value.dim()
             again[d] = count
             out = value.dense.repeat(again)
-            value = result(out, _with(value.dims, d, (static(out.shape[d]),)), value.sizes, value.fill)
+            value = result(out, with_dim(value.dims, d, (static(out.shape[d]),)), value.sizes, value.fill)
             continue
         size = prefix_size(value, d)
         if size.has(ROWS):
@@ -132,11 +130,11 @@ def repeat_interleave(call: Call) -> Padded:
         d = call["dim"] % x.dim()
     out = call.dense({"output_size": None})
     if not x.is_padded(d):
-        return result(out, _with(x.dims, d, (static(out.shape[d]),)), x.sizes, x.fill)
+        return result(out, with_dim(x.dims, d, (static(out.shape[d]),)), x.sizes, x.fill)
     size = prefix_size(x, d)
     if size.has(ROWS):
         raise refuse(call, "it repeats the rows of a ragged batch")
-    return result(out, _with(x.dims, d, padded_dim(out.shape[d], multiplied(size, count))), x.sizes, x.fill)
+    return result(out, with_dim(x.dims, d, padded_dim(out.shape[d], multiplied(size, count))), x.sizes, x.fill)
 
 
 @table.register(aten.rot90)
@@ -187,7 +185,3 @@ def triangle(call: Call) -> Padded:
     """Zero above or below a diagonal: positions count from the start, where the real ones are."""
     x: Padded = call["self"]
     return x.like(call.dense(), 0 if x.fill == 0 else None)
-
-
-def _with(dims: Any, at: int, factors: Factors) -> list[Factors]:
-    return [*dims[:at], factors, *dims[at + 1 :]]

@@ -239,6 +239,11 @@ def static_dims(shape: Sequence[int]) -> tuple[Factors, ...]:
     return tuple([_static_dim(int(size)) for size in shape])
 
 
+def with_dim(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:
+    """These dims, but another one in one place."""
+    return [*dims[:at], factors, *dims[at + 1 :]]
+
+
 @functools.cache
 def _static_dim(size: int) -> Factors:
     return (static(size),)

@@ -20,6 +20,7 @@ from subtensors.dispatch.padded.padded_value import (
     prefix_size,
     result,
     static_dims,
+    with_dim,
 )
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
@@ -216,20 +217,20 @@ def slice_(call: Call) -> Padded:
     stop = None if stop is None or stop >= _END else stop
     if not x.is_padded(d):
         out = call.dense()
-        return result(out, _with(x.dims, d, static_dims([out.shape[d]])[0]), x.sizes, x.fill)
+        return result(out, with_dim(x.dims, d, static_dims([out.shape[d]])[0]), x.sizes, x.fill)
     if start == 0 and (stop is None or stop >= x.shape[d]) and step == 1:
         return x.like(call.dense(), x.fill)
     size = prefix_size(x, d)
     if size == ROWS:
         assert x.sizes is not None
         out = x.dense[(slice(None),) * d + (slice(start, stop, step),)]
-        rows = _with(x.dims, d, padded_dim(out.shape[d], ROWS))
+        rows = with_dim(x.dims, d, padded_dim(out.shape[d], ROWS))
         return result(out, rows, x.sizes.of_rows(slice(start, stop, step)), x.fill)
     true_size = sliced(size, start, stop, step)[1]
     if start >= 0:
         bucket_stop = x.shape[d] if stop is None else stop
         out = x.dense[(slice(None),) * d + (slice(start, bucket_stop, step),)]
-        dims = _with(x.dims, d, padded_dim(out.shape[d], true_size))
+        dims = with_dim(x.dims, d, padded_dim(out.shape[d], true_size))
         if bucket_stop >= 0:
             return result(out, dims, x.sizes, x.fill_elsewhere)
         # Real positions of the whole are padding of the part, and take no gradient from there.
@@ -242,7 +243,7 @@ def slice_(call: Call) -> Padded:
         at = max(known[0] + start, 0)
         if at + (longest - 1) * step < x.shape[d]:
             out = x.dense[(slice(None),) * d + (slice(at, at + (longest - 1) * step + 1, step),)]
-            return result(out, _with(x.dims, d, padded_dim(longest, true_size)), x.sizes).gradient_masked()
+            return result(out, with_dim(x.dims, d, padded_dim(longest, true_size)), x.sizes).gradient_masked()
     first = x.size(d)
     assert not isinstance(first, int)
     return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
@@ -255,7 +256,7 @@ def narrow(call: Call) -> Padded:
     d, start, length = call["dim"] % max(x.dim(), 1), call["start"], call["length"]
     if not x.is_padded(d):
         out = call.dense()
-        return result(out, _with(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)
+        return result(out, with_dim(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)
     end = start + length
     if end == (x.shape[d] if start >= 0 else 0):
         return apply(aten.slice.Tensor, x, d, start, None)  # type: ignore[no-any-return]
@@ -273,9 +274,9 @@ def unfold(call: Call) -> Padded:
     out = call.dense()
     window = static_dims([call["size"]])
     if not x.is_padded(d):
-        return result(out, [*_with(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
+        return result(out, [*with_dim(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
     windows = convolved(prefix_size(x, d), call["size"], call["step"])
-    moved = result(out, [*_with(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_elsewhere)
+    moved = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_elsewhere)
     # A window of the padding may overlap real positions, and would give them its gradient.
     return moved.gradient_masked()
 
@@ -306,10 +307,6 @@ def _check_index(x: Padded, d: int, index: int) -> None:
     sizes = host_sizes(x, d)
     if sizes is not None and len(sizes) == 1 and not -sizes[0] <= index < sizes[0]:
         raise IndexError(f"index {index} is out of bounds for dim {d} of true size {sizes[0]}")
-
-
-def _with(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:
-    return [*dims[:at], factors, *dims[at + 1 :]]
 
 
 def _listed(given: int | Sequence[int]) -> Sequence[int]:

@@ -85,7 +85,7 @@ class Bucketed(StandsFor):
             if visit is None:
                 visit = self._read(key, leaves, args, kwargs)
             visit.calls += 1
-            leaves = visit.ordered(leaves)
+            leaves = visit.style.ordered(leaves)
             if visit.refusal:
                 return self._fall_back(visit.refusal, visit.error, args, kwargs)
             return self._answer(visit, leaves, args, kwargs)
@@ -108,7 +108,7 @@ class Bucketed(StandsFor):
             return None
         dense, sizes = found
         visit = self._visits.read(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
-        bucket, dense = visit.bucket, visit.ordered(dense)
+        bucket, dense = visit.bucket, visit.style.ordered(dense)
         if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
             return None
         symbols = tuple(dim.symbol for dim in bucket.reading.dims)
@@ -136,7 +136,7 @@ class Bucketed(StandsFor):
             if self.on_miss != "capture":
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
-            if is_followed and autograd_private.keeps_are_hooked():
+            if is_followed and autograd_private.saves_through_hooks():
                 return self._fall_back("hooks, as of a checkpoint, take what would be recorded", None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
         if obstacle := bucket.obstacle(leaves):
@@ -247,7 +247,7 @@ class Bucketed(StandsFor):
         if bucket is None or reading is None or bucket.is_recorded or bucket.refusal:
             return
         copied = {source.leaf for source in reading.sources}
-        leaves = [x.clone() if i in copied else x for i, x in enumerate(visit.ordered(leaves))]
+        leaves = [x.clone() if i in copied else x for i, x in enumerate(visit.style.ordered(leaves))]
         try:
             self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # as in a call, which will say so

@@ -13,7 +13,7 @@ import torch
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
 from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, read
-from subtensors.bucketed.calls.call_style import CallStyle
+from subtensors.bucketed.calls.call_style import AS_GIVEN, CallStyle
 from subtensors.bucketed.calls.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.state.program_state import State
@@ -35,14 +35,10 @@ class Visit:
     calls: int = 0
     elements: tuple[int, int] = (0, 0)
     """Along the Dims: real ones, and the bucket's."""
-    order: tuple[int, ...] | None = None
-    """See `CallStyle`."""
+    style: CallStyle = AS_GIVEN
+    """How such calls are written."""
     outputs: Outputs | None = None
     cuts: list[Cut] = field(default_factory=list)
-
-    def ordered(self, leaves: list[Any]) -> list[Any]:
-        """The leaves of a call as its bucket takes them."""
-        return leaves if self.order is None else [leaves[i] for i in self.order]
 
     def add_sizes(self, sizes: dict[str, Counter[int]]) -> None:
         """Count how often each true size was seen, by Dim."""
@@ -110,7 +106,7 @@ class Visits:
             self.known[key] = visit
         return visit
 
-    def read(self, shared: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+    def read(self, shared: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         """What a call is.
 
         Args:
@@ -132,7 +128,7 @@ class Visits:
                 raise Unreadable("parameters have no size before the first call")
         except Unreadable as why:
             return Visit(None, None, str(why), why.error)
-        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)), order=style.order)
+        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)), style=style)
         if self._max_waste is not None and visit.elements[1] > self._max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return visit

@@ -60,7 +60,7 @@ class CallStyle:
         key = tuple((names[i], structures[i]) for i in ranked)
         return CallStyle(None if order == tuple(range(len(order))) else order, key, spec, len(args), tuple(kwargs))
 
-    def ordered(self, leaves: Sequence[T]) -> Sequence[T]:
+    def ordered(self, leaves: list[T]) -> list[T]:
         """What `flatten` found, in the order of the parameters."""
         return leaves if self.order is None else [leaves[i] for i in self.order]
 
@@ -75,3 +75,7 @@ class CallStyle:
             leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
         args, kwargs = unflatten(leaves, self.spec, self.count, self.names)
         return program(*args, **kwargs)
+
+
+AS_GIVEN = CallStyle(None, None, None, 0, ())
+"""Where it doesn't matter how a call is written: nothing is put in another order."""
