@@ -22,6 +22,7 @@ from torch import Tensor
 from subtensors.dispatch import captures, torch_capture, torch_private
 from subtensors.dispatch.workspaces import make_workspaces
 from subtensors.kernels.address import bytes_at
+from subtensors.kernels.current_device import on_stream
 
 T = TypeVar("T")
 STREAMS = 32
@@ -51,7 +52,7 @@ class GraphPool:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self.stream):
+            with on_stream(self.stream):
                 make_workspaces(self.device)
                 return program()
         finally:
@@ -78,7 +79,7 @@ class GraphPool:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
-            with captures.undisturbed(), torch.cuda.stream(self.stream):
+            with captures.undisturbed(), on_stream(self.stream):
                 make_workspaces(self.device)
                 with torch_capture.growing_segments(), torch_capture.captured(graph, self.device, self._handle):
                     out = program()
@@ -107,7 +108,7 @@ class GraphPool:
 
     def _leave_a_stuck_stream(self) -> None:
         """Take another stream where a failed capture could not be ended on this one."""
-        with torch.cuda.stream(self.stream):
+        with on_stream(self.stream):
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
             self.stream = _stream_of_its_own(self.device)

@@ -8,6 +8,7 @@ import torch
 
 from subtensors.dispatch import captures, torch_capture
 from subtensors.dispatch.workspaces import make_workspaces
+from subtensors.kernels.current_device import on_stream
 
 
 class CudaTape:
@@ -28,7 +29,7 @@ class CudaTape:
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         pool = torch.cuda.graph_pool_handle()
-        with captures.undisturbed(), torch.cuda.stream(side):
+        with captures.undisturbed(), on_stream(side):
             if self.has_ops:
                 make_workspaces(self.device)
             with torch_capture.captured(self.graph, self.device, pool):

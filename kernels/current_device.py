@@ -7,7 +7,8 @@ an illegal access, or where torch has let devices read each other's memory, a ra
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,17 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _AS_IT_IS
     return torch.cuda.device(device)
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work goes to this stream meanwhile, and its device is the current one.
+
+    As `torch.cuda.stream`, which on its way back takes the device that was current for one that is in use: CUDA then
+    makes a context there, of some hundred MiB.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 @functools.cache

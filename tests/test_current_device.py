@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import subtensors.kernels
-from subtensors.kernels.current_device import launching_on
+from subtensors.kernels.current_device import launching_on, on_stream
 
 BY_THEIR_CALLER = {"launch.py"}
 """Of fused maths: `KernelGroup` takes its device for the whole of a call."""
@@ -31,6 +32,23 @@ def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: p
         with launching_on(torch.device(place)):
             pass
     assert taken == [torch.device("cuda:1")]
+
+
+def test_the_device_of_a_stream_is_taken_first_and_left_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        order.append(f"takes {name}")
+        yield
+        order.append(f"leaves {name}")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: noted("the device"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("the stream"))
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    with on_stream(stream):
+        order.append("works")
+    assert order == ["takes the device", "takes the stream", "works", "leaves the stream", "leaves the device"]
 
 
 def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Call, bool]]:

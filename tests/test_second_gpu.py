@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,3 +350,62 @@ def test_static_tensors_stay_where_they_are() -> None:
     assert copy.deepcopy(s).device == t.device
     assert s.to(HERE).device == torch.device(HERE)
     assert s.data_ptr() == at
+
+
+ALONE = """
+import torch, torch.nn.functional as F
+from torch import nn
+import subtensors as st
+
+THERE, seq = torch.device("cuda", 1), st.Dim("seq", max=16, buckets=8)
+
+def is_alone(what):
+    torch.cuda.synchronize(THERE)
+    assert not torch._C._cuda_hasPrimaryContext(0), f"{what} made a context on the current device"
+
+x, w = torch.randn(2, 5, 8, device=THERE, requires_grad=True), torch.randn(8, device=THERE)
+st.pad(x, {1: seq}).softmax(1).mul(w).sum().backward()
+is_alone("padded tensors")
+
+def steps(optimizer, params):
+    for number in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+params = [nn.Parameter(torch.ones(s, device=THERE)) for s in [(3,), (), (4, 5)]]
+steps(st.optim.AdamW(params, max_norm=1.0), params)
+is_alone("an optimizer")
+optimizer = st.optim.AdamW(params, max_norm=1.0)
+optimizer.capture()
+steps(optimizer, params)
+is_alone("a captured optimizer")
+
+head = torch.randn(30, 8, device=THERE, requires_grad=True)
+rows = st.chunk(x.flatten(0, 1), chunks=2)
+F.cross_entropy(F.linear(rows, head), torch.zeros(10, dtype=torch.long, device=THERE)).backward()
+is_alone("a chunked loss")
+
+net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(THERE)
+run = st.bucketed(net, {"input": {1: seq}})
+for _ in range(2):
+    with torch.no_grad():
+        run(x.detach())
+is_alone("a bucketed program")
+for _ in range(3):
+    run(x).sum().backward()
+is_alone("a bucketed program that is trained")
+
+arena = st.Arena(THERE, reserve="1GiB")
+kept = arena.zeros(3)
+arena.release(keep="cpu")
+arena.restore()
+assert kept.sum() == 0
+is_alone("an arena")
+"""
+
+
+def test_what_is_on_another_gpu_leaves_the_current_one_alone() -> None:
+    # Of its own: here the current one was used before.
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
