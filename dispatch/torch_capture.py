@@ -263,5 +263,10 @@ def go_to_random_place(device: torch.device, place: torch.Tensor) -> None:
     _generator(device).set_state(place)
 
 
+def seed_random_numbers(device: torch.device, seed: int) -> None:
+    """Have the random generator of a device begin from a seed, and no other; `torch.manual_seed` seeds those of all."""
+    _generator(device).manual_seed(seed)
+
+
 def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

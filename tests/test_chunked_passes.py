@@ -66,3 +66,17 @@ def test_every_pass_over_dropped_logits_reads_the_same_mask(change: Any, divisio
     assert torch.equal(((dropped.exp() * dropped).softmax(-1) * 0 + (dropped == 0)).sum(-1).realize(), zeros)
     assert torch.equal((dropped.realize() == 0).sum(-1), zeros)
     assert (dropped[..., 5:90, :] == 0).sum(-1).tolist() == zeros[..., 5:90].tolist()
+
+
+def test_drawing_the_numbers_of_chunks_leaves_the_generators_of_other_devices_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(seed: int) -> None:
+        raise AssertionError("the generators of all devices are seeded")
+
+    h, w = torch.randn(150, 4), torch.randn(96, 4)
+    dropped = F.dropout(F.linear(st.chunk(h, rows=7), w), 0.5)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+    place = torch.get_rng_state()
+    dropped.realize()
+    assert torch.get_rng_state().equal(place)

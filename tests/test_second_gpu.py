@@ -317,6 +317,16 @@ def test_a_chunked_loss_of_half_precision_is_computed_where_its_tensors_are(laun
     assert 0 not in launched
 
 
+def test_numbers_of_chunks_are_drawn_from_the_generator_of_their_gpu() -> None:
+    hidden, head = torch.randn(150, 16, device=THERE), torch.randn(300, 16, device=THERE)
+    dropped = F.dropout(F.linear(st.chunk(hidden, rows=7), head), 0.5)
+    before = [torch.cuda.get_rng_state(place) for place in (HERE, THERE)]
+    zeros = dropped.realize() == 0
+    assert all(torch.cuda.get_rng_state(place).equal(at) for place, at in zip((HERE, THERE), before, strict=True))
+    assert (dropped.realize() == 0).equal(zeros)
+    assert 0.4 < zeros.float().mean() < 0.6
+
+
 def test_an_arena_lends_its_memory_and_serves_pools_where_it_is() -> None:
     arena = st.Arena(THERE, reserve="1GiB")
     kept, filled = arena.static(torch.arange(5000.0, device=THERE)), arena.zeros(7)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch import torch_capture
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.region.axis import Layout
 from subtensors.dispatch.region.graph import PerChunk, Span, Value, constant, emit
@@ -69,18 +70,21 @@ def _by_seed(call: Call, layout: Layout, brought: Any, metas: Any, layouts: list
     block = axis.granule
 
     def drawn(span: Span, *args: Any, **kwargs: Any) -> Any:
-        cuda = [x.device for x in args if isinstance(x, Tensor) and x.is_cuda]
+        device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
         start = layout.window(span)[0]
         chunk = Layout(axis, layout.dim, layout.window(span)[1] - start, layout.outer)
         parts = []
-        with torch.random.fork_rng(cuda[:1], device_type="cuda"):
+        place = torch_capture.random_place(device)
+        try:
             for row in range(span[0], span[1], block):
-                torch.manual_seed(seed + row)
+                torch_capture.seed_random_numbers(device, seed + row)
                 if span[1] - span[0] <= block:
                     return op(*args, **kwargs)
                 begin, end = layout.window((row, min(row + block, span[1])))
                 rows = begin - start, end - start
                 parts.append(op(*[chunk.cut(x, rows) if isinstance(x, Tensor) else x for x in args], **kwargs))
+        finally:
+            torch_capture.go_to_random_place(device, place)
         return _side_by_side(parts, chunk)
 
     args, kwargs = call.with_values(brought)
