@@ -33,7 +33,6 @@ class Bucket:
         call: runs the program on leaves, some of which become static inputs.
         device: of the static inputs.
         pool: where graphs are captured; None where the program is run again instead.
-        compiled: the program as compiled code.
     """
 
     def __init__(
@@ -43,9 +42,10 @@ class Bucket:
         call: Call,
         device: torch.device,
         pool: GraphPool | None,
-        compiled: Compiled | None = None,
     ) -> None:
-        self.reading, self.call, self.device, self.pool, self.compiled = reading, call, device, pool, compiled
+        self.reading, self.call, self.device, self.pool = reading, call, device, pool
+        self.compiled: Compiled | None = None
+        """The program as compiled code, where that is asked for."""
         # What isn't copied is the caller's, or a number: it stays as it was in the first call.
         copied = {source.leaf for source in reading.sources}
         self.others = {i: x for i, x in enumerate(leaves) if i not in copied}

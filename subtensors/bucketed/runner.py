@@ -149,8 +149,7 @@ class Bucketed(StandsFor):
         if not (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
             self.recorder.restart(moved)
             return self._answer(visit, leaves, args, kwargs)
-        self._count(bucket, visit)
-        bucket.statistics.hits += 1
+        bucket.statistics.note_call(visit.elements, is_hit=True)
         assert bucket.outputs is not None
         return bucket.outputs.assembled(results)
 
@@ -180,15 +179,8 @@ class Bucketed(StandsFor):
         outputs = bucket.outputs
         call = TrainedCall(bucket, leaves, reading, self._lock, self.recorder)
         tensors = iter(Replayed.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
-        self._count(bucket, visit)
-        bucket.statistics.hits += 1
+        bucket.statistics.note_call(visit.elements, is_hit=True)
         return outputs.assembled([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
-
-    def _count(self, bucket: Bucket, visit: Visit) -> None:
-        statistics = bucket.statistics
-        statistics.calls += 1
-        statistics.real += visit.elements[0]
-        statistics.padded += visit.elements[1]
 
     def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.fallbacks.note(why, error)
@@ -203,9 +195,10 @@ class Bucketed(StandsFor):
             result = self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
             bucket.refusal = said_in_a_line(error)
-            bucket.forget() if bucket.is_allocated else None
+            if bucket.is_allocated:
+                bucket.forget()
             return self._fall_back(bucket.refusal, error, args, kwargs)
-        self._count(bucket, visit)
+        bucket.statistics.note_call(visit.elements, is_hit=False)
         if bucket.refusal:
             self.fallbacks.note_refusal(bucket)
         return result

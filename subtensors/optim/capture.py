@@ -15,7 +15,7 @@ from subtensors.optim.recorded_step import HELD_GRADIENT, HELD_NUMBER, RecordedS
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
 
-FUTILE = (
+FUTILE_REASON = (
     "each step brings other numbers or gradients than its graph holds: keep gradients in their place, as packed does, "
     "and give a number that changes as a tensor on the device"
 )
@@ -136,7 +136,7 @@ class Capture:
                     return step
                 reason = reason or difference
             self._futile = self._futile + 1 if reason in (HELD_NUMBER, HELD_GRADIENT) and self._is_fresh else 0
-            step = RecordedStep(optimizer, gradients, FUTILE if self._futile >= self.FUTILE else "")
+            step = RecordedStep(optimizer, gradients, FUTILE_REASON if self._futile >= self.FUTILE else "")
             self._is_fresh = True
         except RuntimeError:
             for own in gradients:

@@ -46,6 +46,18 @@ class BucketStatistics:
     """Around replays that were timed, and may not be over."""
     _replay_ms: list[float] = field(default_factory=list, repr=False)
 
+    def note_call(self, elements: tuple[int, int], is_hit: bool) -> None:
+        """Count a call.
+
+        Args:
+            elements: along the Dims: real ones, and the bucket's.
+            is_hit: was it answered by a replay?
+        """
+        self.calls += 1
+        self.hits += is_hit
+        self.real += elements[0]
+        self.padded += elements[1]
+
     def is_sampled(self) -> bool:
         """Is the next replay one to be timed?"""
         return self.hits % SAMPLED == 0

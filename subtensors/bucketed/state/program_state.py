@@ -109,7 +109,8 @@ class State:
         for held, kept in before:
             others = {name: value for name, value in kept.items() if name not in held or held[name] is not value}
             replaced += others
-            held.update(others) if others else None
+            if others:  # those of scripted modules have no update
+                held.update(others)
         return replaced[0] if replaced else ""
 
     def refuse_sleepers(self) -> None:

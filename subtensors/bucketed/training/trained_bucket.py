@@ -28,7 +28,7 @@ from subtensors.bucketed.training.whole_step import SideEffects
 from subtensors.dispatch import autograd_private
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import size_of
+from subtensors.dispatch.size_factors import Factors, size_of
 from subtensors.kernels.inputs import InputLoad
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ class TrainedBucket(Bucket):
     """Of what is differentiated, static; None where there is none."""
     roots_at: list[int]
     """Which of the outputs want a gradient."""
-    root_gradients: list[Tensor]
+    root_gradients: Sequence[Tensor] = ()
     """What the backward takes for their gradients, static."""
+    _root_loads: dict[int, InputLoad]
+    """By which of the outputs it is of, what copies a caller's gradient there."""
     is_differentiable = False
     """Do results depend on what wants a gradient? They may not, as those of a whole training step."""
     own: dict[int, nn.Parameter]
@@ -202,9 +204,9 @@ class TrainedBucket(Bucket):
         self.outputs = outputs
         roots = [outputs.leaves[i].value for i in self.roots_at]
         # Without a graph a result that is not padded may have another size in each call.
-        if not hasattr(self, "root_gradients") or [t.shape for t in roots] != [t.shape for t in self.root_gradients]:
+        if [t.shape for t in roots] != [t.shape for t in self.root_gradients]:
             self.root_gradients = [torch.zeros_like(t) for t in roots]
-            self._load_gradients: dict[tuple[tuple[int, ...], ...], InputLoad] = {}
+            self._root_loads = {}
 
     def _differentiate(self) -> list[Tensor | None]:
         assert self.outputs is not None
@@ -257,22 +259,17 @@ class TrainedBucket(Bucket):
                 static.zero_()
                 continue
             dims = self.outputs.leaves[at].dims or ()
-            which = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
             sizes = [size_on_host(size_of(factors), host) for factors in dims] or [0]
-            self._gradient_load(at, static, which, len(sizes))([gradient.to(static.dtype)], tuple(sizes))
+            load = self._root_loads.get(at)
+            if load is None:
+                load = self._root_loads[at] = _root_load(static, dims)
+            load([gradient.to(static.dtype)], tuple(sizes))
         if self.backward_graph is not None:
             self.backward_graph.replay()
         else:
             with recording_modes(records=True):
                 self._backward_by_host()
         return self._cut_gradients(host)
-
-    def _gradient_load(self, at: int, static: Tensor, which: tuple[int, ...], count: int) -> InputLoad:
-        key = ((at,), which)
-        if key not in self._load_gradients:
-            unread = torch.zeros(count, dtype=torch.int64, device=static.device)
-            self._load_gradients[key] = InputLoad([static], [which], unread)
-        return self._load_gradients[key]
 
     def _cut_gradients(self, host: dict[Any, Any]) -> list[Tensor | None]:
         copied = [source for source in self.reading.sources if source.requires_grad]
@@ -299,6 +296,12 @@ class TrainedBucket(Bucket):
         self.backward_graph = None
         self.gradients = []
         self.own = {}
-        if hasattr(self, "root_gradients"):
-            del self.root_gradients
+        self.root_gradients = ()
         super().forget_graph()
+
+
+def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoad:
+    """Copies the gradient of a result with these dims to where the backward reads it, with zeros in its padding."""
+    which = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
+    unread = torch.zeros(max(len(dims), 1), dtype=torch.int64, device=static.device)
+    return InputLoad([static], [which], unread)
