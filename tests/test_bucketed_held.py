@@ -146,7 +146,7 @@ WAYS: list[tuple[Callable[[Scale], None], str]] = [
     (new_attribute, "table was replaced"),
     (new_in_a_list, "a part of the program was replaced"),
     (of_another_type, "weight was replaced: its address changed"),
-    (all_dropped, "a number of a module changed"),
+    (all_dropped, "p changed, which a graph holds as a constant"),
     (lambda net: net.eval() and None, "a module changed between training and evaluation"),
 ]
 

@@ -76,9 +76,8 @@ def test_an_earlier_loss_may_be_alive_and_learning_rates_may_change(device: str,
             schedule.step()
         same_weights(net, alone)
     stats = run.stats()
-    assert not stats.fallbacks
-    # Only numbers of `st.optim` are handed to a replay; another optimizer is recorded again.
-    assert stats.hits == (0 if name.startswith("torch") else 6)
+    # Only numbers of `st.optim` are handed to a replay; another optimizer is recorded again, up to 8 times in vain.
+    assert (stats.hits, sum(stats.fallbacks.values())) == ((0, 1) if name.startswith("torch") else (6, 0))
     assert earlier.requires_grad
 
 

@@ -37,6 +37,9 @@ _log = logging.getLogger("subtensors.bucketed")
 B = TypeVar("B", bound=Bucket)
 C = TypeVar("C", Compiled, CompiledGradients)
 
+IN_VAIN = 8
+"""So many recordings of everything in a row, none of which was replayed, and there is none any more."""
+
 BUCKETS = 4096
 """How many buckets are remembered, those without a graph among them."""
 
@@ -69,6 +72,9 @@ class Recorder:
         self.writes_state = False
         """Has the program written to what it reads?"""
         self.evictions = 0
+        self.refusal = ""
+        """Why nothing is recorded any more, where that is so."""
+        self._in_vain = self._hits_before = 0
         self._compiled: dict[Any, Compiled | CompiledGradients] = {}
         self._captures_unrun: dict[Any, bool] = {}
         """Of programs that were captured at some size: can they be captured at another one without being run first?"""
@@ -213,6 +219,9 @@ class Recorder:
             # What the first call left in torch's cache is as large as what the pool needs.
             torch.cuda.empty_cache()
         held = bucket.pool.held_bytes() if bucket.pool is not None else 0
+        if written := bucket.written_object():
+            bucket.refusal = f"it writes to an argument, a {written}, which a graph holds as a constant"
+            bucket.forget()
         if not bucket.refusal:
             # A capture writes nothing, and the caller's backward is still to come.
             with autograd_private.unseen_writes(self.state.buffers()):
@@ -226,6 +235,7 @@ class Recorder:
         """Remember a bucket that was called, as the last of all."""
         self.buckets[bucket.reading.bucket_key] = bucket
         bucket.last_call = next(self.clock)
+        bucket.is_due = False
 
     def _note_writes(self, before: list[int] | None) -> None:
         """Has the program written to its state since these were its versions?"""
@@ -339,8 +349,14 @@ class Recorder:
         recorded = self.recorded()
         if recorded:
             _log.warning("%s is recorded again: %s", self.name, moved)
+            hits = sum(bucket.statistics.hits for bucket in self.buckets.values())
+            self._in_vain = self._in_vain + 1 if hits <= self._hits_before else 0
+            self._hits_before = hits
+        if self._in_vain >= IN_VAIN:
+            self.refusal = f"it was recorded {IN_VAIN} times in a row and not replayed once: {moved}"
         for bucket in recorded:
             bucket.forget()
+            bucket.is_due = True
         self.state.look()
         self.state.optimizers.reread()
         # Compiled code holds the tensors that it was compiled with.
@@ -354,8 +370,11 @@ class Recorder:
                 bucket.compiled = self._compilation(bucket, Compiled)
 
     def release(self) -> None:
-        """Give up every graph and static input."""
+        """Give up every graph and static input, and why there were none."""
+        self.refusal, self._in_vain = "", 0
         for bucket in self.buckets.values():
+            bucket.is_due = bucket.is_due or bucket.is_recorded
+            bucket.refusal = ""
             if bucket.is_allocated:
                 bucket.forget()
         if self.pools:

@@ -126,14 +126,16 @@ class Bucketed(StandsFor):
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
         assert reading is not None
-        if bucket.refusal:
-            return self._fall_back(bucket.refusal, None, args, kwargs)
+        if why := bucket.refusal or self.recorder.refusal:
+            return self._fall_back(why, None, args, kwargs)
         self.state.refuse_sleepers()
         is_followed = isinstance(bucket, TrainedBucket)
         if (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
             self.recorder.restart(moved)
+            if self.recorder.refusal:
+                return self._fall_back(self.recorder.refusal, None, args, kwargs)
         if not bucket.is_recorded:
-            if self.on_miss != "capture":
+            if self.on_miss != "capture" and not bucket.is_due:
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
             if is_followed and autograd_private.saves_through_hooks():

@@ -8,6 +8,7 @@ goes.
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.padded.true_sizes import HostSize
@@ -27,6 +29,8 @@ from subtensors.static_memory.static_tensor import StaticAddressTensor
 
 FIXED = (torch.nn.Parameter, StaticAddressTensor)
 """Tensors that stay where they are: a graph reads them there."""
+
+_BY_IDENTITY: Any = object.__hash__
 
 _LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -147,7 +151,26 @@ def leaf_key(x: Any) -> Any:
         return kind, x.requires_grad, held_of(x) or id(x)
     if kind is float:
         return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
+    if kind.__hash__ is _BY_IDENTITY and not issubclass(kind, (type, types.FunctionType)):
+        return kind, x, object_key(x)
     return kind, x
+
+
+def object_key(x: Any) -> tuple[Any, ...]:
+    """What of an object that is told by its identity may be another later: plain values and tensors that it holds.
+
+    >>> options = type("Options", (), {})()
+    >>> options.scale = 2
+    >>> object_key(options)
+    (('scale', 2),)
+    """
+    held = getattr(x, "__dict__", {})
+    found = [(name, value) for name, value in held.items() if is_plain(value)]
+    tensors = [(name, value) for name, value in held.items() if isinstance(value, Tensor)]
+    if isinstance(x, torch.nn.Module):
+        tensors += [*x.named_parameters(), *x.named_buffers()]
+        found.append(("training", tuple([module.training for module in x.modules()])))
+    return *found, *[(name, id(value), value.requires_grad, held_of(value)) for name, value in tensors]
 
 
 def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:

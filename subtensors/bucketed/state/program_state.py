@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.state.constants import Constants
 from subtensors.bucketed.state.held import Held
 from subtensors.bucketed.state.optimizers import Optimizers
 from subtensors.bucketed.state.reached import Reached
@@ -51,10 +52,7 @@ class State:
         self._registered = _values(self._holders)
         self._training = {self.training(): [m.training for m in self.modules]}
         """Which modules train, by which of the outermost do: graphs are recorded for each."""
-        self._numbers = [
-            pair for m in self.modules if type(m).__module__.startswith("torch.nn.") for pair in _floats(m)
-        ]
-        self._values = [held[name] for held, name in self._numbers]
+        self.constants = Constants(self.reached.plain, self.modules)
         self.loose = [x for x in parts if isinstance(x, Tensor)]
         self._tensors = _distinct(self.tensors())
         self._held = Held(self._tensors)
@@ -95,8 +93,8 @@ class State:
         training = [m.training for m in self.modules]
         if self._training.setdefault(self.training(), training) != training:
             return "a module changed between training and evaluation"
-        if [held.get(name) for held, name in self._numbers] != self._values:
-            return "a number of a module changed, as of a dropout"
+        if name := self.constants.first_other():
+            return f"{name} changed, which a graph holds as a constant"
         return self.optimizers.moved()
 
     def held(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -213,11 +211,6 @@ def _alias(p: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(p.detach())
     vars(alias).update(vars(p))
     return alias
-
-
-def _floats(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where one of torch's own modules has its numbers; others keep what changes in every call among theirs."""
-    return [(vars(module), name) for name, value in vars(module).items() if type(value) is float]
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

@@ -9,6 +9,7 @@ tensor that wants no gradient is therefore state only where the code of the prog
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.state.constants import is_plain
+from subtensors.bucketed.state.places import CELL, Place
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
@@ -27,29 +30,13 @@ _DEPTH = 3
 """How many steps from the program."""
 _MANY = 1000
 """A container of more than that is data."""
-
-
-class _Place(NamedTuple):
-    """Where something stands: under a key of a dict or list, or in a cell of a closure."""
-
-    holder: Any
-    key: Any
-    is_attribute: bool = False
-
-    def now(self) -> Any:
-        """What stands there; None where nothing does."""
-        try:
-            return self.holder.cell_contents if self.key is _CELL else self.holder[self.key]
-        except (ValueError, LookupError):
-            return None
-
-
-_CELL = object()
+_FEW = 100
+"""Plain values in a container of more than that are data."""
 
 
 class _Found(NamedTuple):
     value: Any
-    place: _Place | None
+    place: Place | None
     """None where it can't become another, as the function of a partial."""
     within: _Found | None
 
@@ -62,11 +49,14 @@ class Reached:
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
-        self._places: dict[tuple[int, Any], tuple[_Place, Any]] = {}
-        every = _walked(program)
-        names = _names_used([x.value for x in every])
+        self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        every, plain = _walked(program)
+        names, functions = _names_used([x.value for x in every])
         found = [x for x in every if isinstance(x.value, Part) and _is_read(x, names)]
         self.parts: list[Part] = [x.value for x in found]
+        self.plain = [(x.place, x.value) for x in plain if x.place is not None and _is_named(x, names)]
+        self.plain += [pair for f in functions for pair in _plain_globals(f)]
+        """Where it finds plain values, and which."""
         for x in found:
             self._watch(x)
 
@@ -80,7 +70,7 @@ class Reached:
         """What stands where something else stood, by its name; "" where nothing does."""
         for place, value in self._places.values():
             if place.now() is not value:
-                return place.key if isinstance(place.key, str) else "a part of the program"
+                return place.name
         return ""
 
     def leave_out_others(self) -> None:
@@ -88,25 +78,46 @@ class Reached:
         self._places = {key: (place, value) for key, (place, value) in self._places.items() if place.now() is value}
 
 
-def _walked(program: Any) -> list[_Found]:
-    """What a program leads to, the nearest first."""
-    every, seen = [], {id(program)}
+def _walked(program: Any) -> tuple[list[_Found], list[_Found]]:
+    """What a program leads to, the nearest first, and the plain values among it."""
+    every, plain, seen = [], [], {id(program)}
     todo = deque([(_Found(program, None, None), _DEPTH)])
     while todo:
         found, depth = todo.popleft()
         every.append(found)
         if depth and not isinstance(found.value, (Tensor, torch.optim.Optimizer)):
             for place, value in _below(found.value):
-                if id(value) not in seen:
+                if is_plain(value):
+                    if _is_one_of_few(found.value, place):
+                        plain.append(_Found(value, place, found))
+                elif id(value) not in seen:
                     seen.add(id(value))
                     todo.append((_Found(value, place, found), depth - 1))
-    return every
+    return every, plain
+
+
+def _is_one_of_few(within: Any, place: Place | None) -> bool:
+    """Is a plain value that stands there one of its own, which code may be written for?"""
+    if isinstance(within, types.FunctionType):
+        return place is not None and place.key is CELL
+    return not isinstance(within, (list, dict)) or len(within) <= _FEW
+
+
+@functools.cache
+def _globals_read(code: types.CodeType) -> frozenset[str]:
+    """The names of its file that a function's code reads; others may be attributes."""
+    inner = [_globals_read(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return frozenset(own).union(*inner)
 
 
 def _is_read(found: _Found, names: Collection[str]) -> bool:
     """Is it what the program reads, as far as names tell?"""
-    if not isinstance(found.value, Tensor) or found.value.requires_grad:
-        return True
+    return not isinstance(found.value, Tensor) or found.value.requires_grad or _is_named(found, names)
+
+
+def _is_named(found: _Found, names: Collection[str]) -> bool:
+    """Does code of the program have the names of the attributes that lead there?"""
     step: _Found | None = found
     while step is not None:
         if step.place is not None and step.place.is_attribute and step.place.key not in names:
@@ -115,8 +126,8 @@ def _is_read(found: _Found, names: Collection[str]) -> bool:
     return True
 
 
-def _names_used(values: Iterable[Any]) -> set[str]:
-    """The names in the code of some functions, and of the methods of some objects that these names lead to."""
+def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType]]:
+    """The names in the code of some functions and of the methods of some objects that these lead to; all of these."""
     todo = [x for x in values if isinstance(x, types.FunctionType)]
     modules = [module for x in values if isinstance(x, nn.Module) for module in x.modules()]
     kinds = {kind for x in (*values, *modules) for kind in type(x).__mro__} - {object, nn.Module}
@@ -128,7 +139,17 @@ def _names_used(values: Iterable[Any]) -> set[str]:
         found = [f for kind in kinds for name, x in vars(kind).items() if name in names for f in _functions(x)]
         todo = [f for f in found if f not in seen]
         if not todo:
-            return names
+            return names, seen
+
+
+def _plain_globals(function: types.FunctionType) -> Iterator[tuple[Place, Any]]:
+    """Where a function reads plain values of its file; those of torch's own files are torch's."""
+    function = inspect.unwrap(function)
+    held = function.__globals__
+    if not str(held.get("__name__")).startswith("torch."):
+        for name in _globals_read(function.__code__):
+            if name in held and is_plain(held[name]):
+                yield Place(held, name), held[name]
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -143,7 +164,7 @@ def _functions(x: Any) -> list[Any]:
     return [f for f in parts if isinstance(f, types.FunctionType)]
 
 
-def _below(x: Any) -> Iterator[tuple[_Place | None, Any]]:
+def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
     """What something leads to, and where that stands."""
     if isinstance(x, nn.Module):
         for module in x.modules():
@@ -151,9 +172,9 @@ def _below(x: Any) -> Iterator[tuple[_Place | None, Any]]:
     elif isinstance(x, types.FunctionType):
         for name in sorted(_names_in(x.__code__)):
             if (value := x.__globals__.get(name)) is not None:
-                yield _Place(x.__globals__, name), value
+                yield Place(x.__globals__, name), value
         for cell in x.__closure__ or ():
-            place = _Place(cell, _CELL)
+            place = Place(cell, CELL)
             yield place, place.now()
         for default in (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()):
             yield None, default
@@ -167,7 +188,7 @@ def _below(x: Any) -> Iterator[tuple[_Place | None, Any]]:
         if len(x) <= _MANY:
             items = list(x.items() if isinstance(x, dict) else enumerate(x))
             kept = [(key, part) for key, part in items if not _is_result(part)]
-            yield from ((None if isinstance(x, tuple) else _Place(x, key), part) for key, part in kept)
+            yield from ((None if isinstance(x, tuple) else Place(x, key), part) for key, part in kept)
     elif not isinstance(x, (type, types.ModuleType)) and hasattr(x, "__dict__"):
         if hasattr(x, "__wrapped__"):  # another bucketed program
             yield None, x.__wrapped__
@@ -179,10 +200,10 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has, its parameters, buffers and modules among them: `State` looks after those."""
 
 
-def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[_Place, Any]]:
+def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[Place, Any]]:
     held = vars(x)
     kept = [(name, value) for name, value in held.items() if name not in but and not _is_result(value)]
-    yield from ((_Place(held, name, is_attribute=True), value) for name, value in kept)
+    yield from ((Place(held, name, is_attribute=True), value) for name, value in kept)
 
 
 def _is_result(x: Any) -> bool:

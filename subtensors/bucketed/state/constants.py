@@ -1,0 +1,113 @@
+"""What of a program's Python is a constant of its graphs: the plain values that it reads, and its modules' hooks.
+
+What the program itself writes while it runs, as a count of its calls, is none: it differs after each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, compress
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from subtensors.bucketed.state.places import Place
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Kinds of values that Python code computes with, or decides by."""
+
+
+def is_plain(x: Any) -> bool:
+    """Is it a plain value, or a tuple of such?"""
+    return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
+
+
+class Constants:
+    """Plain values and hooks as they are now, to be compared with what is there later.
+
+    Args:
+        values: places where the program finds plain values, and which.
+        modules: whose hooks it runs.
+
+    Example:
+        >>> options = {"scale": 2.0}
+        >>> found = Constants([(Place(options, "scale"), 2.0)], [])
+        >>> options["scale"] = 3.0
+        >>> found.first_other()
+        'scale'
+    """
+
+    def __init__(self, values: Iterable[tuple[Place, Any]], modules: Sequence[nn.Module]) -> None:
+        self._hooks = [held for m in modules for held in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hooked = self._hooks_now()
+        self._watch(values)
+
+    def _watch(self, values: Iterable[tuple[Place, Any]]) -> None:
+        of_holders: dict[int, list[tuple[Place, Any]]] = {}
+        for place, value in values:
+            of_holders.setdefault(id(place.holder), []).append((place, value))
+        self._reads = [_reader([place for place, _ in found]) for found in of_holders.values()]
+        pairs = list(chain.from_iterable(of_holders.values()))
+        self._places = [place for place, _ in pairs]
+        self._values = [value for _, value in pairs]
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable([read() for read in self._reads]))
+
+    def _hooks_now(self) -> list[Any]:
+        """The ids of the hooks, which no two have in common."""
+        return list(chain.from_iterable(self._hooks))
+
+    def first_other(self) -> str:
+        """The first that is another than it was, by its name; "" where none is."""
+        if self._hooks_now() != self._hooked:
+            return "a hook of a module"
+        now = self._now()
+        if _are_equal(now, self._values):
+            return ""
+        found = zip(self._places, now, self._values, strict=True)
+        return next((place.name for place, x, before in found if not _are_equal(x, before)), "")
+
+    @contextmanager
+    def of_a_run(self) -> Iterator[None]:
+        """The program runs meanwhile: what is another one afterwards is its own, and watched no longer."""
+        hooks, before = self._hooks_now(), self._now()
+        try:
+            yield
+        finally:
+            if (hooked := self._hooks_now()) != hooks:
+                self._hooked = hooked
+            if not _are_equal(after := self._now(), before):
+                stayed = [_are_equal(a, b) for a, b in zip(after, before, strict=True)]
+                self._watch(compress(list(zip(self._places, self._values, strict=True)), stayed))
+
+
+def _reader(places: list[Place]) -> Callable[[], Sequence[Any]]:
+    """Gives what stands at some places of one holder."""
+    holder = places[0].holder
+
+    def each() -> list[Any]:
+        return [place.now() for place in places]
+
+    if type(holder) is not dict or len(places) == 1:
+        return each
+    read: Callable[[Any], Sequence[Any]] = itemgetter(*[place.key for place in places])
+
+    def at_once() -> Sequence[Any]:
+        try:
+            return read(holder)
+        except KeyError:
+            return each()
+
+    return at_once
+
+
+def _are_equal(now: Any, before: Any) -> bool:
+    """Are they equal? What is no plain value any more, as a tensor, may have ideas of its own of that."""
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError, TypeError):
+        return False
