@@ -34,9 +34,6 @@ def _remembered(function: F) -> F:
     return functools.wraps(function)(functools.lru_cache(4096, typed=True)(function))  # type: ignore[return-value]
 
 
-# --- what an op makes of a size --------------------------------------------------------------------------------------
-
-
 @_remembered
 def added(*sizes: Size | int) -> Size:
     """The size of a concatenation.
@@ -179,9 +176,6 @@ def _ceiling(numerator: Size, denominator: int) -> Size:
 def _is_whole(expression: Size) -> bool:
     """Is it an integer whatever integers its symbols are?"""
     return bool(expression.is_integer) and sympy.fraction(sympy.together(expression))[1] == 1
-
-
-# --- what an expression is worth -------------------------------------------------------------------------------------
 
 
 def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:

@@ -51,9 +51,6 @@ def _arithmetic_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# --- references -------------------------------------------------------------------------------------------------------
-
-
 def masked_norm_reference(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
     fill: float = 0.0, is_rms: bool = False,
@@ -93,9 +90,6 @@ def masked_norm_backward_reference(
     rows = tuple(range(dims[0]))
     weight_gradient, bias_gradient = ((g * unit).sum(rows), g.sum(rows)) if rows else (g * unit, g)
     return torch.where(real, gx * scale, 0).to(x.dtype), weight_gradient, bias_gradient
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def masked_norm_forward(

@@ -112,9 +112,6 @@ def masked_norm(
     )
 
 
-# --- softmax ----------------------------------------------------------------------------------------------------------
-
-
 def _softmax(x: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], fill: float, is_log: bool) -> Tensor:
     run = softmaxes.masked_softmax_forward if has_kernel(x) else softmaxes.masked_softmax_reference
     return run(x, dim, together(d, s, b), fill, is_log)
@@ -158,9 +155,6 @@ def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("subtensors::masked_softmax", _softmax_gradient, setup_context=_softmax_context)
 differentiable("masked_softmax_backward", softmax_gradient)
-
-
-# --- reductions -------------------------------------------------------------------------------------------------------
 
 
 def _reduction(
@@ -223,9 +217,6 @@ def _reduction_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
 
 torch.library.register_autograd("subtensors::masked_reduction", _reduction_gradient, setup_context=_reduction_context)
 differentiable("masked_reduction_backward", reduction_gradient)
-
-
-# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def _norm(

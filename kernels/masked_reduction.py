@@ -76,9 +76,6 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     raise TypeError(f"{kind} takes a floating-point tensor, got {dtype}")
 
 
-# --- references -------------------------------------------------------------------------------------------------------
-
-
 def masked_reduction_reference(
     x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
@@ -189,9 +186,6 @@ def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction:
         # At zero the norm has no gradient; torch takes 0.
         return torch.zeros_like(g) if p == 0 else torch.where(out == 0, 0, g * out.to(g.dtype) ** (1 - p))
     return g
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def masked_reduction_forward(

@@ -25,9 +25,6 @@ ONE_PASS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
 
 
-# --- references -------------------------------------------------------------------------------------------------------
-
-
 def masked_softmax_reference(
     x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
@@ -50,9 +47,6 @@ def masked_softmax_backward_reference(
     else:
         result = y * (gradient - (gradient * y).sum(dim, keepdim=True))
     return result.masked_fill(padding, 0)
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def masked_softmax_forward(

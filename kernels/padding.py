@@ -25,9 +25,6 @@ Dim3 = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
 
 
-# --- references -------------------------------------------------------------------------------------------------------
-
-
 def pad_reference(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
     """What `pad` gives, in torch ops."""
     padded = dense.new_full(shape, value)
@@ -51,9 +48,6 @@ def unpad_ragged_reference(padded: Tensor, extents: Sequence[Extent], total: int
     values = padded[real_mask(padded.shape, extents, padded.device).expand(padded.shape)]
     assert len(values) == total, f"{total} elements were said to be real, {len(values)} are"
     return values
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:

@@ -118,9 +118,6 @@ def pad_list(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Ext
     return torch.ops.subtensors.pad_list(rows, shape, *apart(extents), value)  # type: ignore[no-any-return]
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
-
-
 def _pad(dense: Tensor, shape: list[int], value: float) -> Tensor:
     return (padding.pad_dense if has_kernel(dense, DTYPES) else padding.pad_reference)(dense, shape, value)
 
@@ -151,9 +148,6 @@ def _unpad_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("subtensors::pad_to", _pad_gradient, setup_context=_shape_context)
 torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_context=_shape_context)
-
-
-# --- a ragged batch ---------------------------------------------------------------------------------------------------
 
 
 def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:

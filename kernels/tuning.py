@@ -147,9 +147,6 @@ def _obstacle(program: Program, device: torch.device) -> str:
     return ""
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
-
-
 def measure(program: Program, device: torch.device, candidates: Sequence[Tiling]) -> dict[Tiling, float]:
     """How long one run of the program takes with each tiling.
 
@@ -237,9 +234,6 @@ def _budget(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(BYTES, (free + unused) // 2)
-
-
-# --- the cache on disk ----------------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:

@@ -17,7 +17,6 @@ from subtensors.bucketed.state.reached import Reached
 
 pytestmark = pytest.mark.usefixtures("captured")
 
-# --- where it is found ------------------------------------------------------------------------------------------------
 
 factor = torch.tensor(2.0, dtype=torch.float64)
 

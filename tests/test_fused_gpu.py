@@ -61,9 +61,6 @@ class Run:
             torch.testing.assert_close(a, b)
 
 
-# --- graphs -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("warm_up", ["none", "other lists", "the same lists"])
 def test_a_captured_step_replays_as_it_runs(warm_up: str) -> None:
     fusion = Fusion(adam)
@@ -183,9 +180,6 @@ def test_replays_of_stochastic_rounding_draw_fresh_bits() -> None:
     assert not torch.equal(drawn[0], drawn[1])
 
 
-# --- the host does not wait ------------------------------------------------------------------------------------------
-
-
 def test_steps_with_new_numbers_never_wait_for_the_device() -> None:
     fusion = Fusion(adam)
     run, expected = Run(fusion), Run(fusion)
@@ -227,9 +221,6 @@ def test_a_number_that_changes_while_kernels_are_queued_reaches_each_in_turn() -
     assert all((t == sum(range(200))).all() for t in p)
 
 
-# --- launches -----------------------------------------------------------------------------------------------------
-
-
 def launches(call: Callable[[], Any]) -> list[str]:
     """The kernels that a call runs, after calls that have warmed it up."""
     for _ in range(3):
@@ -266,9 +257,6 @@ def test_the_number_of_kernels_does_not_grow_with_the_list() -> None:
         p, g = lists(0, [(7,)] * size), lists(1, [(7,)] * size)
         counts.add(len(launches(lambda: fusion(p, g, 0.5))))  # noqa: B023
     assert len(counts) == 1
-
-
-# --- streams ------------------------------------------------------------------------------------------------------
 
 
 def test_calls_on_several_streams_do_not_disturb_one_another() -> None:
@@ -315,9 +303,6 @@ def test_a_step_makes_nothing_of_the_size_of_a_parameter() -> None:
     assert torch.cuda.max_memory_allocated() - before < 1 << 16
 
 
-# --- size ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_elements_beyond_two_to_the_31_are_right(dtype: torch.dtype) -> None:
     count = 2**31 + 1000
@@ -344,9 +329,6 @@ def test_a_list_whose_tiles_pass_two_to_the_31_elements_together_is_right() -> N
     x = Elements(torch.zeros(2**29, dtype=torch.uint8, device="cuda") for _ in range(6))
     result = Fusion(lambda x: x + 1)(x)
     assert all(int(t[0]) == int(t[-1]) == 1 for t in result)
-
-
-# --- devices ------------------------------------------------------------------------------------------------------
 
 
 def test_a_number_on_the_host_is_handed_over_with_the_live_ones() -> None:

@@ -20,7 +20,6 @@ from subtensors.dispatch.fused_maths.fusion import Fusion
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]
 
-# --- programs -------------------------------------------------------------------------------------------------------
 
 NUMBERS = ["0.5", "2", "-1.5", "3.0", "f0", "f1", "1 - f0", "n0", "1 - f1**n0", "-f0 * 0.25"]
 
@@ -197,8 +196,6 @@ def programs(draw: some.DrawFn, dtypes: dict[str, torch.dtype], scalars: set[str
     return Written(writer.lines or ["pass"], list(dtypes))
 
 
-# --- lists ----------------------------------------------------------------------------------------------------------
-
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (64,), (65,), (2, 3, 4, 2), (150,), (1, 4)]
 VALUES = [0.0, -0.0, 1.0, 0.5, -2.0, float("inf"), float("-inf"), float("nan"), 1e-30, 1e4]
 
@@ -305,9 +302,6 @@ def test_elements_of_several_dtypes_and_extents_each_follow_torch(
     x0 = Elements(torch.randn(s).to(d) for s, d in zip(shapes, dtypes, strict=False))
     x1 = Elements(torch.randn(s) for s, _ in zip(shapes, dtypes, strict=False))
     check(lowering, written.function(), x0, x1, f0=0.5, f1=0.9, n0=3)
-
-
-# --- programs that once went wrong, or easily could -------------------------------------------------------------------
 
 
 def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Elements:

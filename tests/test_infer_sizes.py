@@ -124,8 +124,6 @@ def test_a_quotient_of_a_difference_is_exact() -> None:
     assert found.sizes == sympy.Union(sympy.Range(0, 3), sympy.Range(8, 32, 6))
 
 
-# --- several dimensions -----------------------------------------------------------------------------------------------
-
 SMALL = st.Dim("n", max=6), st.Dim("m", max=6)
 TWO: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "equal": (torch.matmul, (3, SMALL[0]), (SMALL[1], 2)),
@@ -160,9 +158,6 @@ def test_two_dimensions_that_must_be_equal_are_said_to_be() -> None:
     assert st.infer_sizes(
         torch.matmul, [torch.zeros(3, 4), torch.zeros(4, 2)], [{1: seq}, {0: seq}]
     ).sizes == sympy.Range(10)
-
-
-# --- programs as users have them --------------------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):

@@ -84,9 +84,6 @@ def sampled(choices: Iterable[Any], name: str, lowering: Lowering) -> list[Any]:
 each_case = pytest.mark.parametrize("name", CASES)
 
 
-# --- softmax ----------------------------------------------------------------------------------------------------------
-
-
 def check_softmax(p: Padded, dim: int, is_log: bool, fill: float, lowering: Lowering) -> None:
     p = p.on(lowering)
     by_torch = lowering is Lowering.TORCH
@@ -131,9 +128,6 @@ def test_infinite_and_nan_elements_make_of_their_row_what_they_make_of_a_plain_o
     p.x[2, 0] = math.inf
     p.x[3, :3] = -math.inf
     check_softmax(p, 1, False, 0.0, lowering)
-
-
-# --- reductions -------------------------------------------------------------------------------------------------------
 
 
 def plain_reduction(kind: str, p: float, correction: float) -> Any:
@@ -261,9 +255,6 @@ def test_a_reduction_of_numbers_it_cannot_take_is_refused(kind: str, dtype: torc
         masked_reduction.result_dtype(kind, dtype)
     with pytest.raises(ValueError, match=r"one of sum, mean.*got 'median'"):
         masked_reduction.result_dtype("median", torch.float32)
-
-
-# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def check_norm(

@@ -148,9 +148,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# --- the table against what ops do ---------------------------------------------------------------
-
-
 def test_the_sweep_meets_most_of_what_programs_call() -> None:
     calls, (ran, failed) = recorded()
     assert len(calls) > 900
@@ -186,8 +183,6 @@ def test_every_class_is_tested_on_several_ops() -> None:
         by_class[op_class(op)] += overload_name(op) in report().probed
     assert min(by_class.values()) >= 6, by_class
 
-
-# --- the validation can fail -----------------------------------------------------------------------
 
 x = torch.arange(120.0, dtype=torch.float64).sin().reshape(40, 3)
 REFUTED = [
@@ -262,9 +257,6 @@ def test_a_table_patched_in_the_whole_sweep_is_caught() -> None:
         found = validate(some, lambda op: swapped.get(op, op_class(op)))
     assert set(found.wrong) == {"cumsum.default"}
     assert found.missing == {"exp.default": OpClass.POINTWISE}
-
-
-# --- how an op finds its class -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -356,9 +348,6 @@ def test_in_place_means_writing_to_an_operand() -> None:
     assert not is_in_place(aten.add.Tensor)
     assert not is_in_place(aten.add.out)
     assert not is_in_place(aten.view.default)
-
-
-# --- the table as a table -------------------------------------------------------------------------------
 
 
 def test_the_table_holds_every_aten_overload_once() -> None:

@@ -23,9 +23,6 @@ class MySGD(st.optim.Optimizer):
         p.sub_(lr * buf)
 
 
-# --- an optimizer of one's own -------------------------------------------------------------------------------------
-
-
 def test_an_optimizer_of_ones_own_is_one_method(device: str) -> None:
     ours, theirs = model(device), model(device)
     own = MySGD(ours.parameters(), lr=0.1)
@@ -129,9 +126,6 @@ def test_a_decision_on_a_live_number_is_refused_with_its_line() -> None:
 
     with pytest.raises(st.RuleError, match=r"test_optim.py:\d+: if lr > 0.5:"):
         Deciding(ones(1), {"lr": 0.1}).step()
-
-
-# --- groups and gradients ------------------------------------------------------------------------------------------
 
 
 def test_parameters_without_a_gradient_are_left_alone_and_get_no_state(device: str) -> None:
@@ -239,9 +233,6 @@ def test_a_step_is_not_recorded_by_autograd_and_tells_it_what_was_written() -> N
     assert p.requires_grad
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         twice.backward()
-
-
-# --- hooks, closures, schedulers -----------------------------------------------------------------------------------
 
 
 def test_a_closure_runs_with_gradients_enabled_and_its_loss_is_returned() -> None:

@@ -174,9 +174,6 @@ def test_a_graph_of_compiled_code_copies_nothing_of_packed_parameters_and_their_
         assert copies_of(lambda: multiply(*params[:2])) == 0
 
 
-# --- live numbers ---------------------------------------------------------------------------------------------------
-
-
 def test_learning_rate_betas_and_weight_decay_stay_live_under_a_schedule(device: str) -> None:
     pair = Pair(device)
     schedules = [torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=12) for opt in pair.both]
@@ -239,9 +236,6 @@ def test_two_groups_keep_their_own_numbers(device: str) -> None:
         pair.step()
     pair.assert_equal()
     assert pair.capture.recordings == 1, pair.capture.explain()
-
-
-# --- loss scaling, closures, hooks ----------------------------------------------------------------------------------
 
 
 @OVERFLOWING
@@ -315,9 +309,6 @@ def test_autograd_notices_that_a_replay_wrote_what_it_saved(device: str) -> None
         loss.backward()
 
 
-# --- copies ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_loaded_state_is_recorded_and_continued(device: str) -> None:
     pair = Pair(device)
     pair.step()
@@ -361,9 +352,6 @@ def test_a_copy_records_for_its_own_parameters(
     assert all(torch.equal(p, b) for p, b in zip(pair.params[1], before, strict=True))
     pair.captured.step()
     assert all(torch.equal(p, q) for p, q in zip(params, pair.params[1], strict=True))
-
-
-# --- where there is no graph ----------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_steps_run_eagerly_and_explain_says_so(device: str, caplog: pytest.LogCaptureFixture) -> None:

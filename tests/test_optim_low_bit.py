@@ -43,9 +43,6 @@ def state_of(optimizer: torch.optim.Optimizer, params: list[Parameter]) -> list[
     return [value for p in params for value in optimizer.state[p].values()]
 
 
-# --- it trains ------------------------------------------------------------------------------------------------------
-
-
 def final_losses(make: Callable[[Any], torch.optim.Optimizer], device: str, steps: int = 150) -> float:
     """What a small network knows, in the end, of the next symbol of a random Markov chain: the exact cross-entropy."""
     torch.manual_seed(0)
@@ -114,9 +111,6 @@ def test_what_is_below_half_a_step_of_bfloat16_is_taken_now_and_then(device: str
     assert v.dtype == torch.bfloat16
     # Rounded to the nearest, 0.999 would be 1 again, for ever.
     assert abs(v.float().mean().item() - 0.999**100) < 0.002
-
-
-# --- how it is kept -------------------------------------------------------------------------------------------------
 
 
 def test_state_is_codes_and_scales_and_small_tensors_keep_float32(device: str) -> None:
@@ -211,9 +205,6 @@ def test_a_captured_step_is_the_step(form: Any) -> None:
         assert (flat(captured) - flat(plain)).norm() <= 0.05 * (flat(plain) - flat(start())).norm()
 
 
-# --- saving and loading ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_saved_state_is_in_float32_and_loads_to_the_same_bits(cls: Any, device: str) -> None:
     params = start(device)
@@ -296,9 +287,6 @@ def test_clipping_and_averaged_weights_go_with_codes(device: str) -> None:
     take_steps(st.optim.AdamW(low, state_dtype="int8", **options), low, range(10))
     take_steps(st.optim.AdamW(full, **options), full, range(10))
     assert (flat(low) - flat(full)).norm() <= 0.1 * (flat(full) - flat(start())).norm()
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["int4", torch.float16, 8])

@@ -212,9 +212,6 @@ def test_autocast_around_the_step_is_no_other_step_than_without(device: str) -> 
     pair.assert_equal()
 
 
-# --- addresses ------------------------------------------------------------------------------------------------------
-
-
 def test_memory_that_moves_while_a_step_is_recorded_is_an_error(device: str) -> None:
     w = nn.Parameter(torch.ones(3, device=device))
     spare = [torch.ones(3, device=device) for _ in range(3)]

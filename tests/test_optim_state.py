@@ -189,9 +189,6 @@ def test_a_copied_optimizer_goes_on_like_the_original(copied: Any) -> None:
     assert torch.equal(flat(params), flat(params_too))
 
 
-# --- what a step finds changed -----------------------------------------------------------------------------------
-
-
 def stepped() -> tuple[list[Parameter], st.optim.SGD]:
     params = [Parameter(torch.zeros(2)), Parameter(torch.zeros(3))]
     optimizer = st.optim.SGD(params, lr=1.0, momentum=0.5)
@@ -306,9 +303,6 @@ def test_options_changed_between_steps_make_the_state_they_need() -> None:
     optimizer.param_groups[0]["dampening"] = 0.5
     optimizer.step()
     assert p.tolist() == [-3.5 - (0.75 + 0.5)] * 2
-
-
-# --- low precision -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -139,9 +139,6 @@ def test_it_is_what_it_was_when_it_is_watched_no_more() -> None:
     assert vars(p) == {"label": "weight"}
 
 
-# --- models over packed memory --------------------------------------------------------------------------------------
-
-
 def packed_model(device: str) -> tuple[nn.Module, st.optim.Optimizer]:
     """A model of more parameters than are looked at in each glance."""
     torch.manual_seed(0)

@@ -35,9 +35,6 @@ def values(count: int, dtype: torch.dtype) -> Tensor:
     return (torch.arange(1, count + 1) % 120).to(dtype)
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
-
-
 def check_dense(dense: Tensor, shape: Sequence[int], value: float, lowering: Lowering) -> None:
     dense = dense.to(lowering.device)
     by_torch = lowering is Lowering.TORCH
@@ -105,9 +102,6 @@ def test_a_shape_that_cannot_hold_the_tensor_is_refused(size: tuple[int, ...], s
         unpad_to(torch.zeros(shape), size)
 
 
-# --- ragged batches ---------------------------------------------------------------------------------------------------
-
-
 def check_ragged(shape: Sequence[int], sizes: dict[int, list[int]], dtype: torch.dtype, lowering: Lowering) -> None:
     extents = [Extent(d, torch.tensor(n, device=lowering.device)) for d, n in sizes.items()]
     row_sizes = [[sizes[d][b] if d in sizes else shape[d] for d in range(1, len(shape))] for b in range(shape[0])]
@@ -155,9 +149,6 @@ def test_any_ragged_batch_is_padded_and_comes_back(lowering: Lowering, shape: li
     dims = data.draw(some.lists(some.integers(1, len(shape) - 1), min_size=1, unique=True))
     sizes = {d: data.draw(some.lists(some.integers(0, shape[d]), min_size=shape[0], max_size=shape[0])) for d in dims}
     check_ragged(shape, sizes, torch.float32, lowering)
-
-
-# --- as torch ops -----------------------------------------------------------------------------------------------------
 
 
 def test_each_is_the_gradient_of_the_other(device: str) -> None:

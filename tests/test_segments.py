@@ -206,9 +206,6 @@ def test_kernels_keep_what_later_ones_need(
     check(lowering, function, *columns, **keywords)
 
 
-# --- how many there are ----------------------------------------------------------------------------------------------
-
-
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, counts: bool) -> None:
     if counts:
         step.add_(1)

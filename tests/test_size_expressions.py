@@ -154,9 +154,6 @@ def test_one_trace_serves_every_size() -> None:
     assert [traced(torch.tensor([n, m])).item() for n, m in ((5, 9), (6, 9), (9, 9), (9, 3))] == [3, 3, 5, 4]
 
 
-# --- reshapes ---------------------------------------------------------------------------------------------------------
-
-
 def real(dims: list[Factors], sizes: dict[sympy.Symbol, int]) -> torch.Tensor:
     """True where an element of the padded storage is real, by the definition of factors."""
     factors = [factor for dim in dims for factor in dim]

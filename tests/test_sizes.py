@@ -119,9 +119,6 @@ def test_a_copy_of_a_dim_is_that_dim(data: Any) -> None:
     assert dim != st.Dim("m", max=300, min=2, buckets=dim.policy, strict=dim.strict)
 
 
-# --- one Dim, several tensors -----------------------------------------------------------------------------------------
-
-
 def test_tensors_that_share_a_dim_agree_or_are_refused_by_name() -> None:
     seq, batch = st.Dim("seq", max=512), st.Dim("batch", max=8)
     sizes = SizeAgreement()
@@ -159,9 +156,6 @@ def test_a_hint_that_does_not_fit_is_not_padded_and_nothing_is_raised(caplog: py
         assert not sizes.bind(seq, 78, "y")
     assert "seq is 78 in y and 77 in x: the latter is not padded" in caplog.text
     assert sizes.sizes == {seq: 77}
-
-
-# --- fitted buckets ---------------------------------------------------------------------------------------------------
 
 
 def waste(buckets: tuple[int, ...], lengths: list[int]) -> int:

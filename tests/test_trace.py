@@ -24,8 +24,6 @@ def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Eleme
     return Elements(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
 OUTSIDE = torch.ones(3)
 
 HOST_VALUE = "keep the decision on the device: torch.where"
@@ -156,9 +154,6 @@ def test_what_torch_refuses_is_refused(maths: Callable[..., Any], lowering: Lowe
     with pytest.raises((RuntimeError, TypeError)):
         maths(x[0].clone(), i[0].clone())
     assert check(lowering, maths, x, i) is None
-
-
-# --- what is recorded -----------------------------------------------------------------------------------------------
 
 
 def test_views_that_keep_any_shape_are_their_input_under_another_name() -> None:

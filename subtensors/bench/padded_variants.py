@@ -101,9 +101,6 @@ class Problem:
         return step
 
 
-# --- the variants -----------------------------------------------------------------------------------------------------
-
-
 def _dense(problem: Problem) -> Callable[[], object]:
     return problem.run(problem.plain, problem.x)
 
