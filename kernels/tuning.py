@@ -2,36 +2,27 @@
 
 Elementwise kernels are bound by memory, so one tiling is good for nearly all of them (`Tiling()`); a program with many
 live values, narrow dtypes or another GPU may gain a few percent from another one. A choice is made on request only,
-because measuring compiles every candidate, and it holds for every later process on a device of the same kind.
-
-A choice is a JSON file of its own, named by a hash of what it was made for and moved into place in one step: processes
-that tune at the same time neither mix nor lose rows.
+because measuring compiles every candidate, and it holds for every later process on a device of the same kind
+(`kernels.tuning_cache`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import logging
 import os
 import statistics
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels import tuning_cache
 from subtensors.kernels.blockwise import SIZE, block_count
 from subtensors.kernels.launch import Grid, Kernels, Tiling, bits, to_device
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program
-from subtensors.kernels.triton_or_none import triton
 
 logger = logging.getLogger("subtensors.tuning")
 
@@ -88,8 +79,8 @@ def default_tiling(program: Program) -> Tiling:
 
 
 def _known(program: Program, device: torch.device) -> Tiling | None:
-    signature = _signature(program, device)
-    known = _chosen.get(signature) or _read(_path(signature))
+    signature = tuning_cache.signature_of(program, device)
+    known = _chosen.get(signature) or tuning_cache.read(tuning_cache.file_of(signature))
     return known and _chosen.setdefault(signature, known)
 
 
@@ -122,11 +113,11 @@ def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = 
         logger.info("%s: tile sizes not measured, %s stays: %s", program.name, stays, obstacle)
         return stays
     best = min(times, key=times.__getitem__)
-    signature = _signature(program, device)
+    signature = tuning_cache.signature_of(program, device)
     _chosen[signature] = best
-    _write(_path(signature), _row(program, device, best, times))
+    tuning_cache.write(tuning_cache.file_of(signature), tuning_cache.row_of(program, device, best, times))
     compared = ", ".join(f"{t.block}/{t.warps} {seconds * 1e3:.3f} ms" for t, seconds in times.items())
-    logger.info("%s: %s is the fastest on %s (%s)", program.name, best, _kind(device), compared)
+    logger.info("%s: %s is the fastest on %s (%s)", program.name, best, tuning_cache.kind_of(device), compared)
     return best
 
 
@@ -234,93 +225,3 @@ def _budget(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(BYTES, (free + unused) // 2)
-
-
-def cache_folder() -> Path:
-    """Where choices are kept: `$SUBTENSORS_CACHE_DIR`, or `subtensors` in the user's cache folder.
-
-    Raises:
-        RuntimeError: the user has no home folder.
-    """
-    if chosen := os.environ.get("SUBTENSORS_CACHE_DIR"):
-        return Path(chosen)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
-    return (base if base.is_absolute() else Path.home() / ".cache") / "subtensors"
-
-
-def _signature(program: Program, device: torch.device) -> str:
-    """A name for what a choice depends on: the program but not what it is called, the compiler, the kind of device."""
-    text = "\n".join([str(replace(program, name="")), triton.__version__, _kind(device)])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _kind(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
-
-
-def _path(signature: str) -> Path | None:
-    """The file of a choice; None when there is nowhere to keep it."""
-    try:
-        return cache_folder() / f"tiling-{signature}.json"
-    except RuntimeError as error:
-        _warn_once(f"tile sizes are not kept: {error}")
-        return None
-
-
-def _row(program: Program, device: torch.device, best: Tiling, times: dict[Tiling, float]) -> dict[str, Any]:
-    return {
-        "block": best.block,
-        "warps": best.warps,
-        "candidates": [{**asdict(tiling), "seconds": time} for tiling, time in times.items()],
-        "device": _kind(device),
-        "triton": triton.__version__,
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "program": str(program),
-    }
-
-
-def _read(path: Path | None) -> Tiling | None:
-    """The choice in a file; None when there is no such file, or none that can be used."""
-    if path is None:
-        return None
-    try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-        tiling = Tiling(row["block"], row["warps"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _warn_once(f"{path} is ignored: {type(error).__name__}: {error}")
-        return None
-    if not (_is_power_of_two(tiling.block, 2**16) and _is_power_of_two(tiling.warps, 32)):
-        _warn_once(f"{path} is ignored: {tiling} is no tiling")
-        return None
-    return tiling
-
-
-def _is_power_of_two(number: Any, limit: int) -> bool:
-    return type(number) is int and 0 < number <= limit and number & (number - 1) == 0
-
-
-def _write(path: Path | None, row: dict[str, Any]) -> None:
-    """Put a choice on disk, whole or not at all."""
-    if path is None:
-        return
-    # Of a name that no other process has, also on another host that shares the folder.
-    draft = path.with_suffix(f".{uuid.uuid4().hex}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_text(json.dumps(row, indent=1), encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        _warn_once(f"tile sizes are not kept in {path.parent}: {error.strerror}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

@@ -21,7 +21,7 @@ from tuned import (
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels import tuning
+from subtensors.kernels import tuning, tuning_cache
 from subtensors.kernels.launch import Tiling
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref, Scalar
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
@@ -129,11 +129,11 @@ def test_a_choice_does_not_depend_on_the_name_of_the_function(gpu: FakeGPU) -> N
 
 def test_a_choice_is_for_one_kind_of_device(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(program(), CPU)
-    monkeypatch.setattr(tuning, "_kind", lambda device: "another GPU (9.0)")
+    monkeypatch.setattr(tuning_cache, "kind_of", lambda device: "another GPU (9.0)")
     assert tuned_tiling(program(), CPU) == Tiling()
 
 
 def test_a_choice_is_for_one_compiler(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(program(), CPU)
-    monkeypatch.setattr(tuning.triton, "__version__", "0.0")
+    monkeypatch.setattr(tuning_cache.triton, "__version__", "0.0")
     assert tuned_tiling(program(), CPU) == Tiling()

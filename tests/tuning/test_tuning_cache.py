@@ -21,7 +21,7 @@ from tuned import (
     program,
 )
 
-from subtensors.kernels import tuning
+from subtensors.kernels import tuning_cache
 from subtensors.kernels.launch import Tiling
 from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
 
@@ -40,7 +40,7 @@ def test_a_row_says_what_was_measured_where_and_when(gpu: FakeGPU, folder: Path)
     assert {(c["block"], c["warps"]) for c in row["candidates"]} == {(t.block, t.warps) for t in CANDIDATES}
     assert {"block": 1024, "warps": 8, "seconds": 0.005} in row["candidates"]
     assert row["device"] == "a GPU (9.0)"
-    assert (row["torch"], row["triton"]) == (torch.__version__, tuning.triton.__version__)
+    assert (row["torch"], row["triton"]) == (torch.__version__, tuning_cache.triton.__version__)
     assert row["date"].startswith("20")
     assert "aten.mul.Tensor" in row["program"]
 
@@ -54,7 +54,7 @@ NO_CHOICES += ['{"block": 1048576, "warps": 2}']
 def test_a_file_that_is_no_choice_is_ignored_and_reported_once(
     gpu: FakeGPU, folder: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    path = folder / f"tiling-{tuning._signature(program(), CPU)}.json"
+    path = folder / f"tiling-{tuning_cache.signature_of(program(), CPU)}.json"
     folder.mkdir()
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert [tuned_tiling(program(), CPU) for _ in range(2)] == [Tiling()] * 2
@@ -93,20 +93,20 @@ def test_a_write_that_fails_leaves_nothing_behind(gpu: FakeGPU, monkeypatch: pyt
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuning.os, "replace", fail)
+    monkeypatch.setattr(tuning_cache.os, "replace", fail)
     assert tune(program(), CPU) == FASTEST
     assert list(folder.iterdir()) == []
 
 
 def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert tuning.cache_folder() == tmp_path / "cache"
+    assert tuning_cache.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SUBTENSORS_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert tuning.cache_folder() == tmp_path / "xdg" / "subtensors"
+    assert tuning_cache.cache_folder() == tmp_path / "xdg" / "subtensors"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert tuning.cache_folder() == tmp_path / ".cache" / "subtensors"
+        assert tuning_cache.cache_folder() == tmp_path / ".cache" / "subtensors"
 
 
 def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
 
     monkeypatch.delenv("SUBTENSORS_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(tuning.Path, "home", fail)
+    monkeypatch.setattr(tuning_cache.Path, "home", fail)
     assert tuned_tiling(program(), CPU) == Tiling()
     assert tune(program(), CPU) == FASTEST
 
@@ -123,12 +123,12 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
 WRITER = """
 import sys
 from pathlib import Path
-from subtensors.kernels import tuning
+from subtensors.kernels import tuning_cache
 block = int(sys.argv[2])
 for _ in range(100):
     # Rows of different lengths: a torn one would not parse.
-    tuning._write(Path(sys.argv[1]) / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
-tuning._write(Path(sys.argv[1]) / f"tiling-{block}.json", {"block": block, "warps": 2})
+    tuning_cache.write(Path(sys.argv[1]) / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
+tuning_cache.write(Path(sys.argv[1]) / f"tiling-{block}.json", {"block": block, "warps": 2})
 """
 
 
@@ -138,13 +138,13 @@ def test_processes_that_write_at_once_neither_mix_nor_lose_choices(
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(block)]) for block in (256, 16384)]
     seen = set()
     while any(writer.poll() is None for writer in writers):
-        seen.add(tuning._read(folder / "tiling-shared.json"))
+        seen.add(tuning_cache.read(folder / "tiling-shared.json"))
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0]
     assert seen <= {None, Tiling(256, 2), Tiling(16384, 2)}
     assert not caplog.records
     assert sorted(path.name for path in folder.iterdir()) == [f"tiling-{n}.json" for n in ("16384", "256", "shared")]
-    assert [tuning._read(folder / f"tiling-{block}.json") for block in (256, 16384)] == [
+    assert [tuning_cache.read(folder / f"tiling-{block}.json") for block in (256, 16384)] == [
         Tiling(256, 2),
         Tiling(16384, 2),
     ]

@@ -9,7 +9,7 @@ import torch
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels import tuning
+from subtensors.kernels import tuning, tuning_cache
 from subtensors.kernels.launch import Tiling
 from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref
 
@@ -44,7 +44,7 @@ class FakeGPU:
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what this process knows."""
     monkeypatch.setattr(tuning, "_chosen", {})
-    tuning._warn_once.cache_clear()
+    tuning_cache._warn_once.cache_clear()
 
 
 def tilings(fusion: Fusion) -> list[Tiling]:
