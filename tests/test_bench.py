@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from subtensors.__main__ import main
-from subtensors.bench.lend import load_lent
+from subtensors.bench.lend import LentRow
 from subtensors.bench.optim import is_measured, measure
 from subtensors.bench.other_optimizers import OTHERS
 from subtensors.bench.processes import CACHES, MeasurementFailed, run_cold
@@ -33,7 +33,7 @@ def test_a_tiny_run_leaves_rows_a_table_and_a_plot(tmp_path: Path, capsys: pytes
     options = ["bench", "optim", "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main([*options, "--sets", "tiny1000,first10", "--variants", "fused,subtensors"]) == 0
 
-    rows = load(tmp_path / "optim.json")
+    rows = load(Row, tmp_path / "optim.json")
     measured = [("copy", "copy"), ("tiny1000", "fused"), ("tiny1000", "subtensors"), ("first10", "subtensors")]
     assert pairs(rows) == measured
     for row in rows[1:]:
@@ -47,7 +47,7 @@ def test_a_tiny_run_leaves_rows_a_table_and_a_plot(tmp_path: Path, capsys: pytes
     assert (tmp_path / "optim.png").read_bytes().startswith(PNG)
 
     assert main([*options, "--keep", "--sets", "tiny1000", "--variants", "foreach"]) == 0
-    kept = load(tmp_path / "optim.json")
+    kept = load(Row, tmp_path / "optim.json")
     assert pairs(kept) == [*measured[1:], ("copy", "copy"), ("tiny1000", "foreach")]
     assert kept[:3] == rows[1:]
 
@@ -151,7 +151,7 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     setting = Setting("a device", "2.13.0", None, "2026-01-01 00:00", tiny=False)
     rows = [Row("s", v, 2, 8, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, None, 1, setting, 97.5) for v in ("a", "b")]
     save(rows, tmp_path / "rows.json")
-    assert load(tmp_path / "rows.json") == rows
+    assert load(Row, tmp_path / "rows.json") == rows
 
 
 def test_a_call_is_timed_after_its_warm_up() -> None:
@@ -176,8 +176,8 @@ def test_a_foreach_call_counts_once() -> None:
 def test_the_static_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "static", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--sets", "llama1b"]
     assert main([*options, "--variants", "captured-packed,fused-graph"]) == 0
-    assert [row.sleep for row in load_lent(tmp_path / "lend.json")] == ["first", "next", "next"]
-    rows = load(tmp_path / "static.json")
+    assert [row.sleep for row in load(LentRow, tmp_path / "lend.json")] == ["first", "next", "next"]
+    rows = load(Row, tmp_path / "static.json")
     assert [(row.set, row.variant) for row in rows] == [
         ("copy", "copy"),
         ("llama1b", "captured-packed"),
@@ -222,7 +222,7 @@ def test_copied_bytes_are_counted_also_in_a_graph() -> None:
 def test_the_pointwise_optimizers_are_measured_against_their_own_bytes(tmp_path: Path) -> None:
     options = ["bench", "pointwise", "--tiny", "--device", "cpu", "--set", "tiny1000", "--out", str(tmp_path)]
     assert main([*options, "--names", "SGD,Lion", "--peers"]) == 0
-    rows = load(tmp_path / "pointwise.json")
+    rows = load(Row, tmp_path / "pointwise.json")
     assert [row.variant for row in rows] == ["copy", "SGD", "torch SGD foreach", "torch SGD fused", "Lion"]
     assert all(row.copy_percent == pytest.approx(100 * row.gbps / rows[0].gbps) for row in rows[1:])
     # Parameter, gradient and one state entry: read, read, read; written, written.

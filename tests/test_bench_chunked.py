@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from subtensors.__main__ import main
 from subtensors.bench.chunked import inputs, measure, relative_error, truth
-from subtensors.bench.chunked_rows import LossRow, from_json, is_ours, unmatched
+from subtensors.bench.chunked_rows import LossRow, is_ours, unmatched
 from subtensors.bench.chunked_variants import PEERS, SHAPES, TINY
+from subtensors.bench.rows import load
 
 COMPILES = ("compile", "auto_chunker")
 MEASURED = Path(__file__).parents[1] / "docs" / "benchmarks" / "chunked.json"
@@ -21,7 +22,7 @@ HERE = [name for name, peer in PEERS.items() if peer.is_here]
 def test_a_tiny_run_leaves_rows_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "chunked", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--shapes", "gpt2"]
     assert main([*options, "--variants", "eager,subtensors"]) == 0
-    rows = from_json((tmp_path / "chunked.json").read_text())
+    rows = load(LossRow, tmp_path / "chunked.json")
     names = ["eager", "exact/8", "fast/8", "exact/32", "columns/32", "columns/32+32", "st.chunk exact/8"]
     assert [row.variant for row in rows] == names
     assert all(row.step_ms > 0 and row.setting.tiny for row in rows)
@@ -31,7 +32,7 @@ def test_a_tiny_run_leaves_rows_a_table_and_a_plot(tmp_path: Path, capsys: pytes
     assert (tmp_path / "chunked.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     assert main([*options, "--keep", "--variants", "checkpoint,subtensors", "--settings", "fast/8"]) == 0
-    kept = from_json((tmp_path / "chunked.json").read_text())
+    kept = load(LossRow, tmp_path / "chunked.json")
     assert [row.variant for row in kept] == [*(name for name in names if name != "fast/8"), "checkpoint", "fast/8"]
 
 
@@ -83,7 +84,7 @@ def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: p
 
 
 def test_a_peer_is_matched_by_what_is_as_fast_in_no_more_memory_and_left_out_where_it_errs_more() -> None:
-    eager = replace(from_json(MEASURED.read_text())[0], variant="eager", step_ms=10.0, peak_mb=100.0)
+    eager = replace(load(LossRow, MEASURED)[0], variant="eager", step_ms=10.0, peak_mb=100.0)
     good, wrong = replace(eager, variant="good", peak_mb=50.0), replace(eager, variant="wrong", hidden_error=1.0)
     small, fast = replace(eager, variant="exact/1", peak_mb=40.0, step_ms=11.0), replace(good, variant="fast/9")
     assert unmatched([eager, good, wrong, small]) == [eager, good]
@@ -92,11 +93,11 @@ def test_a_peer_is_matched_by_what_is_as_fast_in_no_more_memory_and_left_out_whe
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in from_json(MEASURED.read_text()) if is_ours(row)],
+    [row for row in load(LossRow, MEASURED) if is_ours(row)],
     ids=lambda row: f"{row.shape}-{row.variant}",
 )
 def test_measured_exact_gradients_err_no_more_than_eager_ones(row: LossRow) -> None:
-    (eager,) = (r for r in from_json(MEASURED.read_text()) if (r.shape, r.variant) == (row.shape, "eager"))
+    (eager,) = (r for r in load(LossRow, MEASURED) if (r.shape, r.variant) == (row.shape, "eager"))
     if "fast" not in row.variant:
         assert row.hidden_error <= 1.2 * eager.hidden_error
         assert row.weight_error <= 1.2 * eager.weight_error

@@ -9,8 +9,9 @@ import pytest
 from subtensors.__main__ import main
 from subtensors.bench.bucketed import measure
 from subtensors.bench.bucketed_cases import CASES
-from subtensors.bench.bucketed_rows import load
+from subtensors.bench.bucketed_rows import VaryingRow
 from subtensors.bench.bucketed_variants import VARIANTS
+from subtensors.bench.rows import load
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]
 def test_a_tiny_run_leaves_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "bucketed", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--cases", "bert-1"]
     assert main([*options, "--variants", "eager"]) == 0
-    (row,) = load(tmp_path / "bucketed.json")
+    (row,) = load(VaryingRow, tmp_path / "bucketed.json")
     assert (row.case, row.variant, row.requests) == ("bert-1", "eager", 10)
     assert 0 < row.p50_ms <= row.p99_ms
     assert row.error == 1

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from subtensors.bench.chunked_rows import LossRow, from_json
+from subtensors.bench.chunked_rows import LossRow
 from subtensors.bench.fit_plan import fitted, ours, plan_of
+from subtensors.bench.rows import load
 from subtensors.dispatch.region.chunk_plan import (
     H200,
     WASTE,
@@ -125,7 +126,7 @@ def test_the_bytes_of_a_plan_are_the_bytes_that_it_takes(shape: LossShape, numbe
     assert taken == pytest.approx(plan.bytes, abs=5 * MIB)  # of each block the allocator may leave a MiB unused
 
 
-MEASURED_ROWS = ours(from_json(MEASURED.read_text()))
+MEASURED_ROWS = ours(load(LossRow, MEASURED))
 
 
 def test_rates_are_found_again_from_rows_that_they_made() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from subtensors.__main__ import main
-from subtensors.bench.padded_ops import lengths_of, load, measure
+from subtensors.bench.padded_ops import PaddedRow, lengths_of, measure
 from subtensors.bench.padded_variants import CASES, Problem, by_hand, by_kernels
+from subtensors.bench.rows import load
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -33,7 +34,7 @@ def test_a_tiny_run_leaves_rows_and_a_table(tmp_path: Path, capsys: pytest.Captu
     options = ["bench", "padded-ops", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--fills", "0.5"]
     variants = "subtensors,masked by hand,torch.masked,torch.nested"
     assert main([*options, "--cases", "layer norm,mean over length", "--variants", variants]) == 0
-    rows = load(tmp_path / "padded_ops.json")
+    rows = load(PaddedRow, tmp_path / "padded_ops.json")
     assert [row.variant for row in rows[:5]] == ["dense", *variants.split(",")]
     assert len(rows) == 2 * 2 * 5
     refused = {row.variant: row.refusal for row in rows if row.case == "layer norm" and row.refusal}

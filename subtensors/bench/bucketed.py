@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bench.bucketed_cases import CASES, Case
-from subtensors.bench.bucketed_rows import VaryingRow, from_json, load, save, table, to_json
+from subtensors.bench.bucketed_rows import VaryingRow, table
 from subtensors.bench.bucketed_variants import VARIANTS, Answer, Way
 from subtensors.bench.processes import MeasurementFailed, run_cold
-from subtensors.bench.rows import Setting
+from subtensors.bench.rows import Setting, from_json, load, save, to_json
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import synchronize
@@ -141,17 +141,19 @@ def run(options: argparse.Namespace) -> int:
     console = wide_console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "bucketed.json"
-    rows = [r for r in load(data) if (r.case, r.variant) not in pairs] if options.keep and data.exists() else []
+    earlier = load(VaryingRow, data) if options.keep and data.exists() else []
+    rows = [row for row in earlier if (row.case, row.variant) not in pairs]
     failures = 0
     for case, variant in pairs:
         arguments = ["bucketed", "--row", case, variant, "--device", options.device]
         with console.status(f"{case}  {variant}"):
             try:
-                row = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny, options.limit))
+                line = run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny, options.limit)
             except MeasurementFailed as error:
                 console.print(f"{case} {variant}: not measured\n{error}", markup=False)
                 failures += 1
                 continue
+        row = from_json(VaryingRow, line)
         rows.append(row)
         save(rows, data)  # after each row: a long run that is cut short still leaves what it measured
         console.print(f"{case:14} {variant:18} p50 {row.p50_ms:.4g} ms, first pass {row.first_pass_s:.3g} s")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from rich.table import Table
 
@@ -53,27 +51,6 @@ class VaryingRow:
     reserved_mb: float | None
     error: float
     setting: Setting = field(repr=False)
-
-
-def to_json(row: VaryingRow) -> str:
-    """A row as one line of JSON."""
-    return json.dumps(asdict(row))
-
-
-def from_json(line: str) -> VaryingRow:
-    """The row that `to_json` wrote."""
-    values = json.loads(line)
-    return VaryingRow(**{**values, "setting": Setting(**values["setting"])})
-
-
-def save(rows: Sequence[VaryingRow], path: Path) -> None:
-    """Write rows as a JSON list, one row a line."""
-    path.write_text("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n")
-
-
-def load(path: Path) -> list[VaryingRow]:
-    """The rows that `save` wrote."""
-    return [from_json(json.dumps(values)) for values in json.loads(path.read_text())]
 
 
 COLUMNS: dict[str, Callable[[VaryingRow], str]] = {

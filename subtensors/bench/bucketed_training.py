@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import queue
 import random
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from subtensors.bench.bucketed_training_variants import VARIANTS, Step
 from subtensors.bench.gpt2_step import FULL, GPT2, TINY
-from subtensors.bench.rows import Setting
+from subtensors.bench.rows import Setting, from_json, save, to_json
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe, figure
 from subtensors.bench.timing import kernel_times, synchronize
@@ -154,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     if options.row:
         folder = options.out if options.kernels else None
         row = measure(options.row, options.batch, options.tiny, options.device, wait=True, kernels=folder)
-        print(json.dumps(asdict(row)))
+        print(to_json(row))
         return 0
     chosen = [
         v for v in names(options.variants, list(VARIANTS), "variant")
@@ -168,10 +167,8 @@ def run(options: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "subtensors.bench", "bucketed-training", *shared, "--row"]
     rows: list[TrainingRow] = []
     for variant, out in _in_turn({v: [*command, v] for v in chosen}, options.limit):
-        values = json.loads(out.splitlines()[-1])
-        rows.append(TrainingRow(**{**values, "setting": Setting(**values["setting"])}))
-        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-        data.write_text(f"[\n{lines}\n]\n")  # after each: what is cut short leaves what it measured
+        rows.append(from_json(TrainingRow, out.splitlines()[-1]))
+        save(rows, data)  # after each: what is cut short leaves what it measured
         console.print(f"{variant:24} {rows[-1].step_ms:.4g} ms, {rows[-1].reserved_mb or 0:.0f} MiB")
     rows.sort(key=lambda row: chosen.index(row.variant))
     console.print(_table(rows))

@@ -14,9 +14,9 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.bench.chunked_rows import LossRow, from_json, plot, save, table, unmatched
+from subtensors.bench.chunked_rows import LossRow, plot, table, unmatched
 from subtensors.bench.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
-from subtensors.bench.rows import Setting
+from subtensors.bench.rows import Setting, load, save
 from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import Span, synchronize
@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> int:
     console = wide_console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "chunked.json"
-    rows = from_json(data.read_text()) if options.keep and data.exists() else []
+    rows = load(LossRow, data) if options.keep and data.exists() else []
     for name in [name for name in variants if name in PEERS and not PEERS[name].is_here]:
         console.print(f"{name}: not here", markup=False)
         variants.remove(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib import colormaps
@@ -46,27 +45,6 @@ class LossRow:
     hidden_error: float
     weight_error: float
     setting: Setting = field(repr=False)
-
-
-def to_json(rows: Sequence[LossRow]) -> str:
-    """Rows as a JSON list on one line."""
-    return json.dumps([asdict(row) for row in rows])
-
-
-def from_json(text: str) -> list[LossRow]:
-    """The rows that `to_json` wrote.
-
-    >>> setting = Setting("d", "2", None, "today", True)
-    >>> rows = [LossRow("s", "v", 1, 1, 1, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0.0, setting)]
-    >>> from_json(to_json(rows)) == rows
-    True
-    """
-    return [LossRow(**{**values, "setting": Setting(**values["setting"])}) for values in json.loads(text)]
-
-
-def save(rows: Sequence[LossRow], path: Path) -> None:
-    """Write rows as a JSON list, one row a line."""
-    path.write_text("[\n" + ",\n".join(to_json([row])[1:-1] for row in rows) + "\n]\n")
 
 
 COLUMNS: dict[str, Callable[[LossRow], str]] = {

@@ -18,12 +18,12 @@ HIDDEN = ("dense", "subtensors")
 
 def draw_optim(folder: Path) -> None:
     """Step times, first steps and how these grow."""
-    plot.plot(rows.load(folder / "optim.json"), folder / "optim.png")
+    plot.plot(rows.load(rows.Row, folder / "optim.json"), folder / "optim.png")
 
 
 def draw_chunked(folder: Path) -> None:
     """Time against memory of a loss and its gradients."""
-    found = chunked_rows.from_json((folder / "chunked.json").read_text())
+    found = rows.load(chunked_rows.LossRow, folder / "chunked.json")
     chunked_rows.plot(found, describe(found), folder / "chunked.png")
 
 
@@ -32,7 +32,7 @@ def draw_padded(folder: Path) -> None:
 
     A line through the type's point spans its times at all fills.
     """
-    found = padded_ops.load(folder / "padded_ops.json")
+    found = rows.load(padded_ops.PaddedRow, folder / "padded_ops.json")
     cases = list(dict.fromkeys(row.case for row in found))
     drawing = Figure(figsize=(12, 5), layout="constrained")
     drawing.suptitle(describe(found), fontsize=9)
@@ -59,8 +59,8 @@ def draw_padded(folder: Path) -> None:
 
 def draw_static(folder: Path) -> None:
     """One step as a graph, in the ways there are to make one, and how fast an arena's memory leaves and comes back."""
-    steps = [row for row in rows.load(folder / "static.json") if row.set != COPY]
-    sleeps = lend.load_lent(folder / "lend.json")
+    steps = [row for row in rows.load(rows.Row, folder / "static.json") if row.set != COPY]
+    sleeps = rows.load(lend.LentRow, folder / "lend.json")
     drawing = Figure(figsize=(12, 5), layout="constrained")
     drawing.suptitle(describe([*steps, *sleeps]), fontsize=9)
     times, speeds = drawing.subplots(1, 2, width_ratios=[2, 1])

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from subtensors.bench.chunked_rows import LossRow, from_json
+from subtensors.bench.chunked_rows import LossRow
+from subtensors.bench.rows import load
 from subtensors.bench.sweep import wide_console
 from subtensors.dispatch.region.chunk_plan import ChunkPlan, LossShape, Rates, by_columns, by_rows
 
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the rates, and how far the model is from each row with them."""
-    rows = ours(from_json(options.rows.read_text()))
+    rows = ours(load(LossRow, options.rows))
     rates = fitted(rows)
     console = wide_console()
     console.print(f"Rates(flops={rates.flops:.4g}, bandwidth={rates.bandwidth:.4g}, launch={rates.launch:.3g})")

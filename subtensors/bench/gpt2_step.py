@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
-from subtensors.bench.rows import Setting
+from subtensors.bench.rows import Setting, save
 from subtensors.bench.sweep import wide_console
 from subtensors.bench.table import describe, figure
 from subtensors.bench.timing import Span, synchronize
@@ -221,12 +220,12 @@ def run(options: argparse.Namespace) -> int:
         way(name)
 
     options.out.mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
+    measured: list[StepRow] = []
 
     def report(row: StepRow) -> None:
         console.print(f"{row.variant:24} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB, loss {row.loss:.4f}")
-        lines.append(json.dumps(asdict(row)))
-        (options.out / "gpt2_step.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a run may be cut short
+        measured.append(row)
+        save(measured, options.out / "gpt2_step.json")  # after each: a run may be cut short
 
     rows = measure(names, options.tiny, options.device, report)
     shown = Table(title=describe(rows))

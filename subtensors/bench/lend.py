@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from subtensors.bench.rows import Setting
+from subtensors.bench.rows import Setting, save
 from subtensors.bench.table import figure
 from subtensors.bench.timing import synchronize
 from subtensors.static_memory.arena import Arena
@@ -159,14 +158,8 @@ def _run(options: argparse.Namespace) -> int:
     Console().print(lent_table(rows))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        text = ",\n".join(json.dumps(asdict(row)) for row in rows)
-        (options.out / "lend.json").write_text(f"[\n{text}\n]\n")
+        save(rows, options.out / "lend.json")
     return 0
-
-
-def load_lent(path: Path) -> list[LentRow]:
-    """The rows that the command wrote."""
-    return [LentRow(**{**row, "setting": Setting(**row["setting"])}) for row in json.loads(path.read_text())]
 
 
 COLUMNS: dict[str, Callable[[LentRow], str]] = {

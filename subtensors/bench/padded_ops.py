@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from subtensors.bench.padded_variants import CASES, VARIANTS, Problem
-from subtensors.bench.rows import Setting
+from subtensors.bench.rows import Setting, save
 from subtensors.bench.table import figure
 from subtensors.bench.timing import synchronize, time_call
 
@@ -147,16 +146,6 @@ def _captured(call: Callable[[], object], device: str) -> Callable[[], object]:
     # The call holds the tensors that the graph reads.
     replay.call = call  # type: ignore[attr-defined]
     return replay
-
-
-def save(rows: Sequence[PaddedRow], path: Path) -> None:
-    """Write rows as a JSON list, one row a line."""
-    path.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
-
-
-def load(path: Path) -> list[PaddedRow]:
-    """The rows that `save` wrote."""
-    return [PaddedRow(**{**row, "setting": Setting(**row["setting"])}) for row in json.loads(path.read_text())]
 
 
 def table(rows: Sequence[PaddedRow]) -> Table:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -60,6 +60,9 @@ class Measured(Protocol):
         ...
 
 
+R = TypeVar("R", bound=Measured)
+
+
 @dataclass(frozen=True)
 class Row:
     """One optimizer step over one set of parameters, in a process of its own with cold caches.
@@ -99,27 +102,30 @@ class Row:
     copied_bytes: int | None = None
 
 
-def to_json(row: Row) -> str:
-    """A row as one line of JSON."""
-    return json.dumps(asdict(row))
+def to_json(row: Measured) -> str:
+    """A row of any benchmark as one line of JSON."""
+    return json.dumps(asdict(row))  # type: ignore[call-overload]
 
 
-def from_json(line: str) -> Row:
+def from_json(kind: type[R], line: str) -> R:
     """The row that `to_json` wrote.
 
     >>> row = Row("s", "v", 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, Setting("d", "2", None, "today", True))
-    >>> from_json(to_json(row)) == row
+    >>> from_json(Row, to_json(row)) == row
     True
     """
-    values = json.loads(line)
-    return Row(**{**values, "setting": Setting(**values["setting"])})
+    return _made(kind, json.loads(line))
 
 
-def save(rows: Sequence[Row], path: Path) -> None:
+def save(rows: Sequence[Measured], path: Path) -> None:
     """Write rows as a JSON list, one row a line."""
-    path.write_text("[\n" + ",\n".join(to_json(row) for row in rows) + "\n]\n")
+    path.write_text("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n")
 
 
-def load(path: Path) -> list[Row]:
-    """The rows that `save` wrote."""
-    return [from_json(json.dumps(values)) for values in json.loads(path.read_text())]
+def load(kind: type[R], path: Path) -> list[R]:
+    """The rows of one kind that `save` wrote."""
+    return [_made(kind, values) for values in json.loads(path.read_text())]
+
+
+def _made(kind: type[R], values: dict[str, Any]) -> R:
+    return kind(**{**values, "setting": Setting(**values["setting"])})

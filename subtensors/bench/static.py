@@ -7,10 +7,10 @@ import argparse
 import torch
 from torch import Tensor
 
-from subtensors.bench.lend import lent_table, load_lent
+from subtensors.bench.lend import LentRow, lent_table
 from subtensors.bench.optim import measure, measure_copy
 from subtensors.bench.processes import MeasurementFailed, run_cold
-from subtensors.bench.rows import to_json
+from subtensors.bench.rows import load, to_json
 from subtensors.bench.sets import specs
 from subtensors.bench.sweep import COPY, add_sweep_arguments, names, sweep, wide_console
 from subtensors.bench.table import table
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
         arguments = ["lend", "--device", options.device, "--out", str(options.out)]
         try:
             run_cold("subtensors.bench", arguments)
-            console.print(lent_table(load_lent(options.out / "lend.json")))
+            console.print(lent_table(load(LentRow, options.out / "lend.json")))
         except MeasurementFailed as error:
             console.print(f"lend: not measured\n{error}", markup=False)
             failures += 1

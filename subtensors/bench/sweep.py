@@ -35,14 +35,15 @@ def sweep(
     pairs = [(COPY, COPY), *pairs]
     options.out.mkdir(parents=True, exist_ok=True)
     data: Path = options.out / f"{benchmark}.json"
-    kept = [row for row in load(data) if (row.set, row.variant) not in pairs] if options.keep and data.exists() else []
+    earlier = load(Row, data) if options.keep and data.exists() else []
+    kept = [row for row in earlier if (row.set, row.variant) not in pairs]
     rows: list[Row] = []
     failures = 0
     for number, (set_name, variant_name) in enumerate(pairs, 1):
         arguments = [benchmark, "--row", set_name, variant_name, "--device", options.device]
         with console.status(f"{number}/{len(pairs)}  {set_name}  {variant_name}"):
             try:
-                row = from_json(run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))
+                row = from_json(Row, run_cold("subtensors.bench", arguments + ["--tiny"] * options.tiny))
             except MeasurementFailed as error:
                 console.print(f"{set_name} {variant_name}: not measured\n{error}", markup=False)
                 failures += 1
