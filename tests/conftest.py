@@ -84,6 +84,15 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pretend(monkeypatch, trained=True)
 
 
+@pytest.fixture
+def launched() -> Iterator[list[int]]:
+    """Which device was the current one at each launch of Triton's."""
+    from second_gpu import launches
+
+    with launches() as devices:
+        yield devices
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if CUDA:
