@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -75,7 +75,7 @@ class GraphPool:
             raise RuntimeError("a graph can't be captured while the current stream is part of another one")
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch_capture.new_graph(self.device)
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -112,14 +112,6 @@ class GraphPool:
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
             self.stream = _stream_of_its_own(self.device)
-
-    def is_current(self) -> bool:
-        """Is the pool's device the current one?"""
-        return self.device.index == torch.cuda.current_device()
-
-    def as_current(self) -> AbstractContextManager[Any]:
-        """The pool's device is the current one meanwhile."""
-        return torch.cuda.device(self.device)
 
     def order(self) -> None:
         """Have the current stream wait for the replays on another one, if the last was there."""

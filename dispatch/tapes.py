@@ -21,7 +21,7 @@ class CudaTape:
 
     def __init__(self, device: torch.device, has_ops: bool) -> None:
         self.device, self.has_ops = device, has_ops
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph = torch_capture.new_graph(device)
         self.replay: Callable[[], None] = self.graph.replay
 
     def record(self, calls: Callable[[], object]) -> None:

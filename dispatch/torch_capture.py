@@ -24,6 +24,15 @@ class NotFunctional(Exception):
     """A function has effects beside its results; the message says which."""
 
 
+def new_graph(device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph to capture on this device. Checked on 2.11.
+
+    It asks for the current stream when it is made, for which torch makes a context on the current device.
+    """
+    with torch.cuda.device(device):
+        return torch.cuda.CUDAGraph()
+
+
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> Iterator[None]:
     """Capture what this thread does on the current stream; other threads may go on using the device.

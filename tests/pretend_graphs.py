@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -75,12 +74,6 @@ class PretendPool:
 
     def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return {}
-
-    def is_current(self) -> bool:
-        return True
-
-    def as_current(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def order(self) -> None:
         pass

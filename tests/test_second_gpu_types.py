@@ -21,7 +21,7 @@ SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 def rows(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(2, n, 16, device=THERE, dtype=dtype, requires_grad=dtype.is_floating_point)
+    return torch.randn(2, n, 16, device=THERE, dtype=dtype, requires_grad=True)
 
 
 PADDED = {
@@ -72,7 +72,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU())
-        self.to(THERE)
+        self.to(THERE, torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.layers(x)
@@ -88,7 +88,7 @@ def test_a_bucketed_program_runs_where_its_tensors_are(compiles: bool, launched:
     run = st.bucketed(net, {"x": {1: SEQ}}, compile=compiles)
     with torch.no_grad():
         for n in LENGTHS:
-            x = rows(n)
+            x = rows(n, torch.float64)
             assert_near([run(x)], [net(x)])
         run.release()
         assert_near([run(x)], [net(x)])
@@ -102,7 +102,7 @@ def test_a_bucketed_program_is_trained_where_its_tensors_are(clears: bool, launc
     ours, theirs = Net(), Net()
     run = st.bucketed(ours, {"x": {1: SEQ}})
     for n in LENGTHS:
-        x = rows(n)
+        x = rows(n, torch.float64)
         found = []
         for model, net in ((run, ours), (theirs, theirs)):
             if clears:

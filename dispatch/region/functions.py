@@ -133,9 +133,10 @@ def _factors(plan: Plan, epilogue: Epilogue, others: Sequence[Tensor]) -> list[T
 def _normalised(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """A power of two, and the factors divided by it so that the largest is near one: 1 / tokens is 0 in float16."""
     largest = torch.stack([f.abs().amax().to(torch.float32) for f in factors]).amax()
-    _, exponent = torch.frexp(largest)
+    mantissa, _ = torch.frexp(largest)
     usable = torch.isfinite(largest) & (largest > 0)
-    scale = torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent - 1), 1.0)
+    # By division, which is exact here: torch 2.11 runs ldexp on the current device, wherever its operands are.
+    scale = torch.where(usable, largest / (2 * mantissa), 1.0)
     return scale, [f / scale.to(f.dtype) for f in factors]
 
 

@@ -17,6 +17,7 @@ from subtensors.bucketed.report.statistics import BucketStatistics
 from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, static_dims
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.inputs import InputLoad
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
 
@@ -202,6 +203,17 @@ class Bucket:
         self.statistics.is_recorded = True
         self.statistics.captures += 1
         self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
+
+    def replay_call(self, leaves: Sequence[Any], reading: Reading) -> None:
+        """Load a call's tensors and replay, behind the pool's last replay; the call has the current stream there."""
+        if self.pool is None:
+            self.load(leaves, reading.sizes)
+            self.replay(reading.host)
+            return
+        with launching_on(self.device):
+            self.pool.order()
+            self.load(leaves, reading.sizes)
+            self.replay(reading.host)
 
     def replay(self, host: dict[Any, HostSize]) -> None:
         """Run the program on what was loaded."""

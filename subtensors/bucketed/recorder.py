@@ -177,15 +177,12 @@ class Recorder:
             bucket.refusal = ""
             return None
         self._note_recorded(bucket)
-        with bucket.pool.as_current():
-            bucket.pool.order()
-            self.replays.tick()
-            bucket.load(leaves, reading.sizes)
-            bucket.replay(reading.host)
-            assert bucket.outputs is not None
-            outputs = bucket.outputs
-            results = [cut() for cut in outputs.cuts(reading.host)]
-            bucket.write_back(leaves)
+        self.replays.tick()
+        bucket.replay_call(leaves, reading)
+        assert bucket.outputs is not None
+        outputs = bucket.outputs
+        results = [cut() for cut in outputs.cuts(reading.host)]
+        bucket.write_back(leaves)
         if bucket.pool.held_bytes() > held:
             self._leave_pool(bucket.pool)
             self._captures_unrun[reading.family_key] = False

@@ -156,17 +156,8 @@ class Bucketed(StandsFor):
         return bucket.outputs.assembled(results)
 
     def _replayed(self, bucket: Bucket, visit: Visit, leaves: list[Any], reading: Reading) -> list[Any]:
-        if bucket.pool is None or bucket.pool.is_current():
-            return self._replayed_here(bucket, visit, leaves, reading)
-        with bucket.pool.as_current():
-            return self._replayed_here(bucket, visit, leaves, reading)
-
-    def _replayed_here(self, bucket: Bucket, visit: Visit, leaves: list[Any], reading: Reading) -> list[Any]:
-        if bucket.pool is not None:
-            bucket.pool.order()
         self.recorder.replays.tick()
-        bucket.load(leaves, reading.sizes)
-        bucket.replay(reading.host)
+        bucket.replay_call(leaves, reading)
         if visit.outputs is not bucket.outputs:
             visit.outputs = bucket.outputs
             visit.cuts = bucket.outputs.cuts(reading.host) if bucket.outputs is not None else []

@@ -11,7 +11,7 @@ replayed again on the call's inputs, with the random numbers of the first time a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,14 +97,9 @@ class TrainedCall:
         return [cuts[i]() for i in self.tensors_at]
 
     def _replay(self, leaves: Sequence[Any]) -> Outputs:
-        bucket = self.bucket
-        with bucket.pool.as_current() if bucket.pool is not None else nullcontext():
-            if bucket.pool is not None:
-                bucket.pool.order()
-            bucket.load(leaves, self.reading.sizes)
-            bucket.replay(self.reading.host)
-        assert bucket.outputs is not None
-        return bucket.outputs
+        self.bucket.replay_call(leaves, self.reading)
+        assert self.bucket.outputs is not None
+        return self.bucket.outputs
 
     def backward(self, sources: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward; before it the forward again, if its traces are gone."""
