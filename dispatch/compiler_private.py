@@ -26,6 +26,20 @@ def start_workers(options: dict[str, Any]) -> None:
         maybe_warm_pool()
 
 
+def is_backend(name: str) -> bool:
+    """Does `torch.compile` know a backend of this name? Checked on 2.11, 2.13."""
+    if name == "inductor":
+        return True
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        lookup_backend(name)
+    except InvalidBackend:
+        return False
+    return True
+
+
 class CompiledGraph:
     """A traced graph as compiled code, for inputs of many sizes. Checked on 2.11, 2.13.
 

@@ -119,6 +119,7 @@ def taped(inputs: Sequence[Tensor]) -> Iterator[Tape]:
         return asked
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for name in ("tolist", "numpy"):  # which no mode sees
             patch.setattr(torch.Tensor, name, refusing(getattr(torch.Tensor, name)))
         try:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from counted_buckets import Counted
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import subtensors as st
@@ -255,10 +254,26 @@ def test_what_was_called_is_counted_and_drawn(device: str) -> None:
     assert [(b.sizes["seq"], b.calls, b.hits) for b in stats.buckets] == [(32, 1, 0), (16, 1, 0), (8, 3, 2)]
     assert stats.waste == pytest.approx(1 - 49 / (3 * 8 + 16 + 32))
     assert run.refit(max_graphs=2) == {"seq": st.Sizes([9, 30])}
-    assert isinstance(run.plot(), Figure)
+    bars, waste = run.plot().axes
+    assert {bar.get_center()[0]: bar.get_height() for bar in bars.patches} == {3: 2, 4: 1, 9: 1, 30: 1}  # type: ignore[attr-defined]
+    assert [line.get_xdata()[0] for line in bars.lines] == [8, 16, 32]  # type: ignore[index]
+    steps = dict(zip(*map(list, waste.lines[0].get_data()), strict=True))
+    assert steps == pytest.approx({0: 1 - 10 / 24, 8: 1 - 9 / 16, 16: 1 - 30 / 32, 32: 1 - 30 / 32})
     text = st.explain(run)
     assert "softmax bucketed on Dim('seq'" in text
     assert "5 calls, 2 replays" in text
+
+
+@torch.no_grad()
+def test_sizes_that_fill_their_bucket_or_have_none_are_counted_too(device: str) -> None:
+    run = st.bucketed(softmax, {"x": {1: st.Dim("n", max=8, min=0, buckets=[1, 8])}})
+    for n in (1, 1, 5, 20, 0):
+        run(data(n, device))
+    assert run.stats().sizes == {"n": {1: 2, 5: 1, 20: 1, 0: 1}}
+    assert run.refit(max_graphs=3) == {"n": st.Sizes([1, 5, 20])}
+    assert len(run.plot().axes) == 2
+    with pytest.raises(ValueError, match="max_graphs is at least 1, got 0"):
+        run.refit(max_graphs=0)
 
 
 @torch.no_grad()

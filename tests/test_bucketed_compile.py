@@ -84,8 +84,15 @@ def test_options_that_are_none_are_refused() -> None:
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"mode": "reduce-overhead"})
     with pytest.raises(TypeError, match=r"compile takes backend, mode, .*; got 'bakcend'"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"bakcend": "eager"})
+    with pytest.raises(ValueError, match=r"compile's backend is one of .*, got 'inducktor'"):
+        st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"backend": "inducktor"})
     with pytest.raises(TypeError, match="compile is a bool or a dict"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile="yes")  # type: ignore[arg-type]
+
+
+def test_no_options_are_the_compilers_own() -> None:
+    options = [st.bucketed(torch.exp, {0: {0: SEQ}}, compile=x).recorder.compile_options for x in (False, True, {})]
+    assert options == [None, {}, {}]
 
 
 def test_a_number_is_fitted_through_its_points() -> None:

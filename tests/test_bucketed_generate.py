@@ -71,6 +71,7 @@ def check(model: Any, run: Any, ids: torch.Tensor, **options: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # scores are float32, as T5's norms are
 
 
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str, way: str, device: str) -> None:

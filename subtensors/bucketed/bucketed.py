@@ -7,7 +7,7 @@ from typing import Any
 
 from subtensors.bucketed.runner import Bucketed, OnMiss
 from subtensors.byte_sizes import parse_bytes
-from subtensors.dispatch.compiler_private import OPTIONS
+from subtensors.dispatch.compiler_private import OPTIONS, is_backend
 
 
 def bucketed(
@@ -59,9 +59,11 @@ def bucketed(
     limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
     if not isinstance(compile, (bool, dict)):
         raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")
-    options = {} if compile is True else compile or None
+    options = ({} if compile else None) if isinstance(compile, bool) else compile
     if unknown := sorted({*(options or {})} - {*OPTIONS}):
         raise TypeError(f"compile takes {', '.join(OPTIONS)}; got {', '.join(map(repr, unknown))}")
+    if isinstance(backend := (options or {}).get("backend"), str) and not is_backend(backend):
+        raise ValueError(f"compile's backend is one of torch._dynamo.list_backends(), got {backend!r}")
     if options and "reduce" in str(options.get("mode")):
         raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
     return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options)

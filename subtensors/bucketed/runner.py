@@ -298,11 +298,17 @@ class Bucketed(StandsFor):
             max_graphs: at most so many of each Dim; by default the runner's own limit, or 8.
 
         Returns:
-            For each Dim that calls gave a size, its policy: `st.Dim(name, buckets=policy)`.
+            For each Dim that calls gave a size, its policy: `st.Dim(name, buckets=policy)`. Sizes beyond the Dim's max
+            count too.
+
+        Raises:
+            ValueError: `max_graphs` is below 1.
         """
+        if max_graphs is not None and max_graphs < 1:
+            raise ValueError(f"max_graphs is at least 1, got {max_graphs}")
         most = max_graphs or self.recorder.max_graphs or 8
-        seen = self.stats().sizes
-        return {name: fit_buckets(list(counted.elements()), most) for name, counted in seen.items() if counted}
+        seen = {name: [n for n in counted.elements() if n > 0] for name, counted in self.stats().sizes.items()}
+        return {name: fit_buckets(sizes, most) for name, sizes in seen.items() if sizes}
 
     def plot(self) -> Figure:
         """Draw how often each size was called, its bucket and what it wastes, a row a Dim."""

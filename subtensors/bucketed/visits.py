@@ -12,7 +12,7 @@ import torch
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
-from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, read
+from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, read, seen
 from subtensors.bucketed.calls.call_style import AS_GIVEN, CallStyle
 from subtensors.bucketed.calls.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder
@@ -35,6 +35,8 @@ class Visit:
     calls: int = 0
     elements: tuple[int, int] = (0, 0)
     """Along the Dims: real ones, and the bucket's."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The true ones, by Dim, whether it pads them or not."""
     style: CallStyle = AS_GIVEN
     """How such calls are written."""
     outputs: Outputs | None = None
@@ -42,9 +44,8 @@ class Visit:
 
     def add_sizes(self, sizes: dict[str, Counter[int]]) -> None:
         """Count how often each true size was seen, by Dim."""
-        if self.reading is not None:
-            for dim, size in zip(self.reading.dims, self.reading.sizes, strict=True):
-                sizes.setdefault(dim.name, Counter())[size] += self.calls
+        for name, size in self.sizes.items():
+            sizes.setdefault(name, Counter())[size] += self.calls
 
 
 def shared_key(
@@ -119,16 +120,17 @@ class Visits:
         """
         *_, spec, modes = shared
         style = CallStyle.of(self._dims.positional, args, kwargs, spec)
-        leaves = style.ordered(leaves)
+        leaves, places = style.ordered(leaves), style.ordered(self._dims.of_leaves(args, kwargs))
+        sizes = {dim.name: size for x, (_, given) in zip(leaves, places, strict=True) for dim, size in seen(x, given)}
         try:
-            places = style.ordered(self._dims.of_leaves(args, kwargs))
             reading = read(leaves, places, (style.key, modes))
             device = device_of(reading, self._state.tensors())
             if self._state.is_lazy():
                 raise Unreadable("parameters have no size before the first call")
         except Unreadable as why:
-            return Visit(None, None, str(why), why.error)
-        visit = Visit(reading, None, elements=(math.prod(reading.sizes), math.prod(reading.buckets)), style=style)
+            return Visit(None, None, str(why), why.error, sizes=sizes)
+        elements = math.prod(reading.sizes), math.prod(reading.buckets)
+        visit = Visit(reading, None, elements=elements, sizes=sizes, style=style)
         if self._max_waste is not None and visit.elements[1] > self._max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return visit

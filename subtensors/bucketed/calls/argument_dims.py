@@ -29,13 +29,16 @@ class ArgumentDims:
         if not isinstance(dims, Mapping) or not dims:
             raise TypeError(f"dims are given by argument, such as {{'input_ids': {{1: seq}}}}; got {dims!r}")
         self.everywhere = _padded_dims(dims) if _is_padded_dims(dims) else None
-        self.names, self.positional, takes_any = _parameter_names(program)
+        self.names, self.positional, takes_any, takes_more = _parameter_names(program)
         self.by_name: dict[str | int, Any] = {}
         for key, given in {} if self.everywhere else dims.items():
             if isinstance(key, str) and not takes_any and key not in self.names:
                 raise ValueError(f"dims name an argument {key!r}, and {_name(program)} takes {', '.join(self.names)}")
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise TypeError(f"an argument is named by a str or its position; got {key!r}")
+            if isinstance(key, int) and not (0 <= key < len(self.positional) or (takes_more and key >= 0)):
+                takes = f"{len(self.positional)} arguments by position"
+                raise ValueError(f"dims name the argument at position {key}, and {_name(program)} takes {takes}")
             name = self.positional[key] if isinstance(key, int) and key < len(self.positional) else key
             self.by_name[name] = _checked(given, f"argument {key!r}")
         self.distinct: dict[str, Dim] = {}
@@ -115,16 +118,17 @@ def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
     return given if _is_padded_dims(given) else None
 
 
-def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool]:
-    """The names of the arguments, those that can be given by position, and whether it takes others as well."""
+def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool, bool]:
+    """The names of the arguments, those that can be given by position; does it take others, by name, by position?"""
     called = program.forward if isinstance(program, torch.nn.Module) else program
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
-        return [], [], True
+        return [], [], True, True
     named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return named, positional, any(p.kind == p.VAR_KEYWORD for p in parameters)
+    kinds = {p.kind for p in parameters}
+    return named, positional, inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def _name(program: Callable[..., Any]) -> str:

@@ -238,6 +238,18 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
     return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
 
 
+def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
+    """The sizes that one leaf of a call has of Dims.
+
+    Args:
+        x: the leaf.
+        given: on which Dims it is padded.
+    """
+    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
+        return []
+    return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
+
+
 def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
     """Where a call runs: on the device of its arguments, else on that of what the program reads beside them.
 
