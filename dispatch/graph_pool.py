@@ -148,8 +148,11 @@ _living: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
     """A stream that no other pool has, if there is one: graphs of one stream write to the same workspaces."""
     taken = {pool.stream.cuda_stream for pool in [*_living] if pool.device == device}
-    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-    return next((stream for stream in streams if stream.cuda_stream not in taken), streams[0])
+    for _ in range(STREAMS):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in taken:
+            break
+    return stream
 
 
 def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:

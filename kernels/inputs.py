@@ -8,7 +8,7 @@ Until another thread has compiled the kernel, torch's ops do the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -55,10 +55,8 @@ class InputLoad:
 
     def __init__(self, targets: Sequence[Tensor], dims: Sequence[Sequence[int]], true_sizes: Tensor) -> None:
         self.targets, self.true_sizes = list(targets), true_sizes
-        self.load: Callable[[Sequence[Tensor], tuple[int, ...]], None] = self._by_torch
-        if true_sizes.is_cuda:
-            self.walk = Walk(targets, dims, true_sizes)
-            self.load = self._until_compiled
+        self.walk = Walk(targets, dims, true_sizes) if true_sizes.is_cuda else None
+        self._is_ready = False
 
     def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Load these.
@@ -67,17 +65,11 @@ class InputLoad:
             sources: one a target, of its dtype and device, of the true sizes in dims that have them.
             sizes: the true sizes.
         """
-        self.load(sources, sizes)
-
-    def _until_compiled(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
-        if self.walk.is_compiled():
-            self.load = self.walk
+        if self.walk is not None and (self._is_ready or self.walk.is_compiled()):
+            self._is_ready = True
             self.walk(sources, sizes)
-            return
-        self._by_torch(sources, sizes)
-
-    def _by_torch(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
-        load_inputs_reference(sources, self.targets, sizes, self.true_sizes)
+        else:
+            load_inputs_reference(sources, self.targets, sizes, self.true_sizes)
 
 
 class Walk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.bucketed.bucket import recording_modes
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 DIMS = {"x": {0: SEQ}}
@@ -160,3 +162,25 @@ def test_an_optimizer_that_updates_in_every_other_step_is_no_part_of_a_graph(dev
         same_weights(net, alone)
     if device == "cuda":
         assert "every so many steps" in next(iter(run.stats().fallbacks))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_backward_in_a_recording_is_on_the_thread_that_records(device: str) -> None:
+    threads: list[int] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            threads.append(threading.get_ident())
+            return gradient
+
+    with recording_modes(records=True):
+        x = torch.ones(3, device=device, requires_grad=True)
+        Noted.apply(x).sum().backward()
+        assert not torch._C._is_multithreading_enabled()
+    assert torch._C._is_multithreading_enabled()
+    assert threads == [threading.get_ident()]

@@ -265,7 +265,12 @@ def recording_modes(records: bool = False) -> Iterator[None]:
     Args:
         records: does autograd follow?
     """
-    # A backward runs on this thread: the capture is its own, and another thread's backward may wait for the lock.
-    on_this_thread = torch.autograd.set_multithreading_enabled(False)
-    with torch.inference_mode(False), torch.set_grad_enabled(records), without_autocast_cache(), on_this_thread:
+    # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on this
+    # thread: the capture is its own, and another thread's backward may wait for the lock.
+    with (
+        torch.inference_mode(False),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.set_grad_enabled(records),
+        without_autocast_cache(),
+    ):
         yield

@@ -59,7 +59,7 @@ class Constants:
 
     def _hooks_now(self) -> list[Any]:
         """The ids of the hooks, which no two have in common."""
-        return list(chain.from_iterable(self._hooks))
+        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
 
     def first_other(self) -> str:
         """The first that is another than it was, by its name; "" where none is."""

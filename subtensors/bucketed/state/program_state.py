@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.sleeping import refuse_sleepers
 
 _ITS_VALUES = methodcaller("values")
+_ITS_TRAINING = itemgetter("training")
 
 
 class State:
@@ -50,7 +51,9 @@ class State:
         self._parents = [m._modules for m in self.modules if m._modules]
         self._children = _values(self._parents)
         self._registered = _values(self._holders)
-        self._training = {self.training(): [m.training for m in self.modules]}
+        self._attributes = [vars(m) for m in self.modules if "training" in vars(m)]
+        self._scripted = [m for m in self.modules if "training" not in vars(m)]
+        self._training = {self.training(): self._trained()}
         """Which modules train, by which of the outermost do: graphs are recorded for each."""
         self.constants = Constants(self.reached.plain, self.modules)
         self.loose = [x for x in parts if isinstance(x, Tensor)]
@@ -65,6 +68,10 @@ class State:
     def training(self) -> tuple[bool, ...]:
         """Which of the outermost modules train."""
         return tuple([root.training for root in self.roots])
+
+    def _trained(self) -> list[bool]:
+        """Which of all modules train."""
+        return [*map(_ITS_TRAINING, self._attributes), *[m.training for m in self._scripted]]
 
     def is_lazy(self) -> bool:
         """Has a parameter no size yet?"""
@@ -90,7 +97,7 @@ class State:
             return f"{name} was replaced"
         if not _are_same(_values(self._parents), self._children):
             return "a module was replaced"
-        training = [m.training for m in self.modules]
+        training = self._trained()
         if self._training.setdefault(self.training(), training) != training:
             return "a module changed between training and evaluation"
         if name := self.constants.first_other():
