@@ -233,7 +233,7 @@ def test_a_whole_step_runs_the_compiled_code_of_a_loss_that_is_bucketed_too(
         ids, labels = batch(n, device)
         torch.testing.assert_close(run(ids, labels), plain(ids, labels))
         # The first call compiles: in a capture it would be too late.
-        assert loss_of.recorder._compiled  # type: ignore[attr-defined]
+        assert loss_of.recorder.code.made  # type: ignore[attr-defined]
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
     assert run.stats().hits == 4

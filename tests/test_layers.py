@@ -14,7 +14,7 @@ LAYERS = ("subtensors.kernels", "subtensors.dispatch", "subtensors")
 """Each may import from those before it."""
 
 ROOMS = {
-    "subtensors.bucketed": ("state", "calls", "report", "compilation", "bucket", "training", "recorder"),
+    "subtensors.bucketed": ("state", "calls", "report", "compilation", "bucket", "training", "fallbacks", "recorder"),
 }
 """Of a package its rooms and files, each of which may import from those before it; what isn't named is above them."""
 

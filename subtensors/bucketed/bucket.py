@@ -13,6 +13,7 @@ from torch import Tensor
 from subtensors.bucketed.calls.arguments import Reading, leaf_key
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import Compiled
+from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.report.statistics import BucketStatistics
 from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, static_dims
@@ -67,6 +68,10 @@ class Bucket:
         """Which of the sources the program writes to."""
         self.last_call = 0
         """When it was last called, on the runner's clock."""
+
+    def take_code(self, code: CodeOfFamilies) -> None:
+        """Run what is compiled of the program, where that is asked for."""
+        self.compiled = code.of(self, Compiled)
 
     @property
     def is_recorded(self) -> bool:

@@ -68,3 +68,14 @@ def obstacle_around() -> str:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "it is part of a graph that is being captured"
     return ""
+
+
+def said_in_a_line(error: Exception) -> str:
+    """An error's kind and the first line of its message, or that of what it only announces.
+
+    >>> said_in_a_line(ValueError("no"))
+    'ValueError: no'
+    """
+    lines = str(error).splitlines()
+    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return f"{type(error).__name__}: {first}"

@@ -8,16 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call
-from subtensors.bucketed.calls.arguments import Reading
-from subtensors.bucketed.compilation.compiled import Compiled
-from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
+from subtensors.bucketed.calls.arguments import Reading, padded_leaves
+from subtensors.bucketed.compilation.families import CodeOfFamilies
+from subtensors.bucketed.fallbacks import said_in_a_line
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import State, leaves_behind
@@ -27,15 +27,10 @@ from subtensors.byte_sizes import in_units
 from subtensors.dispatch import autograd_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
-from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.kernels.repeated_launch import not_waiting
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.padding import pad
 
 _log = logging.getLogger("subtensors.bucketed")
-
-B = TypeVar("B", bound=Bucket)
-C = TypeVar("C", Compiled, CompiledGradients)
 
 IN_VAIN = 8
 """So many recordings of everything in a row, none of which was replayed, and there is none any more."""
@@ -64,6 +59,7 @@ class Recorder:
     ) -> None:
         self.name, self.state = name, state
         self.max_graphs, self.memory_limit, self.compile_options = max_graphs, memory_limit, compile_options
+        self.code = CodeOfFamilies(compile_options)
         self.buckets: dict[Any, Bucket] = {}
         self.pools: dict[torch.device, GraphPool] = {}
         self.replays = ReplayClock()
@@ -75,15 +71,8 @@ class Recorder:
         self.refusal = ""
         """Why nothing is recorded any more, where that is so."""
         self._in_vain = self._hits_before = 0
-        self._compiled: dict[Any, Compiled | CompiledGradients] = {}
         self._captures_unrun: dict[Any, bool] = {}
         """Of programs that were captured at some size: can they be captured at another one without being run first?"""
-        self._recompiles = 0
-
-    @property
-    def recompiles(self) -> int:
-        """Compilations after the first of each program."""
-        return self._recompiles + sum(max(c.compilations - 1, 0) for c in self._compiled.values())
 
     def bucket_of(
         self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
@@ -106,23 +95,12 @@ class Recorder:
     def _new(
         self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
     ) -> Bucket:
-        if is_followed:
-            trained = TrainedBucket(reading, leaves, call, device, self._pool(device))
-            trained.state = self.state
-            trained.gradients_code = self._compilation(trained, CompiledGradients)
-            return trained
-        bucket = Bucket(reading, leaves, call, device, self._pool(device))
-        bucket.compiled = self._compilation(bucket, Compiled)
+        kind = TrainedBucket if is_followed else Bucket
+        bucket = kind(reading, leaves, call, device, self._pool(device))
+        if isinstance(bucket, TrainedBucket):
+            bucket.state = self.state
+        bucket.take_code(self.code)
         return bucket
-
-    def _compilation(self, bucket: B, make: Callable[[B, dict[str, Any]], C]) -> C | None:
-        """The compiled code that a bucket shares with those that differ from it in sizes alone."""
-        if self.compile_options is None:
-            return None
-        family = bucket.reading.family_key
-        if family not in self._compiled:
-            self._compiled[family] = make(bucket, self.compile_options)
-        return cast("C", self._compiled[family])
 
     def _pool(self, device: torch.device) -> GraphPool | None:
         if device.type != "cuda":
@@ -240,7 +218,7 @@ class Recorder:
 
     def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
-        padded = _padded(leaves, reading, bucket.device)
+        padded = padded_leaves(leaves, reading, bucket.device)
         copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
         before = self.state.versions()
 
@@ -336,7 +314,7 @@ class Recorder:
             sum(b.captures for b in every),
             sum(max(b.captures - 1, 0) for b in every),
             self.evictions,
-            self.recompiles,
+            self.code.recompiles,
             dict(fallbacks),
             sizes,
         )
@@ -356,15 +334,10 @@ class Recorder:
             bucket.is_due = True
         self.state.look()
         self.state.optimizers.reread()
-        # Compiled code holds the tensors that it was compiled with.
-        self._recompiles += sum(compiled.compilations for compiled in self._compiled.values())
-        self._compiled.clear()
+        self.code.forget()
         self._captures_unrun.clear()
         for bucket in self.buckets.values():
-            if isinstance(bucket, TrainedBucket):
-                bucket.gradients_code = self._compilation(bucket, CompiledGradients)
-            else:
-                bucket.compiled = self._compilation(bucket, Compiled)
+            bucket.take_code(self.code)
 
     def release(self) -> None:
         """Give up every graph and static input, and why there were none."""
@@ -376,26 +349,3 @@ class Recorder:
                 bucket.forget()
         if self.pools:
             torch.cuda.empty_cache()
-
-
-def _padded(leaves: Sequence[Any], reading: Reading, device: torch.device) -> list[Any]:
-    """A call's leaves with the padding of their bucket; their true sizes are in one place, as those of a graph are."""
-    dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
-    values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
-    sizes = TrueSizes(tuple(dim.symbol for dim in reading.dims), reading.buckets, values, reading.sizes)
-    found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
-    for x, given in zip(found, leaves, strict=True):
-        if x is not given and isinstance(x, PaddedTensor):
-            x._sizes = sizes
-    return found
-
-
-def said_in_a_line(error: Exception) -> str:
-    """An error's kind and the first line of its message, or that of what it only announces.
-
-    >>> said_in_a_line(ValueError("no"))
-    'ValueError: no'
-    """
-    lines = str(error).splitlines()
-    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    return f"{type(error).__name__}: {first}"

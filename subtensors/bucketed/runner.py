@@ -14,9 +14,9 @@ from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
 from subtensors.bucketed.calls.arguments import Reading, flatten, leaf_key, sharing
 from subtensors.bucketed.example import calls_to_warm, with_progress
-from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around
+from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around, said_in_a_line
 from subtensors.bucketed.generation.generation import Generation, tokens_dim
-from subtensors.bucketed.recorder import Recorder, said_in_a_line
+from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.stands_for import StandsFor
 from subtensors.bucketed.state.kept_state import kept_state

@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
 from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.padded.true_sizes import HostSize
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.padding import pad
 from subtensors.sizes.dims import Dim, SizeAgreement
 from subtensors.static_memory.static_tensor import StaticAddressTensor
 
@@ -248,6 +249,18 @@ def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
     if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
         return []
     return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
+
+
+def padded_leaves(leaves: Sequence[Any], reading: Reading, device: torch.device) -> list[Any]:
+    """A call's leaves with the padding of their bucket; their true sizes are in one place, as those of a graph are."""
+    dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
+    values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
+    sizes = TrueSizes(tuple(dim.symbol for dim in reading.dims), reading.buckets, values, reading.sizes)
+    found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+    for x, given in zip(found, leaves, strict=True):
+        if x is not given and isinstance(x, PaddedTensor):
+            x._sizes = sizes
+    return found
 
 
 def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:

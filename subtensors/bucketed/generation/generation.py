@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.recorder import said_in_a_line
+from subtensors.bucketed.fallbacks import said_in_a_line
 from subtensors.dispatch import torch_capture
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from subtensors.bucketed.bucket import Bucket, recording_modes
 from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
+from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import leaves_behind
 from subtensors.bucketed.training.whole_step import SideEffects
@@ -33,7 +35,6 @@ from subtensors.kernels.inputs import InputLoad
 
 if TYPE_CHECKING:
     from subtensors.bucketed.calls.arguments import Reading
-    from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
     from subtensors.bucketed.state.program_state import State
     from subtensors.dispatch.graph_pool import GraphPool
 
@@ -68,6 +69,10 @@ class TrainedBucket(Bucket):
     """Ids of the leaves that the first call's results depend on."""
     met: frozenset[int] = frozenset()
     """Ids of parameters that the program reads from elsewhere too, as a list of a module's own: they get no alias."""
+
+    def take_code(self, code: CodeOfFamilies) -> None:
+        """See `Bucket`."""
+        self.gradients_code = code.of(self, CompiledGradients)
 
     def wanted(self, leaves: Sequence[Any]) -> list[Tensor]:
         """What of a call wants a gradient: arguments that are copied, then tensors that are read where they are."""
