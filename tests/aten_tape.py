@@ -51,7 +51,7 @@ class Tape(TorchDispatchMode):
         if any(type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for x in given):
             return NotImplemented  # what that is made of comes here in its turn
         has_mask = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if (func in _ASKS_THE_DEVICE or has_mask) and any(map(self.is_unknown, given)):
+        if func in _ASKS_THE_DEVICE or has_mask:
             raise Asked(f"operation not permitted when stream is capturing: {func}")
         given = [x for x in given if x.layout is torch.strided]
         for x in given:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import subtensors as st
 
@@ -143,6 +145,27 @@ def test_numbers_that_compare_otherwise_than_they_count_are_told_apart(device: s
     assert not torch.signbit(run(x, 0.0)).any()
     for _ in range(3):
         assert run(x, float("nan")).isnan().all()
+    assert run.stats().hits == 2
+
+
+@torch.no_grad()
+def test_settings_of_torch_are_those_of_the_call(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x) + torch.zeros(3, device=device)
+
+    run = st.bucketed(program, {"x": {2: SEQ}})
+    x = torch.randn(2, 1, 5, 3, device=device)
+    torch.testing.assert_close(run(x), program(x))
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(run(x), program(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(run(x), program(x))
+    torch.testing.assert_close(run(x), program(x))
+    assert len(run.stats().buckets) == 3
     assert run.stats().hits == 2
 
 

@@ -19,6 +19,13 @@ from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.inside import bucketed_program
 
+SETTINGS = (
+    torch.get_default_dtype, torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.math_sdp_enabled,
+)  # fmt: skip
+"""Of torch as a whole, which decide what a graph does: it is captured for those of the call."""
+
 KEYS = 4096
 """How many different ones a runner remembers."""
 
@@ -60,7 +67,8 @@ def shared_key(
     """
     cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
-    return len(args), tuple(kwargs), spec, (state.followed(leaves), cast, types, state.training())
+    settings = tuple([ask() for ask in SETTINGS])
+    return len(args), tuple(kwargs), spec, (state.followed(leaves), cast, types, settings, state.training())
 
 
 class Visits:
