@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("subtensors.kernels", "subtensors.dispatch", "subtensors")
 """Each may import from those before it."""
 
+REST = "..."
+"""Stands for what isn't named."""
+
 ROOMS = {
-    "subtensors.bucketed": ("state", "calls", "report", "compilation", "bucket", "training", "fallbacks", "recorder"),
+    "subtensors.optim": f"{REST} updates __init__".split(),
+    "subtensors.bucketed": f"state calls report compilation bucket training fallbacks recorder {REST}".split(),
 }
-"""Of a package its rooms and files, each of which may import from those before it; what isn't named is above them."""
+"""Of a package its rooms and files, each of which may import from those before it."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -46,9 +51,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def rank(name: str, of: Sequence[str]) -> int:
-    """Which of some packages a module is in: the one that is named most exactly."""
+    """Which of some packages a module is in: the one that is named most exactly, or what stands for the rest."""
     found = [i for i, package in enumerate(of) if name == package or name.startswith(package + ".")]
-    return max(found, key=lambda i: len(of[i]), default=len(of))
+    rest = next((i for i, package in enumerate(of) if package.endswith(REST)), len(of))
+    return max(found, key=lambda i: len(of[i]), default=rest)
 
 
 def upward(package: str, layers: Sequence[str]) -> list[str]:
@@ -83,6 +89,16 @@ def test_a_folder_of_dispatch_imports_the_files_beside_it_and_no_other_folder() 
         if rank(other, layers) != rank(name, layers)
     ]
     assert between == []
+
+
+def test_no_modules_wait_for_each_other_to_be_imported() -> None:
+    known = {name.removesuffix(".__init__"): tree for name, tree in MODULES.items()}
+    waits: dict[str, set[str]] = {}
+    for name, tree in known.items():
+        own = (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+        named = imported(ast.Module([*own], []))
+        waits[name] = {x for full in named for x in (full, full.rpartition(".")[0]) if x in known and x != name}
+    TopologicalSorter(waits).prepare()  # raises a CycleError that says which
 
 
 def test_an_import_upwards_would_be_seen() -> None:

@@ -6,7 +6,6 @@ from typing import Any, Unpack
 
 import torch
 
-from subtensors import optim
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import Options, recorded
 
@@ -54,6 +53,8 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
 
 def _counterpart(cls: type[torch.optim.Optimizer]) -> Any:
     """The class here of the name of torch's."""
+    from subtensors import optim  # here, since that imports this
+
     known = {name: found for name in optim.__all__ if _is_optimizer(found := getattr(optim, name))}
     if cls.__name__ in known and getattr(torch.optim, cls.__name__, None) is cls:
         return known[cls.__name__]
