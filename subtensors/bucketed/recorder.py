@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.calls.arguments import Reading, padded_leaves
+from subtensors.bucketed.calls.opened import opened_results
 from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.fallbacks import said_in_a_line
 from subtensors.bucketed.report.statistics import Statistics
@@ -225,14 +226,16 @@ class Recorder:
         # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
         # the capture: compiled code that it runs is compiled for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
-            result = pytree.tree_map_only(PaddedTensor, lambda x: x.unpad(), bucket.call(padded))
+            result = opened_results(bucket.call(padded), set(map(id, bucket.others.values())))
+            results, spec = pytree.tree_flatten(result)
+            results = [x.unpad() if isinstance(x, PaddedTensor) else x for x in results]
         self._note_writes(before)
         with torch.no_grad():
             for own, x, version in copies:
                 if x._dense._version != version:
                     own.copy_(x.unpad())
             bucket.load(leaves, reading.sizes)
-        roots = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+        roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         bucket.is_differentiable = bool(roots)
         if bucket.is_differentiable:
             bucket.first_leaves = frozenset(leaves_behind(roots))
@@ -242,7 +245,7 @@ class Recorder:
                     bucket.run_once(reading.host)
             except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
                 self._refuse(bucket, error)
-        return result
+        return pytree.tree_unflatten(results, spec)
 
     def _record(self, bucket: Bucket) -> None:
         """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.calls.opened import opened_arguments
 from subtensors.dispatch.errors import SizeError
 from subtensors.sizes.dims import Dim
 
@@ -53,7 +54,7 @@ class ArgumentDims:
         for name, x in [*named, *kwargs.items()]:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
-            for path in _paths(x):
+            for path in _paths(opened_arguments(x)):
                 found.append((place + pytree.keystr(path), _below(given, path)))
         return found
 

@@ -7,6 +7,7 @@ goes.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.calls.opened import opened_arguments
 from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
 from subtensors.dispatch.errors import SizeError
@@ -126,6 +128,8 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     if is_flat(leaves):
         return leaves, None
     found, spec = pytree.tree_flatten((args, kwargs))
+    if any(map(dataclasses.is_dataclass, found)):
+        found, spec = pytree.tree_flatten(opened_arguments((args, kwargs)))
     return found, spec
 
 
@@ -224,6 +228,8 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         elif isinstance(x, Tensor) and not isinstance(x, FIXED):
             if type(x) is not Tensor:
                 raise Unreadable(f"an argument is a {type(x).__name__}")
+            if x.layout is not torch.strided:
+                raise Unreadable(f"an argument has the layout {x.layout}")
             where = padded.get(i, {})
             which = tuple(dims.index(where[d]) if d in where else -1 for d in range(x.dim()))
             shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))

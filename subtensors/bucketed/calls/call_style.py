@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.arguments import unflatten
+from subtensors.bucketed.calls.opened import opened_arguments
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ class CallStyle:
             (1, 0)
         """
         names = [*parameters[: len(args)], *range(len(parameters), len(args)), *kwargs]
-        structures = [None if spec is None else pytree.tree_structure(x) for x in [*args, *kwargs.values()]]
+        given = [*args, *kwargs.values()]
+        structures = [None if spec is None else pytree.tree_structure(opened_arguments(x)) for x in given]
         counts = [1 if structure is None else structure.num_leaves for structure in structures]
         ends = list(itertools.accumulate(counts))
 

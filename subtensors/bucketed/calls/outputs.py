@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.calls.opened import opened_results
 from subtensors.dispatch.padded.padded_value import Padded, is_padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
@@ -114,7 +115,7 @@ class Outputs:
             result: of the program; an object that holds tensors, as a cache, is copied with its tensors.
             given: the program's arguments, which come back as they are.
         """
-        leaves, spec = pytree.tree_flatten(_opened(result, {id(x) for x in given}))
+        leaves, spec = pytree.tree_flatten(opened_results(result, {id(x) for x in given}))
         return Outputs([_output(leaf) for leaf in leaves], spec, len(leaves) == 1 and leaves[0] is result)
 
     def cuts(self, host: dict[sympy.Symbol, HostSize]) -> list[Cut]:
@@ -124,36 +125,6 @@ class Outputs:
     def assembled(self, leaves: list[Any]) -> Any:
         """The result with these leaves."""
         return leaves[0] if self.is_leaf else pytree.tree_unflatten(leaves, self.spec)
-
-
-class _Opened:
-    """An object by its attributes, as pytrees see it; taken together it is a new object of its kind."""
-
-    def __init__(self, kind: type, attributes: dict[str, Any]) -> None:
-        self.kind, self.attributes = kind, attributes
-
-
-def _made(attributes: Iterable[Any], context: Any) -> Any:
-    kind, names = context
-    made = object.__new__(kind)
-    vars(made).update(zip(names, attributes, strict=True))
-    return made
-
-
-pytree.register_pytree_node(_Opened, lambda x: (list(x.attributes.values()), (x.kind, tuple(x.attributes))), _made)
-
-
-def _opened(result: Any, given: set[int]) -> Any:
-    """The result with objects that hold tensors opened, but for those that the program was given."""
-
-    def visit(x: Any) -> Any:
-        if isinstance(x, (Tensor, torch.nn.Module, type)) or id(x) in given or not hasattr(x, "__dict__"):
-            return x
-        attributes = {name: pytree.tree_map(visit, value) for name, value in vars(x).items()}
-        held = [part for value in attributes.values() for part in pytree.tree_leaves(value)]
-        return _Opened(type(x), attributes) if any(isinstance(part, Tensor) for part in held) else x
-
-    return pytree.tree_map(visit, result)
 
 
 def _output(leaf: Any) -> Output:
