@@ -150,8 +150,8 @@ def test_numbers_that_compare_otherwise_than_they_count_are_told_apart(device: s
 
 @torch.no_grad()
 def test_settings_of_torch_are_those_of_the_call(device: str) -> None:
-    def program(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x) + torch.zeros(3, device=device)
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.scaled_dot_product_attention(x, x, x), torch.zeros(3, device=device)
 
     run = st.bucketed(program, {"x": {2: SEQ}})
     x = torch.randn(2, 1, 5, 3, device=device)
