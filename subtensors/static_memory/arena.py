@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from threading import RLock
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,15 +21,9 @@ from subtensors.kernels.cuda_range import CudaRange
 from subtensors.kernels.host_range import HostRange
 from subtensors.static_memory.arena_pool import pool_over, segments_of
 from subtensors.static_memory.carving import AddressRange, Carver, Carving
+from subtensors.static_memory.constructors import Constructors
 from subtensors.static_memory.contents import Contents
-from subtensors.static_memory.static_tensor import (
-    StaticAddressTensor,
-    of_memory,
-    refuse_capture,
-    refuse_other,
-    shaped,
-    with_role,
-)
+from subtensors.static_memory.static_tensor import StaticAddressTensor, of_memory, refuse_capture, shaped, with_role
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -39,7 +33,7 @@ _GRANULE = 2 << 20  # what CUDA devices map at least
 _arenas: WeakSet[Arena] = WeakSet()
 
 
-class Arena:
+class Arena(Constructors):
     """A range of addresses that tensors are carved from; `release()` frees its memory, `restore()` brings it back.
 
     Memory is mapped under the range in chunks as tensors need it, so that a reserve larger than the device costs
@@ -94,88 +88,6 @@ class Arena:
         self._contents = Contents(self._carver, self.device)
         self._sleep: Sleep | None = None
         _arenas.add(self)
-
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
-        """A tensor carved from the arena, not initialized.
-
-        Args:
-            size: ints, or one sequence of them.
-            dtype: torch's default dtype where None.
-            requires_grad: of the tensor.
-
-        Returns:
-            (*size) StaticAddressTensor on the arena's device.
-
-        Raises:
-            AddressError: the arena is released, its reserve is used up, or a CUDA graph is being captured.
-            torch.OutOfMemoryError: the device has no memory left to map; MemoryError on a CPU.
-
-        Example:
-            >>> Arena("cpu").empty(2, 3).shape
-            torch.Size([2, 3])
-        """
-        return self._carve(_layout(size, dtype), None, requires_grad)
-
-    def full(
-        self, size: Sequence[int], fill_value: float, *, dtype: torch.dtype | None = None, requires_grad: bool = False
-    ) -> StaticAddressTensor:
-        """As `empty`, every value being `fill_value`, whose dtype it has where None is given.
-
-        Example:
-            >>> Arena("cpu").full((2,), 7)
-            StaticAddressTensor([7, 7])
-        """
-        layout = torch.full(size, fill_value, dtype=dtype, device="meta")
-        return self._carve(layout, fill_value, requires_grad)
-
-    def zeros(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
-        """As `empty`, every value being 0.
-
-        Example:
-            >>> Arena("cpu").zeros(2, dtype=torch.int64)
-            StaticAddressTensor([0, 0])
-        """
-        return self._carve(_layout(size, dtype), 0, requires_grad)
-
-    def ones(self, *size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> StaticAddressTensor:
-        """As `empty`, every value being 1.
-
-        Example:
-            >>> Arena("cpu").ones(2)
-            StaticAddressTensor([1., 1.])
-        """
-        return self._carve(_layout(size, dtype), 1, requires_grad)
-
-    def empty_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
-        """A tensor of the shape and strides of `t`, and of its dtype where None is given, not initialized."""
-        return self._carve(torch.empty_like(t, dtype=dtype, device="meta"))
-
-    def zeros_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
-        """As `empty_like`, every value being 0; it may stand where torch.zeros_like makes an optimizer's state."""
-        return self._carve(torch.empty_like(t, dtype=dtype, device="meta"), 0)
-
-    def static(self, t: Tensor) -> StaticAddressTensor:
-        """The values of `t` in this arena: `st.static(t)` with an address from here.
-
-        Args:
-            t: a strided tensor on any device.
-
-        Returns:
-            A StaticAddressTensor: a leaf, which requires grad, and is a parameter, where `t` is.
-
-        Raises:
-            TypeError: `t` is no such tensor.
-            AddressError: as for `empty`.
-
-        Example:
-            >>> Arena("cpu").static(torch.arange(3))
-            StaticAddressTensor([0, 1, 2])
-        """
-        refuse_other(t)
-        with torch.no_grad():
-            out = self.empty_like(t)
-            out.copy_(t)
-        return with_role(out, t.requires_grad and t.is_leaf, isinstance(t, torch.nn.Parameter))
 
     def release(self, keep: Literal["cpu"] | None = "cpu") -> None:
         """Free the arena's memory. Addresses stay reserved, and every op on its tensors is refused until `restore()`.
@@ -376,13 +288,6 @@ def _device(device: torch.device | str) -> torch.device:
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
-
-
-def _layout(size: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
-    """A tensor without memory of the size that torch.empty(*size) has."""
-    return torch.empty(
-        size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size, dtype=dtype, device="meta"
-    )
 
 
 def explain_place(t: StaticAddressTensor) -> str:
