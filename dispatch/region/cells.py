@@ -9,7 +9,8 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.region.graph import NeedsValues, Value, cut_again, gathered, recording, tensors_of
+from subtensors.dispatch.region.graph import NeedsValues, Value, cut_again, gathered, recording
+from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules.contractions import linear_layer
 from subtensors.dispatch.region.rules.table import record

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from subtensors.dispatch.region.chunk_pass import as_recorded
 from subtensors.dispatch.region.functions import Recomputed, Together, forward_only
-from subtensors.dispatch.region.graph import Cut, Join, Value, gathered, known, replace_leaves, tensors_of
+from subtensors.dispatch.region.graph import Cut, Join, Value, gathered, known
 from subtensors.dispatch.region.linear import is_affine
+from subtensors.dispatch.region.nests import replace_leaves, tensors_of
 from subtensors.dispatch.region.plan import Plan
 
 

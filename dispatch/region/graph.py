@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.region.axis import Axis, Layout, meta_of
+from subtensors.dispatch.region.nests import leaves, replace_leaves
 
 Span = tuple[int, int]
 
@@ -169,56 +169,6 @@ class Node:
     def operands(self) -> list[Value | Cut]:
         """The values and cuts among its arguments."""
         return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, (Value, Cut))]
-
-
-# Arguments are tuples, lists and dicts of few things, of which each op asks many times: for them a recursion here is
-# several times faster than optree, which knows the rest.
-
-
-def leaves(tree: Any) -> list[Any]:
-    """The leaves of a nest of arguments."""
-    found: list[Any] = []
-    _gather(tree, found)
-    return found
-
-
-def _gather(tree: Any, found: list[Any]) -> None:
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        for x in tree:
-            _gather(x, found)
-    elif kind is dict:
-        for key in sorted(tree):
-            _gather(tree[key], found)
-    elif isinstance(tree, _OTHER_NESTS):
-        nest: Any = tree
-        found.extend(optree.tree_leaves(nest, none_is_leaf=True))
-    else:
-        found.append(tree)
-
-
-def replace_leaves(tree: Any, replaced: Callable[[Any], Any]) -> Any:
-    """The nest with each leaf replaced."""
-    kind = type(tree)
-    if kind is tuple:
-        return tuple([replace_leaves(x, replaced) for x in tree])
-    if kind is list:
-        return [replace_leaves(x, replaced) for x in tree]
-    if kind is dict:
-        return {key: replace_leaves(x, replaced) for key, x in tree.items()}
-    if isinstance(tree, _OTHER_NESTS):
-        nest: Any = tree
-        return optree.tree_map(replaced, nest, none_is_leaf=True)
-    return replaced(tree)
-
-
-_OTHER_NESTS = (tuple, list, dict, deque)
-"""Kinds whose subclasses may be nests of their own, such as what `torch.max` returns."""
-
-
-def tensors_of(results: Any) -> list[Tensor]:
-    """The tensors among what an op returns."""
-    return [x for x in leaves(results) if isinstance(x, Tensor)]
 
 
 def constant(tensor: Tensor) -> Value:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.region.graph import Cut, Value, leaves
+from subtensors.dispatch.region.graph import Cut, Value
+from subtensors.dispatch.region.nests import leaves
 
 aten = torch.ops.aten
 

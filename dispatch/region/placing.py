@@ -9,18 +9,8 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.op_classes import OpClass, op_class
 from subtensors.dispatch.region.axis import Axis, Layout
-from subtensors.dispatch.region.graph import (
-    Cut,
-    Join,
-    NeedsValues,
-    PerChunk,
-    Value,
-    emit,
-    gathered,
-    infer,
-    leaves,
-    replace_leaves,
-)
+from subtensors.dispatch.region.graph import Cut, Join, NeedsValues, PerChunk, Value, emit, gathered, infer
+from subtensors.dispatch.region.nests import leaves, replace_leaves
 from subtensors.dispatch.torch_private import schema_of
 
 

@@ -21,16 +21,8 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
-from subtensors.dispatch.region.graph import (
-    NeedsValues,
-    Value,
-    constant,
-    gathered,
-    leaf_value,
-    leaves,
-    recording,
-    replace_leaves,
-)
+from subtensors.dispatch.region.graph import NeedsValues, Value, constant, gathered, leaf_value, recording
+from subtensors.dispatch.region.nests import leaves, replace_leaves
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.region.rules import record
 from subtensors.dispatch.torch_private import schema_of

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.region.graph import Value, tensors_of
+from subtensors.dispatch.region.graph import Value
+from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.placing import Call, along, whole
 from subtensors.dispatch.region.rules.table import RULES
 

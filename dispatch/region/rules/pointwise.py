@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.region.graph import tensors_of
+from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.placing import Call, broadcast, extent, largest, wrapped
 from subtensors.dispatch.region.rules.table import RULES, record
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.region.graph import Join, PerChunk, Value, emit, infer, tensors_of
+from subtensors.dispatch.region.graph import Join, PerChunk, Value, emit, infer
+from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.placing import Call, wrapped
 from subtensors.dispatch.region.rules.table import RULES, record
 

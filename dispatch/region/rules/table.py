@@ -9,7 +9,8 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, op_class
-from subtensors.dispatch.region.graph import NeedsValues, constant, emit, infer, replace_leaves, tensors_of
+from subtensors.dispatch.region.graph import NeedsValues, constant, emit, infer
+from subtensors.dispatch.region.nests import replace_leaves, tensors_of
 from subtensors.dispatch.region.placing import Call
 from subtensors.dispatch.rules import RuleTable
 
