@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from torch import Tensor
+from torch import Tensor, nn
 
+import subtensors as st
 from subtensors.kernels.inputs import InputLoad, Walk, load_inputs_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -77,3 +79,30 @@ def test_one_compiled_kernel_serves_every_bucket() -> None:
             load.walk._kernel.result()  # the next one is by the kernel
         assert load.load is load.walk
     assert inputs._compiled.cache_info().misses == 1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_call_is_one_kernel_for_its_inputs_a_graph_and_a_copy_of_each_result() -> None:
+    pytest.importorskip("cuda.bindings")
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    seq = st.Dim("seq", max=32, buckets=8)
+
+    def program(x: Tensor, y: Tensor, z: Tensor, w: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+        return x.softmax(0) * w + y, z.cumsum(0) + fixed
+
+    run = st.bucketed(program, {name: {0: seq} for name in "xyz"})
+    fixed = st.static(torch.ones(3, device="cuda"))
+    for n in (5, 6, 7, 8):
+        given = [torch.randn(n, 3, device="cuda") for _ in "xyz"]
+        for wanted, found in zip(program(*given, weight, fixed), run(*given, weight, fixed), strict=True):
+            torch.testing.assert_close(found, wanted)
+        for bucket in run.recorded():
+            bucket._load.walk._kernel.result()  # from the next call on inputs are loaded by the kernel
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run(*given, weight, fixed)
+        torch.cuda.synchronize()
+    names = Counter(event.name for event in seen.events())
+    # By torch's ops each input would be a copy of its own, and a fill where it is padded.
+    assert names["aten::copy_"] == names["aten::clone"] == 2, names
+    assert not any(name.startswith(("aten::zero", "aten::mul", "aten::cumsum", "aten::_softmax")) for name in names)

@@ -177,7 +177,8 @@ class Bucketed(StandsFor):
 
     def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.fallbacks.note(why, error)
-        return self.program(*args, **kwargs)
+        with self.state.constants.of_a_run():
+            return self.program(*args, **kwargs)
 
     def _first(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a bucket's first call, and record it for those to come."""
