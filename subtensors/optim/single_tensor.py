@@ -110,6 +110,11 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that values stored in this one are computed in."""
+    return torch.float32 if is_narrow(dtype) else dtype
+
+
 def _computed(stored: Tensor | Quantized | Dithered, must_copy: bool) -> Tensor:
     """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
     if isinstance(stored, Quantized | Dithered):

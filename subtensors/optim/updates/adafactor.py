@@ -16,7 +16,7 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
-from subtensors.optim.updates.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.updates.matrix_optimizer import MatrixOptimizer, assign, by_shape
 
 
 class Adafactor(MatrixOptimizer):
@@ -124,8 +124,8 @@ class Adafactor(MatrixOptimizer):
             _descend_factored(p, g, row, column, mean, step, eps1=eps1, **values)
             return
         row, column, u = by_shape(partial(_factored_direction, eps1=eps1), g, row_var, col_var, share)
-        _keep(row_var, row)
-        _keep(col_var, column)
+        assign(row_var, row)
+        assign(col_var, column)
         _descend(p, u, step, **values)
 
     def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:
@@ -266,8 +266,3 @@ def _factored_direction(
     variance = row @ col
     variance.div_(row.mean(dim=-2, keepdim=True).clamp_(min=least))
     return row, col, variance.clamp_(min=least * least).rsqrt_() * g
-
-
-@fused
-def _keep(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)

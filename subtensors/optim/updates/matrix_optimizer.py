@@ -16,7 +16,7 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import IN_STEP
 from subtensors.optim.shards import is_sharded, whole, write_part
-from subtensors.optim.single_tensor import SQUARES, is_narrow, taken_gradient
+from subtensors.optim.single_tensor import SQUARES, computed_in, taken_gradient
 
 
 class MatrixOptimizer(Optimizer):
@@ -105,7 +105,7 @@ def _gradient(
     p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool, values: dict[str, Any]
 ) -> Tensor:
     """The gradient as `update` takes it; zero when it overflowed, so that no factorization meets an infinity."""
-    g = g.to(torch.float32 if is_narrow(p.dtype) else p.dtype)
+    g = g.to(computed_in(p.dtype))
     g, _ = taken_gradient(g, grad_scale, maximize, values)
     return g if found_inf is None else torch.where(found_inf != 0, 0, g)
 
@@ -122,7 +122,8 @@ def _approach(average: Tensor, w: Tensor, ema: float | Tensor) -> None:
 
 
 @fused
-def _assign(target: Tensor, source: Tensor) -> None:
+def assign(target: Tensor, source: Tensor) -> None:
+    """target <- source."""
     target.copy_(source)
 
 
@@ -188,7 +189,7 @@ class ListStep:
         for target, value in zip(written, before, strict=False):
             _undo(target, value, found_inf)
         if master is not None:
-            _assign(_list(p), weights)
+            assign(_list(p), weights)
 
 
 def _list(tensors: Iterable[Tensor]) -> TensorList:

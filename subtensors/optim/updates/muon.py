@@ -15,7 +15,7 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
-from subtensors.optim.single_tensor import is_narrow
+from subtensors.optim.single_tensor import computed_in
 from subtensors.optim.updates.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.updates.newton_schulz import Coefficients, newton_schulz
 
@@ -120,7 +120,7 @@ class Muon(MatrixOptimizer):
 @fused
 def _momentum(g: Tensor, m: Tensor, momentum: float, nesterov: bool, eps: float) -> tuple[Tensor, Tensor]:
     """The direction u in bfloat16, and its norm."""
-    wide = torch.float32 if is_narrow(m.dtype) else m.dtype
+    wide = computed_in(m.dtype)
     g = g.to(wide)
     m.copy_(m.to(wide).lerp(g, 1 - momentum))
     u = (g.lerp(m.to(wide), momentum) if nesterov else m.to(wide)).to(torch.bfloat16)
@@ -134,7 +134,7 @@ def _divide(x: Tensor, norm: Tensor) -> None:
 
 @fused
 def _descend(p: Tensor, o: Tensor, lr: float, weight_decay: float) -> None:
-    w = p.float() if is_narrow(p.dtype) else p
+    w = p.to(computed_in(p.dtype))
     p.copy_(w * (1 - lr * weight_decay) - lr * o.to(w.dtype))
 
 
@@ -144,8 +144,12 @@ def _orthogonalized(x: Tensor, coefficients: Coefficients, steps: int, adjust_lr
     return newton_schulz(x, coefficients, steps, _FACTORS[adjust_lr_fn](rows, columns))
 
 
+def _original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns))
+
+
 _FACTORS: dict[str | None, Callable[[int, int], float]] = {
-    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    None: _original,
+    "original": _original,
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }

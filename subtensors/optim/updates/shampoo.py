@@ -177,7 +177,7 @@ class Shampoo(MatrixOptimizer):
                 if due:
                     exponent = -1 / (2 * len(sides))
                     part(root, due).copy_(by_shape(lambda a, e=exponent: matrix_power(a, e, eps), part(moment, due)))
-                direction = by_shape(_products[side], direction, root)
+                direction = by_shape(_PRODUCTS[side], direction, root)
             direction = as_shaped(direction, p)
         if grafting is not None:
             direction = _grafted(direction, gradient)
@@ -208,7 +208,7 @@ def matrix_power(a: Tensor, exponent: float, eps: float) -> Tensor:
     return power
 
 
-_products = {"left": lambda x, root: root @ x, "right": lambda x, root: x @ root}
+_PRODUCTS = {"left": lambda x, root: root @ x, "right": lambda x, root: x @ root}
 
 
 @fused
