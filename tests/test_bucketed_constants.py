@@ -153,6 +153,19 @@ def test_what_a_program_writes_itself_and_what_it_does_not_read_may_change(
 
 
 @torch.no_grad()
+def test_what_changed_is_not_lost_where_the_program_runs_without_a_graph_meanwhile(device: str) -> None:
+    p = Program(device)
+    run = st.bucketed(p.program, DIMS)
+    x, beyond = rows(5, device), rows(40, device)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), p.program(x))
+    run.state.look()  # the program's own counter is among what is watched again
+    p.net.scale = 3.0
+    torch.testing.assert_close(run(beyond), p.program(beyond))
+    torch.testing.assert_close(run(x), p.program(x))
+
+
+@torch.no_grad()
 def test_what_changes_all_the_time_runs_without_a_graph_in_the_end(device: str) -> None:
     p = Program(device)
     run = st.bucketed(p.program, DIMS)

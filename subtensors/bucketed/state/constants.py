@@ -5,7 +5,7 @@ What the program itself writes while it runs, as a count of its calls, is none: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from operator import itemgetter
@@ -46,16 +46,26 @@ class Constants:
         self._watch(values)
 
     def _watch(self, values: Iterable[tuple[Place, Any]]) -> None:
-        of_holders: dict[int, list[tuple[Place, Any]]] = {}
-        for place, value in values:
-            of_holders.setdefault(id(place.holder), []).append((place, value))
-        self._reads = [_reader([place for place, _ in found]) for found in of_holders.values()]
-        pairs = list(chain.from_iterable(of_holders.values()))
-        self._places = [place for place, _ in pairs]
-        self._values = [value for _, value in pairs]
+        pairs = list(values)
+        self._places, self._values = [place for place, _ in pairs], [value for _, value in pairs]
+        names: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
+        for place in self._places:
+            if type(place.holder) is dict:
+                names.setdefault(id(place.holder), (place.holder, []))[1].append(place.key)
+        self._dicts = [(itemgetter(*keys), held) for held, keys in names.values()]
+        self._rest = [place for place in self._places if type(place.holder) is not dict]
+        # What changed before it was looked at must not be taken for what is recorded.
+        self._seen = self._glance() if _are_equal(self._now(), self._values) else None
+
+    def _glance(self) -> Any:
+        """All values, dict by dict, which takes half the time of place by place; None where a name is gone."""
+        try:
+            return [get(held) for get, held in self._dicts], [place.now() for place in self._rest]
+        except KeyError:
+            return None
 
     def _now(self) -> list[Any]:
-        return list(chain.from_iterable([read() for read in self._reads]))
+        return [place.now() for place in self._places]
 
     def _hooks_now(self) -> list[Any]:
         """The ids of the hooks, which no two have in common."""
@@ -65,11 +75,10 @@ class Constants:
         """The first that is another than it was, by its name; "" where none is."""
         if self._hooks_now() != self._hooked:
             return "a hook of a module"
-        now = self._now()
-        if _are_equal(now, self._values):
+        if self._seen is not None and _are_equal(self._glance(), self._seen):
             return ""
-        found = zip(self._places, now, self._values, strict=True)
-        return next((place.name for place, x, before in found if not _are_equal(x, before)), "")
+        found = zip(self._places, self._now(), self._values, strict=True)
+        return next((place.name for place, now, before in found if not _are_equal(now, before)), "")
 
     @contextmanager
     def of_a_run(self) -> Iterator[None]:
@@ -83,26 +92,6 @@ class Constants:
             if not _are_equal(after := self._now(), before):
                 stayed = [_are_equal(a, b) for a, b in zip(after, before, strict=True)]
                 self._watch(compress(list(zip(self._places, self._values, strict=True)), stayed))
-
-
-def _reader(places: list[Place]) -> Callable[[], Sequence[Any]]:
-    """Gives what stands at some places of one holder."""
-    holder = places[0].holder
-
-    def each() -> list[Any]:
-        return [place.now() for place in places]
-
-    if type(holder) is not dict or len(places) == 1:
-        return each
-    read: Callable[[Any], Sequence[Any]] = itemgetter(*[place.key for place in places])
-
-    def at_once() -> Sequence[Any]:
-        try:
-            return read(holder)
-        except KeyError:
-            return each()
-
-    return at_once
 
 
 def _are_equal(now: Any, before: Any) -> bool:
