@@ -177,7 +177,7 @@ class Bucketed(StandsFor):
 
     def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.fallbacks.note(why, error)
-        with self.state.constants.of_a_run():
+        with self.state.of_a_run():
             return self.program(*args, **kwargs)
 
     def _first(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

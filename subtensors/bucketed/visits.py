@@ -144,7 +144,7 @@ class Visits:
             return visit
 
         def call(leaves: Sequence[Any]) -> Any:
-            with bucketed_program(), self._state.constants.of_a_run():
+            with bucketed_program(), self._state.of_a_run():
                 return style.call(self._program, leaves)
 
         visit.bucket = self._recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)

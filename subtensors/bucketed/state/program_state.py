@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.state.additions import Additions
 from subtensors.bucketed.state.constants import Constants
 from subtensors.bucketed.state.held import Held
 from subtensors.bucketed.state.optimizers import Optimizers
@@ -56,6 +57,7 @@ class State:
         self._training = {self.training(): self._trained()}
         """Which modules train, by which of the outermost do: graphs are recorded for each."""
         self.constants = Constants(self.reached.plain, self.modules)
+        self.additions = Additions(self.reached.holders, self.reached.names)
         self.loose = [x for x in parts if isinstance(x, Tensor)]
         self._tensors = _distinct(self.tensors())
         self._held = Held(self._tensors)
@@ -100,9 +102,15 @@ class State:
         training = self._trained()
         if self._training.setdefault(self.training(), training) != training:
             return "a module changed between training and evaluation"
-        if name := self.constants.first_other():
+        if name := self.constants.first_other() or self.additions.first():
             return f"{name} changed, which a graph holds as a constant"
         return self.optimizers.moved()
+
+    @contextmanager
+    def of_a_run(self) -> Iterator[None]:
+        """The program runs meanwhile: what it writes itself is not watched."""
+        with self.constants.of_a_run(), self.additions.of_a_run():
+            yield
 
     def held(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Where the modules hold parameters and buffers, and which these are."""

@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.state.additions import Holder
 from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.places import CELL, Place
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 _DEPTH = 3
 """How many steps from the program."""
@@ -54,11 +57,18 @@ class Reached:
         names, functions = _names_used([x.value for x in every])
         found = [x for x in every if isinstance(x.value, Part) and _is_read(x, names)]
         self.parts: list[Part] = [x.value for x in found]
-        self.plain = [(x.place, x.value) for x in plain if x.place is not None and _is_named(x, names)]
+        plain = [x for x in plain if _is_named(x, names)]
+        self.plain = [(x.place, x.value) for x in plain if x.place is not None]
         self.plain += [pair for f in functions for pair in _plain_globals(f)]
-        """Where it finds plain values, and which."""
+        self.plain += [pair for x in every for pair in _plain_of_classes(x.value, names)]
+        """Where it finds plain values and functions, and which."""
+        self.names = names
+        self.holders = [holder for x in every if _is_named(x, names) for holder in _holders(x.value)]
+        """Whose attributes it reads, and small containers."""
         for x in found:
             self._watch(x)
+        for x in plain:
+            self._watch(x.within)
 
     def _watch(self, found: _Found | None) -> None:
         while found is not None:
@@ -87,13 +97,37 @@ def _walked(program: Any) -> tuple[list[_Found], list[_Found]]:
         every.append(found)
         if depth and not isinstance(found.value, (Tensor, torch.optim.Optimizer)):
             for place, value in _below(found.value):
-                if is_plain(value):
-                    if _is_one_of_few(found.value, place):
-                        plain.append(_Found(value, place, found))
-                elif id(value) not in seen:
+                if _is_constant(value, place) and _is_one_of_few(found.value, place):
+                    plain.append(_Found(value, place, found))
+                if not is_plain(value) and id(value) not in seen:
                     seen.add(id(value))
                     todo.append((_Found(value, place, found), depth - 1))
     return every, plain
+
+
+def _holders(x: Any) -> Iterator[Holder]:
+    """Where something that was reached has its parts."""
+    if isinstance(x, nn.Module):
+        yield from (Holder(vars(module), True) for module in x.modules())
+    elif isinstance(x, (list, dict)):
+        if len(x) <= _FEW:
+            yield Holder(x, False)
+    elif not isinstance(x, (*_FUNCTIONS, Tensor, type, types.ModuleType, functools.partial)) and hasattr(x, "__dict__"):
+        yield Holder(vars(x), True)
+
+
+def _plain_of_classes(x: Any, names: Collection[str]) -> Iterator[tuple[Place, Any]]:
+    """Where classes that are not torch's have plain values that code of the program names."""
+    modules = x.modules() if isinstance(x, nn.Module) else [x]
+    for kind in {kind for module in modules for kind in type(module).__mro__}:
+        if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
+            held = vars(kind)
+            yield from ((Place(held, name), value) for name, value in held.items() if name in names and is_plain(value))
+
+
+def _is_constant(x: Any, place: Place | None) -> bool:
+    """Is it a plain value, or a function that is an attribute?"""
+    return is_plain(x) or (isinstance(x, _FUNCTIONS) and place is not None and place.is_attribute)
 
 
 def _is_one_of_few(within: Any, place: Place | None) -> bool:
@@ -134,7 +168,8 @@ def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType
     names, seen = {"__call__", "forward"}, set[Any]()
     while True:
         for function in todo:
-            names |= _names_in(inspect.unwrap(function).__code__)
+            code = inspect.unwrap(function).__code__
+            names |= _names_in(code) | _words_in(code)
         seen.update(todo)
         found = [f for kind in kinds for name, x in vars(kind).items() if name in names for f in _functions(x)]
         todo = [f for f in found if f not in seen]
@@ -156,6 +191,12 @@ def _names_in(code: types.CodeType) -> set[str]:
     """The names in a function's code, and in that of the functions which it makes."""
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _words_in(code: types.CodeType) -> set[str]:
+    """Texts that may be names, as `getattr` takes them."""
+    inner = [_words_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}.union(*inner)
 
 
 def _functions(x: Any) -> list[Any]:

@@ -1,0 +1,73 @@
+"""What comes to the attributes and small containers that a program reads, and was not there when it was recorded.
+
+Code may ask whether there is such a name (`getattr(self, "scale", 1)`), or find it before that of the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Holder(NamedTuple):
+    """Attributes of an object, or a container.
+
+    Args:
+        held: a dict or list.
+        is_object: are these attributes? Then such count as code of the program has the names of.
+    """
+
+    held: Any
+    is_object: bool
+
+
+class Additions:
+    """Some holders as they are now, to be compared with what is there later.
+
+    Args:
+        holders: distinct ones.
+        names: in the code of the program.
+
+    Example:
+        >>> found = Additions([Holder(held := {"scale": 2}, True)], {"scale", "shift"})
+        >>> held["other"] = 1
+        >>> found.first()
+        ''
+        >>> held["shift"] = 1
+        >>> found.first()
+        'shift'
+    """
+
+    def __init__(self, holders: Iterable[Holder], names: Collection[str]) -> None:
+        self._holders, self._names = list(holders), names
+        self._held = [holder.held for holder in self._holders]
+        self._look()
+
+    def _look(self) -> None:
+        self._sizes = list(map(len, self._held))
+        self._keys = [frozenset(held) if isinstance(held, dict) else None for held in self._held]
+
+    def first(self) -> str:
+        """The name of the first that is new, or went; "" where there is none."""
+        if list(map(len, self._held)) == self._sizes:
+            return ""
+        for holder, size, keys in zip(self._holders, self._sizes, self._keys, strict=True):
+            if len(holder.held) != size:
+                if keys is None:
+                    return "a list of the program"
+                others = keys.symmetric_difference(holder.held)
+                if counted := [key for key in others if not holder.is_object or key in self._names]:
+                    return str(counted[0])
+        self._look()
+        return ""
+
+    @contextmanager
+    def of_a_run(self) -> Iterator[None]:
+        """The program runs meanwhile: what it adds is its own."""
+        before = list(map(len, self._held))
+        try:
+            yield
+        finally:
+            if list(map(len, self._held)) != before:
+                self._look()
