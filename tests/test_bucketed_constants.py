@@ -138,6 +138,27 @@ def test_what_changed_is_recorded_again_and_said(
     assert f" is recorded again: {said} " in caplog.text
 
 
+def test_a_hook_of_the_backward_is_run_as_long_as_it_is_there(device: str) -> None:
+    nets = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device, torch.float64) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    run = st.bucketed(nets[0], {0: DIMS["x"]})
+
+    def check() -> None:
+        for n in (5, 6, 20):
+            x = rows(n, device)
+            for net, program in zip(nets, (run, nets[1]), strict=True):
+                net.zero_grad()
+                program(x).square().sum().backward()
+            torch.testing.assert_close(nets[0][0].weight.grad, nets[1][0].weight.grad)
+
+    check()
+    hooks = [net[1].register_full_backward_hook(lambda module, given, out: (given[0] * 3,)) for net in nets]
+    check()
+    for hook in hooks:
+        hook.remove()
+    check()
+
+
 @torch.no_grad()
 def test_a_hook_that_was_removed_is_not_run(device: str, counted: Counted) -> None:
     net = nn.Sequential(nn.Softmax(0))

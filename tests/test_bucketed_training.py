@@ -99,6 +99,16 @@ def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
     assert run.stats().hits == 3
 
 
+def test_results_may_be_written_to(device: str) -> None:
+    net, alone = Net(device), Net(device)
+    run = st.bucketed(net, DIMS)
+    for n in (5, 6, 20, 7):
+        ids = tokens(n, device)
+        for model in (run, alone):
+            model(ids).mul_(2).add_(1).square().sum().backward()
+        check(gradients(net), gradients(alone))
+
+
 def test_two_calls_in_one_loss(device: str) -> None:
     net, alone = Net(device), Net(device)
     run = st.bucketed(net, DIMS)

@@ -228,7 +228,7 @@ class Recorder:
         with torch.autograd.set_multithreading_enabled(False):
             result = opened_results(bucket.call(padded), set(map(id, bucket.others.values())))
             results, spec = pytree.tree_flatten(result)
-            results = [x.unpad() if isinstance(x, PaddedTensor) else x for x in results]
+            results = [_unpadded(x) if isinstance(x, PaddedTensor) else x for x in results]
         self._note_writes(before)
         with torch.no_grad():
             for own, x, version in copies:
@@ -352,3 +352,9 @@ class Recorder:
                 bucket.forget()
         if self.pools:
             torch.cuda.empty_cache()
+
+
+def _unpadded(x: PaddedTensor) -> Any:
+    """The real part in memory of its own, which the caller may write to."""
+    part = x.unpad()
+    return [row.clone() for row in part] if isinstance(part, list) else part.clone()

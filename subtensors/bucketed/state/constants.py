@@ -20,6 +20,10 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Kinds of values that Python code computes with, or decides by."""
 
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Of a module."""
+
+
 def is_plain(x: Any) -> bool:
     """Is it a plain value, or a tuple of such?"""
     return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
@@ -41,7 +45,7 @@ class Constants:
     """
 
     def __init__(self, values: Iterable[tuple[Place, Any]], modules: Sequence[nn.Module]) -> None:
-        self._hooks = [held for m in modules for held in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hooks = [getattr(m, kind) for m in modules for kind in HOOKS]
         self._hooked = self._hooks_now()
         self._watch(values)
 
