@@ -184,3 +184,58 @@ def test_a_backward_in_a_recording_is_on_the_thread_that_records(device: str) ->
         assert not torch._C._is_multithreading_enabled()
     assert torch._C._is_multithreading_enabled()
     assert threads == [threading.get_ident()]
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("zero_grad", ["first", "last", "never"])
+def test_a_step_that_returns_its_loss_undetached_is_taken_once_a_call(device: str, zero_grad: str) -> None:
+    def whole_step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Tensor) -> Tensor:
+            opt.zero_grad() if zero_grad == "first" else None
+            loss = net(x)
+            loss.backward()
+            opt.step()
+            opt.zero_grad() if zero_grad == "last" else None
+            return loss  # type: ignore[no-any-return]
+
+        return step
+
+    net, alone = Net(device), Net(device)
+    run, plain = st.bucketed(whole_step_of(net), DIMS), whole_step_of(alone)
+    for n in (5, 6, 20, 7):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), plain(x))
+        same_weights(net, alone)
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+    reason = "it calls backward itself, and returns what wants a gradient: return loss.detach()"
+    assert run.stats().fallbacks == {reason: 2}
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_gradient_scaler_within_a_step_is_left_to_the_program(device: str) -> None:
+    def whole_step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0)
+
+        def step(x: Tensor) -> Tensor:
+            loss = net(x)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        return step
+
+    net, alone = Net(device).float(), Net(device).float()
+    run, plain = st.bucketed(whole_step_of(net), DIMS), whole_step_of(alone)
+    for n in (5, 6, 20, 7):
+        x = rows(n, device).float()
+        torch.testing.assert_close(run(x), plain(x))
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    if run.recorder.pools:
+        assert ["a GradScaler asks the device" in reason for reason in run.stats().fallbacks] == [True]

@@ -24,6 +24,7 @@ from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import State, leaves_behind
 from subtensors.bucketed.training.followed_call import ReplayClock
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
+from subtensors.bucketed.training.whole_step import StepsTaken
 from subtensors.byte_sizes import in_units
 from subtensors.dispatch import autograd_private
 from subtensors.dispatch.errors import RuleError
@@ -221,7 +222,7 @@ class Recorder:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
         padded = padded_leaves(leaves, reading, bucket.device)
         copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
-        before = self.state.versions()
+        before, steps = self.state.versions(), StepsTaken(self.state)
 
         # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
         # the capture: compiled code that it runs is compiled for the settings of a thread.
@@ -237,7 +238,10 @@ class Recorder:
             bucket.load(leaves, reading.sizes)
         roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         bucket.is_differentiable = bool(roots)
-        if bucket.is_differentiable:
+        if roots and steps.any():
+            bucket.refusal = "it calls backward itself, and returns what wants a gradient: return loss.detach()"
+            bucket.forget()
+        elif roots:
             bucket.first_leaves = frozenset(leaves_behind(roots))
             # What returns no gradients may be a whole step, which is not to be taken twice.
             try:

@@ -41,6 +41,10 @@ class Optimizers:
         self._held = Held(self._tensors)
         self._options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
 
+    def are_there(self) -> bool:
+        """Is there any?"""
+        return bool(self._found)
+
     def tensors(self) -> list[Tensor]:
         """Their state."""
         return [x for x in self._entries() if isinstance(x, Tensor)]

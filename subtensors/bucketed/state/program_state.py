@@ -106,6 +106,12 @@ class State:
             return f"{name} changed, which a graph holds as a constant"
         return self.optimizers.moved()
 
+    def obstacle(self) -> str:
+        """Why a step that the program takes can't be a part of a graph; "" where it can."""
+        if self.reached.has_scaler:
+            return "a GradScaler asks the device whether gradients are finite: scale and step outside of the program"
+        return self.optimizers.obstacle()
+
     @contextmanager
     def of_a_run(self) -> Iterator[None]:
         """The program runs meanwhile: what it writes itself is not watched."""

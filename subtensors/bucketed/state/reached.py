@@ -62,6 +62,7 @@ class Reached:
         self.plain += [pair for f in functions for pair in _plain_globals(f)]
         self.plain += [pair for x in every for pair in _plain_of_classes(x.value, names)]
         """Where it finds plain values and functions, and which."""
+        self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in every)
         self.names = names
         self.holders = [holder for x in every if _is_named(x, names) for holder in _holders(x.value)]
         """Whose attributes it reads, and small containers."""

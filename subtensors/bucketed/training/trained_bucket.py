@@ -180,7 +180,7 @@ class TrainedBucket(Bucket):
         self.statistics.is_recorded = True
 
     def _capture(self, pool: GraphPool) -> None:
-        if not self.is_differentiable and (obstacle := self.state.optimizers.obstacle()):
+        if not self.is_differentiable and (obstacle := self.state.obstacle()):
             raise NotDifferentiable(obstacle)
         before = pool.bytes()
         started = time.perf_counter()

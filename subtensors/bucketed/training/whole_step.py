@@ -19,6 +19,26 @@ from subtensors.bucketed.state.program_state import State
 from subtensors.dispatch.graph_numbers import GraphNumbers
 
 
+class StepsTaken:
+    """Tells whether a program computes gradients, or takes a step, by itself.
+
+    Args:
+        state: of the program, which is about to be run.
+    """
+
+    def __init__(self, state: State) -> None:
+        trained = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not t.is_inference()]
+        self._trained = trained if state.optimizers.are_there() else []
+        self._written = [t._version for t in self._trained]
+        self._held = [(t, t.grad, None if t.grad is None else t.grad._version) for t in trained]
+
+    def any(self) -> bool:
+        """Were there gradients, or a step of an optimizer, since?"""
+        if [t._version for t in self._trained] != self._written:
+            return True
+        return any(t.grad is not g or (g is not None and g._version != version) for t, g, version in self._held)
+
+
 class SideEffects:
     """What the replays of one graph do.
 
