@@ -82,6 +82,7 @@ class Net(nn.Module):
 LENGTHS = (5, 3, 12, 8, 12, 4, 9, 5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own, where it compiles
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_bucketed_program_runs_where_its_tensors_are(compiles: bool, launched: list[int]) -> None:
     net = Net()
