@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.arguments import Reading, leaf_key
+from subtensors.bucketed.calls.arguments import Reading
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import Compiled
 from subtensors.bucketed.compilation.families import CodeOfFamilies
@@ -51,7 +51,6 @@ class Bucket:
         # What isn't copied is the caller's, or a number: it stays as it was in the first call.
         copied = {source.leaf for source in reading.sources}
         self.others = {i: x for i, x in enumerate(leaves) if i not in copied}
-        self._keys = {i: leaf_key(x) for i, x in self.others.items()}
         self.count = len(leaves)
         self.statistics = BucketStatistics(
             {dim.name: bucket for dim, bucket in zip(reading.dims, reading.buckets, strict=True)},
@@ -111,10 +110,6 @@ class Bucket:
         if not self.written or len({id(leaves[s.leaf]) for s in self.reading.sources}) == len(self.reading.sources):
             return ""
         return "it writes to an argument, and one tensor is given as several"
-
-    def written_object(self) -> str:
-        """The class of an argument, no tensor, that the program wrote to; "" where there is none."""
-        return next((type(x).__name__ for i, x in self.others.items() if leaf_key(x) != self._keys[i]), "")
 
     def write_back(self, leaves: Sequence[Any]) -> None:
         """Copy what the program wrote to its arguments to those of the call."""

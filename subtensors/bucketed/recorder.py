@@ -196,9 +196,6 @@ class Recorder:
             # What the first call left in torch's cache is as large as what the pool needs.
             torch.cuda.empty_cache()
         held = bucket.pool.held_bytes() if bucket.pool is not None else 0
-        if written := bucket.written_object():
-            bucket.refusal = f"it writes to an argument, a {written}, which a graph holds as a constant"
-            bucket.forget()
         if not bucket.refusal:
             # A capture writes nothing, and the caller's backward is still to come.
             with autograd_private.unseen_writes(self.state.buffers()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.calls.kept_objects import is_by_identity
 from subtensors.bucketed.calls.opened import opened_arguments
 from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
@@ -32,8 +32,6 @@ from subtensors.static_memory.static_tensor import StaticAddressTensor
 
 FIXED = (torch.nn.Parameter, StaticAddressTensor)
 """Tensors that stay where they are: a graph reads them there."""
-
-_BY_IDENTITY: Any = object.__hash__
 
 _LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -156,7 +154,7 @@ def leaf_key(x: Any) -> Any:
         return kind, x.requires_grad, held_of(x) or id(x)
     if kind is float:
         return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
-    if kind.__hash__ is _BY_IDENTITY and not issubclass(kind, (type, types.FunctionType)):
+    if is_by_identity(x):
         return kind, x, object_key(x)
     return kind, x
 

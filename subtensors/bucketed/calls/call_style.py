@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeVar
 
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.arguments import unflatten
+from subtensors.bucketed.calls.arguments import flatten, unflatten
+from subtensors.bucketed.calls.kept_objects import KeptObjects, is_by_identity
 from subtensors.bucketed.calls.opened import opened_arguments
+from subtensors.dispatch.errors import RuleError
 
 T = TypeVar("T")
 
@@ -72,11 +75,26 @@ class CallStyle:
         Args:
             program: what to call.
             leaves: of the arguments, in the order of the parameters.
+
+        Raises:
+            RuleError: it wrote to an object among them, which is as it was again, or to a container of the caller's.
         """
         if self.order is not None:
             leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
         args, kwargs = unflatten(leaves, self.spec, self.count, self.names)
-        return program(*args, **kwargs)
+        objects = KeptObjects(filter(is_by_identity, leaves))
+        try:
+            result = program(*args, **kwargs)
+        except BaseException:  # who comes here may run the program otherwise
+            objects.put_back()
+            raise
+        if written := objects.put_back():
+            raise RuleError(f"it writes to an argument, a {written}, which a graph holds as a constant")
+        if self.spec is not None:
+            now, spec = flatten(args, kwargs)
+            if spec != self.spec or not all(map(is_, now, leaves)):
+                raise RuleError("it writes to a container among its arguments, of which it has a copy")
+        return result
 
 
 AS_GIVEN = CallStyle(None, None, None, 0, ())

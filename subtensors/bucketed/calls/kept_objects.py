@@ -1,0 +1,58 @@
+"""Objects among the arguments that are told by their identity: what a run of the program writes to them is found."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+_BY_IDENTITY: Any = object.__hash__
+
+
+def is_by_identity(x: Any) -> bool:
+    """Is it an object with attributes that is equal to none but itself?"""
+    kind = type(x)
+    if kind.__hash__ is not _BY_IDENTITY or issubclass(kind, (type, types.FunctionType, Tensor)):
+        return False
+    return hasattr(x, "__dict__")
+
+
+class KeptObjects:
+    """The attributes of some objects as they are now, and the contents of the lists and dicts among these.
+
+    Example:
+        >>> cache = types.SimpleNamespace(steps=[1])
+        >>> kept = KeptObjects([cache])
+        >>> cache.steps.append(2)
+        >>> kept.put_back()
+        'SimpleNamespace'
+        >>> cache.steps
+        [1]
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._kept: list[tuple[str, Any, Any]] = []
+        for x in objects:
+            held = vars(x)
+            for part in (held, *held.values()):
+                if type(part) in (dict, list):
+                    self._kept.append((type(x).__name__, part, part.copy()))
+
+    def put_back(self) -> str:
+        """Undo what was written since: the class of the first object that was written to, "" where none was."""
+        written = ""
+        for name, now, before in self._kept:
+            if not _is_same(now, before):
+                written = written or name
+                now.clear()
+                now.update(before) if isinstance(now, dict) else now.extend(before)
+        return written
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
+    return len(now) == len(before) and all(map(is_, now, before))
