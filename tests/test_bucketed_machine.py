@@ -27,12 +27,13 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(3, 3)
+        self.factor = 1.0
         self.register_buffer("calls", torch.zeros(()))
         self.to(device, torch.float64)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         self.calls.add_(1)
-        h = self.inner(x)
+        h = self.inner(x) * self.factor
         return h.softmax(1) * scale, h.mean(1)
 
 
@@ -78,6 +79,21 @@ class Calls(RuleBasedStateMachine):
             own.grad = other.grad = None
         self.called += 2
 
+    @rule(sizes=some.lists(SIZES, min_size=1, max_size=3))
+    def accumulate(self, sizes: list[int]) -> None:
+        for n in sizes:
+            x = self.data(n)
+            for model in (self.run, self.alone):
+                model(x)[1].square().sum().backward()
+        for own, other in zip(self.net.parameters(), self.alone.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+        self.called += len(sizes)
+
+    @rule(drop=some.booleans())
+    def zero_grad(self, drop: bool) -> None:
+        for net in (self.net, self.alone):
+            net.zero_grad(set_to_none=drop)
+
     @rule()
     @torch.no_grad()
     def step(self) -> None:
@@ -90,6 +106,16 @@ class Calls(RuleBasedStateMachine):
     def replace_a_parameter(self) -> None:
         for net in (self.net, self.alone):
             net.inner.bias = nn.Parameter(net.inner.bias + 0.1)
+
+    @rule(factor=some.sampled_from([0.5, 1.0, 2.0]))
+    def change_a_number(self, factor: float) -> None:
+        for net in (self.net, self.alone):
+            net.factor = factor
+
+    @rule(wanted=some.booleans())
+    def freeze(self, wanted: bool) -> None:
+        for net in (self.net, self.alone):
+            net.inner.weight.requires_grad_(wanted)
 
     @rule()
     def release(self) -> None:
