@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from process_end import end_of_process
 from test_chunked_training import LanguageModel, batches
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from tests.process_end import end_of_process
 
 STEPS = 2
 

@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as some
-from torch import Tensor
-
-from subtensors.kernels import masked_layout, masked_norm, masked_reduction, masked_softmax
-from subtensors.kernels.masked_norm import Normed
-from subtensors.kernels.masked_reduction import KINDS, Reduced
-from tests.masked_oracle import (
+from masked_oracle import (
     Padded,
     any_padded,
     assert_exact,
@@ -27,7 +22,12 @@ from tests.masked_oracle import (
     wanted_results,
     wanted_rows,
 )
-from tests.programs import LOWERINGS, Lowering, interpreted
+from programs import LOWERINGS, Lowering, interpreted
+from torch import Tensor
+
+from subtensors.kernels import masked_layout, masked_norm, masked_reduction, masked_softmax
+from subtensors.kernels.masked_norm import Normed
+from subtensors.kernels.masked_reduction import KINDS, Reduced
 
 # What numpy says of the interpreter's arithmetic, and torch of a variance of one number.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", r"ignore:var\(\). degrees of freedom:UserWarning")

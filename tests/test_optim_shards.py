@@ -12,6 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from data_parallel_training import a_repeated_model_trains_as_one_does_on_all_data
+from kernels_on_cpu import kernels_on_cpu
+from own_optimizer import own_optimizer
+from process_end import end_of_process
+from python_calls import python_calls
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -19,11 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import subtensors as st
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.kernels.launch import Grid
-from tests.data_parallel_training import a_repeated_model_trains_as_one_does_on_all_data
-from tests.kernels_on_cpu import kernels_on_cpu
-from tests.own_optimizer import own_optimizer
-from tests.process_end import end_of_process
-from tests.python_calls import python_calls
 
 # What a step with each of these ends in is compared with torch's own on the whole model.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

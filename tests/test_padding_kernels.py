@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from masked_oracle import mask_of
+from programs import LOWERINGS, Lowering, interpreted
 from torch import Tensor
 
 import subtensors as st
@@ -17,8 +19,6 @@ from subtensors.kernels import padding
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.padding_ops import pad_list, pad_to, pad_values, unpad_to, unpad_values
 from subtensors.kernels.padding_tiles import AT_ONCE
-from tests.masked_oracle import mask_of
-from tests.programs import LOWERINGS, Lowering, interpreted
 
 each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 each_on_cpu = pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as some
+from programs import Lowering
 from torch import Tensor
 
 from subtensors.kernels.extents import Extent
-from tests.programs import Lowering
 
 POISON = (float("nan"), float("inf"), float("-inf"), 3e38)
 

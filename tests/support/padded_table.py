@@ -1,4 +1,4 @@
-"""Write what each op of torch's op_db does on padded tensors: `python tests/padded_table.py docs/padded-ops.md`."""
+"""Write what torch's ops do on padded tensors: `python tests/support/padded_table.py docs/padded-ops.md`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OPS = list(op_db)
 
 INTRODUCTION = """# PaddedTensor, op by op
 
-What every op of torch's own test database does when a dim of an operand is padded, as `tests/padded_table.py` found it
-with padding of NaN, infinity, 1e30, and indices out of range. Each sample was run with each dim padded, alone and
-together with the dims of its size in other operands, in float32. No result and no gradient was wrong: compared with the
+What every op of torch's own test database does when a dim of an operand is padded, as `tests/support/padded_table.py`
+found it with padding of NaN, infinity, 1e30, and indices out of range. Each sample was run with each dim padded, alone
+and together with the dims of its size in other operands, in float32. No result and no gradient was wrong: compared with the
 unpadded run in float64, none errs more than 1.5 times as much as the unpadded run in float32, and a rounding of its
 largest number. Whole numbers and infinities are the same.
 

@@ -10,7 +10,7 @@ import torch
 
 import subtensors as st
 
-PAGE = Path(__file__).parents[1] / "docs" / "write-your-own-optimizer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "write-your-own-optimizer.md"
 
 
 def source() -> str:
