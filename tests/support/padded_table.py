@@ -29,8 +29,8 @@ INTRODUCTION = """# PaddedTensor, op by op
 
 What every op of torch's own test database does when a dim of an operand is padded, as `tests/support/padded_table.py`
 found it with padding of NaN, infinity, 1e30, and indices out of range. Each sample was run with each dim padded, alone
-and together with the dims of its size in other operands, in float32. No result and no gradient was wrong: compared with the
-unpadded run in float64, none errs more than 1.5 times as much as the unpadded run in float32, and a rounding of its
+and together with the dims of its size in other operands, in float32. No result and no gradient was wrong: compared with
+the unpadded run in float64, none errs more than 1.5 times as much as the unpadded run in float32, and a rounding of its
 largest number. Whole numbers and infinities are the same.
 
 - **rule**: for some dim, the op runs on the padded storage; nothing is unpadded.
