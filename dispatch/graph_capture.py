@@ -32,13 +32,13 @@ from torch import Tensor
 from subtensors.dispatch import captures, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.tapes import CudaTape, HostTape
-from subtensors.kernels.launch import Prelude, bits
+from subtensors.kernels.lists.launch import Prelude, bits
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Swept(Protocol):
-    """Tensors of given sizes that a launch sweeps over, wherever they are: `kernels.launch.Grid` and its like."""
+    """Tensors of given sizes that a launch sweeps over, wherever they are: `kernels.lists.launch.Grid` and its like."""
 
     count: int
     sizes: Words

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.kernels.launch import bits, to_device
+from subtensors.kernels.lists.launch import bits
+from subtensors.kernels.transfer import to_device
 
 
 class Numbered(Protocol):

@@ -16,8 +16,8 @@ from torch import Tensor
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fused_maths.columns import Elements, PerBlock
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels import blockwise
-from subtensors.kernels.launch import Tiling
+from subtensors.kernels.lists import blockwise
+from subtensors.kernels.lists.launch import Tiling
 
 ops = torch.ops.subtensors
 SHAPES = [(5,), (300,), (4, 256), (37, 71), (1,), (0,), (2, 3, 129)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.kernels.inputs import InputLoad, Walk, load_inputs_reference
+from subtensors.kernels.bucketed.inputs import InputLoad, Walk, load_inputs_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
@@ -64,7 +64,7 @@ def test_static_inputs_hold_the_sources_and_zeros(
 
 @pytest.mark.gpu
 def test_one_compiled_kernel_serves_every_bucket() -> None:
-    from subtensors.kernels import inputs
+    from subtensors.kernels.bucketed import inputs
 
     sizes = torch.zeros(1, dtype=torch.int64, device="cuda")
     inputs._compiled.cache_clear()

@@ -23,7 +23,7 @@ from subtensors.dispatch.region.chunk_plan import (
     by_rows,
     plan_linear_cross_entropy,
 )
-from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.losses.linear_cross_entropy import linear_cross_entropy
 
 MIB = 2**20
 GEMMA, LLAMA, GPT2 = LossShape(8192, 2304, 256000), LossShape(4096, 4096, 128256), LossShape(16384, 768, 50304)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from subtensors.kernels.logits_block import ReferenceOps
+from subtensors.kernels.losses.logits_block import ReferenceOps
 
 
 class ReachedError(Exception):

@@ -15,9 +15,9 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.kernels import logits_block
-from subtensors.kernels.cross_entropy import CrossEntropy
-from subtensors.kernels.row_cross_entropy import row_cross_entropy
+from subtensors.kernels.losses import logits_block
+from subtensors.kernels.losses.cross_entropy import CrossEntropy
+from subtensors.kernels.losses.row_cross_entropy import row_cross_entropy
 
 
 def as_it_is(h: Tensor, w: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Cal
 def test_every_launch_says_on_which_device() -> None:
     found = [
         (path.name, node.lineno, is_said)
-        for path in sorted(Path(*subtensors.kernels.__path__).glob("*.py"))
+        for path in sorted(Path(*subtensors.kernels.__path__).rglob("*.py"))
         for node, is_said in launches(ast.parse(path.read_text()))
         if path.name not in BY_THEIR_CALLER
     ]

@@ -12,11 +12,11 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering, each_lowering
 from torch import Tensor
 
-from subtensors.kernels import exact_accumulation
-from subtensors.kernels import linear_cross_entropy as kernel
-from subtensors.kernels.exact_accumulation import ProductSum, WideSum, compensated_add, compensated_add_by_kernel
-from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
-from subtensors.kernels.loss_task import LossTask
+from subtensors.kernels.losses import exact_accumulation
+from subtensors.kernels.losses import linear_cross_entropy as kernel
+from subtensors.kernels.losses.exact_accumulation import ProductSum, WideSum, compensated_add, compensated_add_by_kernel
+from subtensors.kernels.losses.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.losses.loss_task import LossTask
 
 ROWS, WIDTH, CLASSES = 512, 24, 96
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels import blockwise, launch
-from subtensors.kernels import lowering as table
-from subtensors.kernels.launch import Tiling
+from subtensors.kernels.lists import blockwise, launch
+from subtensors.kernels.lists import lowering as table
+from subtensors.kernels.lists.launch import Tiling
 
 INF, NAN = float("inf"), float("nan")
 

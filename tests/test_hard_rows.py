@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 
-from subtensors.kernels import hard_rows as module
-from subtensors.kernels.hard_rows import hard_loss_by_kernel, hard_rows, hard_rows_by_kernel
+from subtensors.kernels.losses import hard_rows as module
+from subtensors.kernels.losses.hard_rows import hard_loss_by_kernel, hard_rows, hard_rows_by_kernel
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -77,9 +77,10 @@ def test_a_room_imports_none_of_those_after_it(package: str) -> None:
     assert upward(package, [f"{package}.{room}" for room in ROOMS[package]]) == []
 
 
-def test_a_folder_of_dispatch_imports_the_files_beside_it_and_no_other_folder() -> None:
-    top = "subtensors.dispatch"
+@pytest.mark.parametrize("top", ["subtensors.dispatch", "subtensors.kernels"])
+def test_a_folder_imports_the_files_beside_it_and_no_other_folder(top: str) -> None:
     folders = {".".join(name.split(".")[:3]) for name in MODULES if name.startswith(top) and name.count(".") > 2}
+    assert len(folders) > 3
     layers = [top, *sorted(folders)]
     between = [
         f"{name} imports {other}"

@@ -17,9 +17,9 @@ from programs import Lowering, each_lowering
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.kernels.cross_entropy import CrossEntropy, RowTerms
-from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
-from subtensors.kernels.loss_task import LossAndGradients
+from subtensors.kernels.losses.cross_entropy import CrossEntropy, RowTerms
+from subtensors.kernels.losses.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.losses.loss_task import LossAndGradients
 
 GRADIENTS = ("hidden", "weight", "bias")
 
@@ -272,7 +272,7 @@ def test_a_target_that_is_no_class_is_torch_s_error(schedule: dict[str, int], wr
 def test_a_target_that_is_no_class_is_torch_s_assertion_on_a_gpu() -> None:
     program = """
 import torch
-from subtensors.kernels.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.losses.linear_cross_entropy import linear_cross_entropy
 x, w = torch.ones(4, 8, device="cuda"), torch.ones(5, 8, device="cuda")
 linear_cross_entropy(x, w, torch.tensor([0, 1, 5, 2], device="cuda"), rows=2)
 torch.cuda.synchronize()

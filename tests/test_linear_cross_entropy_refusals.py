@@ -10,7 +10,7 @@ import torch
 from test_linear_cross_entropy import example
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import CrossEntropy
+from subtensors.kernels.losses.cross_entropy import CrossEntropy
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
-from subtensors.kernels import logits_block
-from subtensors.kernels.cross_entropy import CrossEntropy, RowTerms, Statistics
-from subtensors.kernels.logits_block import Block, KernelOps, ReferenceOps, Tile
+from subtensors.kernels.losses import logits_block
+from subtensors.kernels.losses.cross_entropy import CrossEntropy, RowTerms, Statistics
+from subtensors.kernels.losses.logits_block import Block, KernelOps, ReferenceOps, Tile
 
 DEFAULTS = {name: getattr(logits_block, name) for name in ("WHOLE_ROWS", "LONG_ROWS", "STATISTICS", "GRADIENT")}
 

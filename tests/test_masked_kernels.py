@@ -25,9 +25,9 @@ from masked_oracle import (
 from programs import LOWERINGS, Lowering, interpreted
 from torch import Tensor
 
-from subtensors.kernels import masked_layout, masked_norm, masked_reduction, masked_softmax
-from subtensors.kernels.masked_norm import Normed
-from subtensors.kernels.masked_reduction import KINDS, Reduced
+from subtensors.kernels.padded import masked_layout, masked_norm, masked_reduction, masked_softmax
+from subtensors.kernels.padded.masked_norm import Normed
+from subtensors.kernels.padded.masked_reduction import KINDS, Reduced
 
 # What numpy says of the interpreter's arithmetic, and torch of a variance of one number.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", r"ignore:var\(\). degrees of freedom:UserWarning")

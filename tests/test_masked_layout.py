@@ -12,8 +12,8 @@ from masked_oracle import Padded, any_padded, mask_of, padded
 from programs import Lowering
 from test_masked_kernels import check_reduction
 
-from subtensors.kernels import masked_layout
 from subtensors.kernels.extents import Extent, real_mask
+from subtensors.kernels.padded import masked_layout
 
 
 @given(any_padded([torch.float32]))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_ops import masked_norm, masked_reduction, masked_softmax
-from subtensors.kernels.masked_reduction import KINDS
+from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
+from subtensors.kernels.padded.masked_reduction import KINDS
 
 ORDERS = {"norm": (1.0, 2.0, 3.0, math.inf)}
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from subtensors.kernels.launch import Grid
+from subtensors.kernels.lists.launch import Grid
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"amsgrad": True},

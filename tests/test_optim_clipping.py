@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.kernels.launch import LANES
-from subtensors.kernels.square_sum import Prelude
+from subtensors.kernels.lists.launch import LANES
+from subtensors.kernels.lists.square_sum import Prelude
 
 
 def trained(

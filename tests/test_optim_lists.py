@@ -12,7 +12,7 @@ from small_models import ones
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.kernels.launch import Grid
+from subtensors.kernels.lists.launch import Grid
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion"])

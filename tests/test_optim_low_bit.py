@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.kernels import blockwise
+from subtensors.kernels.lists import blockwise
 
 SHAPES = [(64, 80), (4100,), (7,), (3, 37, 41)]
 FORMS: list[Any] = ["int8", torch.bfloat16]

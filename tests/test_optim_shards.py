@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import subtensors as st
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
-from subtensors.kernels.launch import Grid
+from subtensors.kernels.lists.launch import Grid
 
 # What a step with each of these ends in is compared with torch's own on the whole model.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import subtensors as st
 from subtensors.bench.timing import count_kernels
-from subtensors.kernels import padding
 from subtensors.kernels.extents import Extent
-from subtensors.kernels.padding_ops import pad_list, pad_to, pad_values, unpad_to, unpad_values
-from subtensors.kernels.padding_tiles import AT_ONCE
+from subtensors.kernels.padded import padding
+from subtensors.kernels.padded.padding_ops import pad_list, pad_to, pad_values, unpad_to, unpad_values
+from subtensors.kernels.padded.padding_tiles import AT_ONCE
 
 each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 each_on_cpu = pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from subtensors.kernels import compiler_threads, masked_norm, masked_ops, repeated_launch
+from subtensors.kernels import compiler_threads, repeated_launch
 from subtensors.kernels.extents import Extent
+from subtensors.kernels.padded import masked_norm, masked_ops
 from subtensors.kernels.repeated_launch import BeingCompiled, RepeatedLaunch, not_waiting
 
 ON_GPU = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, data_ptr=lambda: 64)

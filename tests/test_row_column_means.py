@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 
-from subtensors.kernels.row_column_means import reference, row_column_means
+from subtensors.kernels.lists.row_column_means import reference, row_column_means
 
 SHAPES = [(1, 1), (3, 5), (65, 33), (1, 700), (700, 1), (33, 129), (200, 40)]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.dispatch.fused_maths.trace import Trace
-from subtensors.kernels.program import Extent, Instruction, Program, Ref, Scalar, _run, interpret
-from subtensors.kernels.segments import Segment, plan_segments, slot_count
+from subtensors.kernels.lists.program import Extent, Instruction, Program, Ref, Scalar, _run, interpret
+from subtensors.kernels.lists.segments import Segment, plan_segments, slot_count
 
 ELEMENT, TENSOR = Extent.ELEMENT, Extent.TENSOR
 

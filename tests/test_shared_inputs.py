@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import subtensors as st
 from subtensors.bucketed.compilation import compiled
 from subtensors.dispatch.traced_graphs.shared_inputs import share_inputs
-from subtensors.kernels.shared_input import Tiling, launched, products, reference
+from subtensors.kernels.bucketed.shared_input import Tiling, launched, products, reference
 
 SMALL = Tiling(16, 32, 16, 2, 4)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
-from subtensors.kernels import square_sum
-from subtensors.kernels.launch import to_device
-from subtensors.kernels.square_sum import SquareSum, reference
+from subtensors.kernels.lists import square_sum
+from subtensors.kernels.lists.square_sum import SquareSum, reference
+from subtensors.kernels.transfer import to_device
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 CHUNK = square_sum.BLOCK * square_sum.ROUNDS

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.fused_maths.trace import Trace, trace
-from subtensors.kernels.program import Extent, Parameter, Program, interpret
-from subtensors.kernels.torch_code import operands, write_torch
+from subtensors.kernels.lists.program import Extent, Parameter, Program, interpret
+from subtensors.kernels.lists.torch_code import operands, write_torch
 
 ELEMENT, TENSOR = Extent.ELEMENT, Extent.TENSOR
 

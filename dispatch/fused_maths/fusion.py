@@ -2,7 +2,7 @@
 
 A call is taken apart into tensors, live numbers and static values. What the static values, the kinds of
 the arguments and the torch modes in force decide is traced once (`trace`); what shapes, dtypes and layouts
-decide is planned once (`groups`); what addresses decide is one small table (`kernels.launch`).
+decide is planned once (`groups`); what addresses decide is one small table (`kernels.lists.launch`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from subtensors.dispatch.fused_maths.refusals import name_of
 from subtensors.dispatch.fused_maths.routes import Route, route_of, routes_of
 from subtensors.dispatch.fused_maths.trace import Trace, trace
 from subtensors.kernels.collector import uncollected
-from subtensors.kernels.compilation import compile_together
-from subtensors.kernels.launch import Exchange, Kernels, Prelude, Tiling
-from subtensors.kernels.program import Scalar
-from subtensors.kernels.tuning import default_tiling, tune, tuned_tiling
+from subtensors.kernels.lists.compilation import compile_together
+from subtensors.kernels.lists.launch import Exchange, Kernels, Prelude, Tiling
+from subtensors.kernels.lists.program import Scalar
+from subtensors.kernels.lists.tuning import default_tiling, tune, tuned_tiling
 
 logger = logging.getLogger("subtensors.fused")
 

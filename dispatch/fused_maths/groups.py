@@ -17,7 +17,7 @@ from torch import Tensor
 from subtensors.dispatch.fused_maths.columns import Addresses, Columns, written_overlap
 from subtensors.dispatch.fused_maths.trace import Returned, Trace
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
-from subtensors.kernels.torch_code import operands, write_torch
+from subtensors.kernels.lists.torch_code import operands, write_torch
 
 Leaves = list[list[Any] | None]
 """For each leaf of the result, one value an element; None for a leaf that is None for all."""

@@ -28,8 +28,9 @@ from subtensors.dispatch.graph_capture import NotRecordable, Recording, recordin
 from subtensors.dispatch.graph_numbers import graph_numbers
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.kernels import graph_lifetime
-from subtensors.kernels.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits, to_device
-from subtensors.kernels.program import Extent, Parameter
+from subtensors.kernels.lists.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits
+from subtensors.kernels.lists.program import Extent, Parameter
+from subtensors.kernels.transfer import to_device
 
 logger = logging.getLogger("subtensors.fused")
 

@@ -20,7 +20,7 @@ from subtensors.dispatch.tensor_guards import PlaceGuard
 if TYPE_CHECKING:
     from subtensors.dispatch.fused_maths.calls import Call
     from subtensors.dispatch.fused_maths.kernel_group import Binding, KernelGroup
-    from subtensors.kernels.launch import Prelude
+    from subtensors.kernels.lists.launch import Prelude
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from subtensors.dispatch import torch_private
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.dispatch.fused_maths.columns import Columns, PerBlock, Repeated
 from subtensors.dispatch.plain_types import PLAIN_TYPES
-from subtensors.kernels.lowering import DTYPES
-from subtensors.kernels.program import Extent, Parameter
+from subtensors.kernels.lists.lowering import DTYPES
+from subtensors.kernels.lists.program import Extent, Parameter
 
 _layout = attrgetter("layout")
 _look = attrgetter("device", "dtype", "layout", "shape")

@@ -11,8 +11,8 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fused_maths.refusals import refuse, refuse_value
-from subtensors.kernels import blockwise
-from subtensors.kernels.program import Extent
+from subtensors.kernels.lists import blockwise
+from subtensors.kernels.lists.program import Extent
 
 aten = torch.ops.aten
 

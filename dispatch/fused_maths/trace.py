@@ -23,9 +23,9 @@ from subtensors.dispatch.fused_maths.expansions import EXPANSIONS, DimensionErro
 from subtensors.dispatch.fused_maths.refusals import ADVICE, name_of, refuse, refuse_op, refuse_value, source_line
 from subtensors.dispatch.fused_maths.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.dispatch.op_classes import OpClass, functional_form, op_class
-from subtensors.kernels import blockwise
-from subtensors.kernels.lowering import INTEGERS, can_lower
-from subtensors.kernels.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form
+from subtensors.kernels.lists import blockwise
+from subtensors.kernels.lists.lowering import INTEGERS, can_lower
+from subtensors.kernels.lists.program import REDUCTIONS, Extent, Instruction, Parameter, Program, Ref, Scalar, call_form
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from subtensors.dispatch.padded.padded_value import FINITE, Padded, is_padded, p
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.size_factors import Factors, bucket_of
-from subtensors.kernels.written_out import written_out
+from subtensors.kernels.bucketed.written_out import written_out
 
 aten = torch.ops.aten
 

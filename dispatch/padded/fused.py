@@ -15,9 +15,9 @@ from torch import Tensor
 from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import ROWS
-from subtensors.kernels import masked_ops
 from subtensors.kernels.extent_ops import FLOAT_DTYPES, has_kernel
 from subtensors.kernels.extents import Extent
+from subtensors.kernels.padded import masked_ops
 
 aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 In its own 16-bit dtype a sum over C chunks is rounded C times. Exact sums of 16-bit gradients are float32 sums that
 live half in the gradient's own memory and half beside it, and are rounded into place at the end; those of float32 keep
-what rounding takes in bfloat16 (`kernels/exact_accumulation.py`). Either costs two bytes an element beside it.
+what rounding takes in bfloat16 (`kernels/losses/exact_accumulation.py`). Either costs two bytes an element beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.exact_accumulation import (
+from subtensors.kernels.losses.exact_accumulation import (
     FIRST_STRETCH,
     PIECE_BYTES,
     compensated_add,

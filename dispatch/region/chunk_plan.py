@@ -1,6 +1,6 @@
 """Which part of the logits to hold at once: chosen from the shapes and the memory, by a model fitted to measurements.
 
-The model counts what each schedule of `kernels/linear_cross_entropy.py` does:
+The model counts what each schedule of `kernels/losses/linear_cross_entropy.py` does:
 
     bytes    the gradients, the logits in memory at once, what is kept beside a sum, and a few numbers a row
     seconds  flops / rate + bytes moved / bandwidth + launches
@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from subtensors.kernels.cross_entropy_autograd import Schedule
-from subtensors.kernels.linear_cross_entropy import Accumulate
+from subtensors.kernels.losses.cross_entropy_autograd import Schedule
+from subtensors.kernels.losses.linear_cross_entropy import Accumulate
 
 ROW_BYTES = 56
 """Statistics, factors and targets of one row."""

@@ -2,8 +2,8 @@
 
 The logits of a cross entropy are looked at backwards: casts to a wider dtype, a temperature, a softcap, reshapes and
 slices of rows, then a product of hidden states with a weight that is whole. Where that is all there is, and the hidden
-states are an input of the region, `kernels/linear_cross_entropy.py` computes loss and gradients in three products a
-chunk, the gradient of the logits written over the logits.
+states are an input of the region, `kernels/losses/linear_cross_entropy.py` computes loss and gradients in three
+products a chunk, the gradient of the logits written over the logits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from subtensors.dispatch.region.evaluation import evaluate
 from subtensors.dispatch.region.graph import Value, gathered, known, recording
 from subtensors.dispatch.region.rules.table import record
 from subtensors.dispatch.region.squashed_logits import SquashedLogits, squashed_logits
-from subtensors.kernels.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy_autograd import differentiable_cross_entropy
-from subtensors.kernels.linear_cross_entropy import Accumulate
+from subtensors.kernels.losses.cross_entropy import CrossEntropy
+from subtensors.kernels.losses.cross_entropy_autograd import differentiable_cross_entropy
+from subtensors.kernels.losses.linear_cross_entropy import Accumulate
 
 aten = torch.ops.aten
 

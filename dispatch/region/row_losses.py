@@ -1,8 +1,8 @@
 """Losses a row of chunked logits as one op a chunk, where nothing more is known of where the logits come from.
 
 A chunk's logits stay in the dtype that their product has, and are read once for the losses and once for their gradient
-(`kernels/row_cross_entropy.py`). What is made of the losses (weights, masks, a sum) is recorded as usual, so whatever
-comes in from behind them reaches the gradient before it is multiplied into anything.
+(`kernels/losses/row_cross_entropy.py`). What is made of the losses (weights, masks, a sum) is recorded as usual, so
+whatever comes in from behind them reaches the gradient before it is multiplied into anything.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from subtensors.dispatch.region.rules.losses import reduced
 from subtensors.dispatch.region.rules.reductions import cast
 from subtensors.dispatch.region.rules.table import record
 from subtensors.dispatch.region.squashed_logits import SquashedLogits, squashed_logits
-from subtensors.kernels.cross_entropy import CrossEntropy
-from subtensors.kernels.row_cross_entropy import row_cross_entropy, row_log_sum_exp
+from subtensors.kernels.losses.cross_entropy import CrossEntropy
+from subtensors.kernels.losses.row_cross_entropy import row_cross_entropy, row_log_sum_exp
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from subtensors.dispatch.torch_capture import writes
-from subtensors.kernels import shared_input
+from subtensors.kernels.bucketed import shared_input
 
 aten = torch.ops.aten
 

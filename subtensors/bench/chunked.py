@@ -21,7 +21,7 @@ from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import Span, synchronize
 from subtensors.chunked.chunk import chunk
-from subtensors.kernels.linear_cross_entropy import Accumulate
+from subtensors.kernels.losses.linear_cross_entropy import Accumulate
 
 REST_S = 1.0
 """Seconds without work before a way is timed: a GPU that the ones before have heated would be up to 4% slower."""
@@ -82,7 +82,7 @@ def _through_chunk(hidden: Tensor, weight: Tensor, target: Tensor, rows: int, ac
 
 def _settings(shape: Shape) -> Iterator[tuple[str, LossOf]]:
     """Our settings of a shape: their names and their loss functions."""
-    from subtensors.kernels.cross_entropy_autograd import Schedule, differentiable_cross_entropy
+    from subtensors.kernels.losses.cross_entropy_autograd import Schedule, differentiable_cross_entropy
 
     for rows in shape.rows:
         for accumulate in ("exact", "fast"):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.kernels.linear_cross_entropy import Accumulate
+from subtensors.kernels.losses.linear_cross_entropy import Accumulate
 
 LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden, weight, target) -> the mean loss."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.kernels.extents import Extent, real_mask
-from subtensors.kernels.masked_ops import masked_norm, masked_reduction, masked_softmax
+from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
 from subtensors.padded.padding import pad
 from subtensors.sizes.dims import Dim
 

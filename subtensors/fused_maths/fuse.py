@@ -12,7 +12,7 @@ import torch
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.fused_maths.fused_op import call_opaque, register
-from subtensors.kernels.launch import Tiling
+from subtensors.kernels.lists.launch import Tiling
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.tree_structure import first_difference
 

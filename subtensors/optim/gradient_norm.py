@@ -22,8 +22,8 @@ from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
 from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.kernels import graph_lifetime
-from subtensors.kernels.launch import to_device
-from subtensors.kernels.square_sum import DTYPES, Prelude, SquareSum, reference
+from subtensors.kernels.lists.square_sum import DTYPES, Prelude, SquareSum, reference
+from subtensors.kernels.transfer import to_device
 from subtensors.optim.group_lists import Batch, as_real
 from subtensors.optim.shards import Sharding, shard
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.kernels import blockwise
+from subtensors.kernels.lists import blockwise
 from subtensors.optim.shards import shard, spread_like
 
 SCALES = "_absmax"

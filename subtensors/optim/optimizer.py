@@ -17,7 +17,7 @@ from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.kernels.collector import uncollected
-from subtensors.kernels.launch import Prelude
+from subtensors.kernels.lists.launch import Prelude
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.declared_state import AVERAGE, MASTER
 from subtensors.optim.gradient_norm import GradientNorm

@@ -14,7 +14,7 @@ from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.graph_numbers import graph_numbers
-from subtensors.kernels.launch import Prelude
+from subtensors.kernels.lists.launch import Prelude
 from subtensors.optim.averaged_weights import in_place_of
 from subtensors.optim.capture import Capture
 from subtensors.optim.declared_state import AVERAGE

@@ -14,8 +14,8 @@ from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, 
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.kernels.extents import Extent
-from subtensors.kernels.launch import to_device
-from subtensors.kernels.padding_ops import pad_values, unpad_values
+from subtensors.kernels.padded.padding_ops import pad_values, unpad_values
+from subtensors.kernels.transfer import to_device
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import extended, pad, true_sizes
 from subtensors.sizes.dims import Dim

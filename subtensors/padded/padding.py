@@ -15,7 +15,7 @@ from subtensors.dispatch.padded.true_sizes import ROWS, HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import bucket_of
 from subtensors.kernels.extents import Extent
-from subtensors.kernels.padding_ops import pad_list, pad_to
+from subtensors.kernels.padded.padding_ops import pad_list, pad_to
 from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.sizes.dims import Dim, SizeAgreement
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels.launch import Tiling
+from subtensors.kernels.lists.launch import Tiling
 
 
 class Lowering(Enum):

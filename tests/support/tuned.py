@@ -9,9 +9,9 @@ import torch
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels import tuning, tuning_cache
-from subtensors.kernels.launch import Tiling
-from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref
+from subtensors.kernels.lists import tuning, tuning_cache
+from subtensors.kernels.lists.launch import Tiling
+from subtensors.kernels.lists.program import Extent, Instruction, Parameter, Program, Ref
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tuned import FASTEST, FakeGPU, another_process
 
-from subtensors.kernels import tuning, tuning_cache
+from subtensors.kernels.lists import tuning, tuning_cache
 
 
 @pytest.fixture(autouse=True)

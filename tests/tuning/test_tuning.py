@@ -21,10 +21,10 @@ from tuned import (
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels import tuning, tuning_cache
-from subtensors.kernels.launch import Tiling
-from subtensors.kernels.program import Extent, Instruction, Parameter, Program, Ref, Scalar
-from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
+from subtensors.kernels.lists import tuning, tuning_cache
+from subtensors.kernels.lists.launch import Tiling
+from subtensors.kernels.lists.program import Extent, Instruction, Parameter, Program, Ref, Scalar
+from subtensors.kernels.lists.tuning import CANDIDATES, tune, tuned_tiling
 
 
 def test_every_candidate_is_measured_and_the_fastest_is_chosen(gpu: FakeGPU) -> None:

@@ -21,9 +21,9 @@ from tuned import (
     program,
 )
 
-from subtensors.kernels import tuning_cache
-from subtensors.kernels.launch import Tiling
-from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
+from subtensors.kernels.lists import tuning_cache
+from subtensors.kernels.lists.launch import Tiling
+from subtensors.kernels.lists.tuning import CANDIDATES, tune, tuned_tiling
 
 
 def test_another_process_reads_the_choice(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
 WRITER = """
 import sys
 from pathlib import Path
-from subtensors.kernels import tuning_cache
+from subtensors.kernels.lists import tuning_cache
 block = int(sys.argv[2])
 for _ in range(100):
     # Rows of different lengths: a torn one would not parse.

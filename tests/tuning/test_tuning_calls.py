@@ -31,9 +31,9 @@ from subtensors.dispatch.fused_maths.calls import Call
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.dispatch.fused_maths.routes import route_of
-from subtensors.kernels.launch import Kernels, Tiling
-from subtensors.kernels.program import Program
-from subtensors.kernels.tuning import CANDIDATES, tune, tuned_tiling
+from subtensors.kernels.lists.launch import Kernels, Tiling
+from subtensors.kernels.lists.program import Program
+from subtensors.kernels.lists.tuning import CANDIDATES, tune, tuned_tiling
 
 
 def test_calls_after_a_tune_use_the_choice(gpu: FakeGPU) -> None:

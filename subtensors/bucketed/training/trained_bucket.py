@@ -31,7 +31,7 @@ from subtensors.dispatch import autograd_private
 from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import Factors, size_of
-from subtensors.kernels.inputs import InputLoad
+from subtensors.kernels.bucketed.inputs import InputLoad
 
 if TYPE_CHECKING:
     from subtensors.bucketed.calls.arguments import Reading

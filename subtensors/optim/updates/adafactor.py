@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.fused_maths.fuse import fused
-from subtensors.kernels.row_column_means import reference, row_column_means
+from subtensors.kernels.lists.row_column_means import reference, row_column_means
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.arguments import torch_defaults
 from subtensors.optim.optimizer import Params

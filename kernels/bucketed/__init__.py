@@ -1,0 +1,1 @@
+"""Programs that are replayed: their inputs, and what their compiled code computes at once."""

@@ -1,0 +1,1 @@
+"""Padded tensors: padding and unpadding, and what reads their real elements alone."""

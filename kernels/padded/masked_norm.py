@@ -1,0 +1,156 @@
+"""Layer norm and rms norm of a padded tensor, forward and backward.
+
+Over the `n` real elements of a row of the normalized dimensions,
+
+    layer norm: h = (x - mean) / sqrt(sum (x - mean)^2 / n + eps),   rms norm: h = x / sqrt(sum x^2 / n + eps),
+    y = h * weight + bias,
+
+and `fill` in padding. What padding holds is never computed with: not in a row, where normalized dimensions are padded
+too, nor in the gradients of weight and bias, which are sums over the real rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.current_device import launching_on, multiprocessors
+from subtensors.kernels.extents import Extent, real_mask
+from subtensors.kernels.padded.masked_layout import plan
+from subtensors.kernels.padded.masked_norm_tiles import norm_backward_kernel, norm_kernel
+from subtensors.kernels.repeated_launch import RepeatedLaunch
+
+launch_norm = RepeatedLaunch(norm_kernel, has_reference=True)
+
+LONGEST = 16384
+"""The longest row that a program holds; longer ones are left to the reference."""
+
+WARPS = 8
+"""Warps of the backward that a multiprocessor runs at a time, whose programs add up the gradients of the parameters."""
+
+
+class Normed(NamedTuple):
+    """A normalized tensor, and what its gradient needs.
+
+    Args:
+        y: the result, in the shape of the input.
+        mean: of each row, float32 (float64 for float64); zeros for rms norm and in padding.
+        scale: of each row the reciprocal of what it was divided by; zero in padding.
+    """
+
+    y: Tensor
+    mean: Tensor
+    scale: Tensor
+
+
+def _arithmetic_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def masked_norm_reference(
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
+    fill: float = 0.0, is_rms: bool = False,
+) -> Normed:  # fmt: skip
+    """What `masked_norm` gives, in torch ops: the readable definition."""
+    dims = range(x.dim() - normalized, x.dim())
+    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    count = real.sum(tuple(dims), keepdim=True).clamp(min=1)
+    value = torch.where(real, x.to(_arithmetic_dtype(x)), 0)
+    mean = torch.zeros_like(count, dtype=value.dtype) if is_rms else value.sum(tuple(dims), keepdim=True) / count
+    apart = torch.where(real, value - mean, 0)
+    scale = (apart.square().sum(tuple(dims), keepdim=True) / count + eps).rsqrt()
+    y = apart * scale
+    y = y * weight if weight is not None else y
+    y = y + bias if bias is not None else y
+    row_extents = [e for e in extents if e.dim % x.dim() not in dims]
+    in_rows = real_mask(x.shape, row_extents, x.device)
+    shape = x.shape[: dims[0]]
+    kept = [torch.where(in_rows, t, 0).reshape(shape) for t in (mean, scale)]
+    return Normed(torch.where(real, y, fill).to(x.dtype), *kept)
+
+
+def masked_norm_backward_reference(
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
+    extents: Sequence[Extent], is_rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `masked_norm_backward` gives, in torch ops."""
+    dims = tuple(range(x.dim() - normalized, x.dim()))
+    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    count = real.sum(dims, keepdim=True).clamp(min=1)
+    mean, scale = (t.view(*t.shape, *[1] * normalized) for t in (mean, scale))
+    unit = torch.where(real, (x.to(mean.dtype) - mean) * scale, 0)
+    g = torch.where(real, gradient.to(mean.dtype), 0)
+    u = g * weight.to(g.dtype) if weight is not None else g
+    gx = u - unit * (u * unit).sum(dims, keepdim=True) / count
+    gx = gx if is_rms else gx - u.sum(dims, keepdim=True) / count
+    rows = tuple(range(dims[0]))
+    weight_gradient, bias_gradient = ((g * unit).sum(rows), g.sum(rows)) if rows else (g * unit, g)
+    return torch.where(real, gx * scale, 0).to(x.dtype), weight_gradient, bias_gradient
+
+
+def masked_norm_forward(
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
+    fill: float = 0.0, is_rms: bool = False,
+) -> Normed:  # fmt: skip
+    """`masked_norm` by its kernel; arguments as there, and BeingCompiled as of `repeated_launch`."""
+    dims = range(x.dim() - normalized, x.dim())
+    if math.prod(x.shape[d] for d in dims) > LONGEST:
+        return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)
+    x, layout = plan(x.contiguous(), dims, extents, whole_columns=True)
+    y = torch.empty_like(x)
+    means, scales = (x.new_empty(layout.row_shape, dtype=_arithmetic_dtype(x)) for _ in range(2))
+    if not x.numel():
+        return Normed(y, means.zero_(), scales.zero_())
+    high, wide, many = layout.whole_rows()
+    launch_norm(
+        layout.rows[0] * -(-layout.rows[1] // high), (x, _or(weight, x), _or(bias, x), y, means, scales),
+        layout.slot_arguments(extents), layout.rows[1], layout.columns[1],
+        STATICS=layout.statics, ROW_SLOTS=layout.row_slots, EPS=float(eps), FILL=float(fill), RMS=is_rms,
+        WEIGHTED=weight is not None, BIASED=bias is not None, BM=high, BN=wide, num_warps=many,
+    )  # fmt: skip
+    return Normed(y, means, scales)
+
+
+def masked_norm_backward(
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
+    extents: Sequence[Extent], is_rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `masked_norm` by its kernel.
+
+    Args:
+        gradient: of the result; what it holds in padding has no effect.
+        x, weight, normalized, extents, is_rms: as in the forward.
+        mean, scale: what the forward gave.
+
+    Returns:
+        The gradients of `x`, zero in padding, and in the dtype of the arithmetic those of weight and bias; the latter
+        two are sums over the real rows, of the normalized shape.
+    """
+    if math.prod(x.shape[x.dim() - normalized :]) > LONGEST:
+        return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, extents, is_rms)
+    x, layout = plan(x.contiguous(), range(x.dim() - normalized, x.dim()), extents, whole_columns=True)
+    gx = torch.empty_like(x)
+    shape = x.shape[x.dim() - normalized :]
+    high, wide, many = layout.whole_rows()
+    tiles = layout.rows[0] * -(-layout.rows[1] // high)
+    programs = min(tiles, multiprocessors(x.device) * max(WARPS // many, 1))
+    parts = [x.new_empty((programs, *shape), dtype=mean.dtype) for _ in range(2)]
+    if not x.numel():
+        return gx, parts[0].zero_().sum(0), parts[1].zero_().sum(0)
+    # Of a norm without weight the parts are those of a weight of ones.
+    with launching_on(x.device):
+        norm_backward_kernel[(programs,)](
+            gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
+            scale.contiguous(), gx, *parts, layout.slot_arguments(extents), tiles, layout.rows[1], layout.columns[1],
+            layout.statics, layout.row_slots, is_rms, True, True, high, wide, num_warps=many,
+        )  # fmt: skip
+    return gx, parts[0].sum(0), parts[1].sum(0)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """What a kernel is given for a tensor that there is not, and that it does not read."""
+    return other if tensor is None else tensor.contiguous()

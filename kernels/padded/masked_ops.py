@@ -1,0 +1,294 @@
+"""The masked kernels as torch ops: differentiable, opaque to a compiler, the reference wherever no kernel runs.
+
+The sizes are read on the device by whichever of the two runs, so one captured graph or compiled program serves all of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.extent_ops import EXTENTS, FLOAT_DTYPES, INTEGER_DTYPES, apart, define, has_kernel, together
+from subtensors.kernels.extents import Extent
+from subtensors.kernels.padded import masked_norm as norms
+from subtensors.kernels.padded import masked_reduction as reductions
+from subtensors.kernels.padded import masked_softmax as softmaxes
+from subtensors.kernels.padded.masked_second_order import (
+    differentiable,
+    norm_gradient,
+    reduction_gradient,
+    softmax_gradient,
+)
+from subtensors.kernels.repeated_launch import BeingCompiled
+
+
+def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False) -> Tensor:
+    """Softmax over the real elements along a dimension.
+
+    Args:
+        x: floating point, of any shape and strides; what padding holds has no effect.
+        dim: to normalize along.
+        extents: the padded dimensions, `dim` or others.
+        fill: what the result holds in padding; also in a row of which nothing is real.
+        is_log: the logarithm of the softmax.
+
+    Returns:
+        In the shape and dtype of `x`.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 1.0, float("nan")], [float("nan")] * 3])
+        >>> masked_softmax(x, 1, [Extent(1, torch.tensor([2, 0]))])
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
+    """
+    return torch.ops.subtensors.masked_softmax(x, dim, *apart(extents), fill, is_log)  # type: ignore[no-any-return]
+
+
+def masked_reduction(
+    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
+    fill: float = 0.0, for_gradient: bool | None = None,
+) -> reductions.Reduced:  # fmt: skip
+    """Reduce the real elements along dimensions.
+
+    Args:
+        x: of any shape and strides; integers and bools for sum, prod, amax and amin.
+        kind: sum, mean, prod, amax, amin, logsumexp, var or norm.
+        dims: to reduce; at least one.
+        extents: the padded dimensions, reduced or kept.
+        p: the order of a norm, at least 0.
+        correction: of a variance, what is subtracted from the count.
+        fill: what the result holds where a kept dimension is padded.
+        for_gradient: whether a gradient will be asked for, which takes some counting; unless given, whether autograd
+            is recording.
+
+    Returns:
+        The result without the reduced dimensions, what its gradient needs, and the counts of real elements.
+
+    Raises:
+        ValueError: there is no such kind, or the order of the norm is negative.
+        TypeError: the dtype is not one that the kind takes.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0, float("nan")], [4.0, 5.0, 6.0]])
+        >>> masked_reduction(x, "mean", [1], [Extent(1, torch.tensor([2, 3]))]).out
+        tensor([2., 5.])
+    """
+    reductions.result_dtype(kind, x.dtype)
+    if not dims:
+        raise ValueError("a masked reduction takes at least one dimension, got none")
+    if kind == "norm" and not p >= 0:
+        raise ValueError(f"a masked norm has an order of at least 0, got {p}")
+    counted = x.requires_grad and torch.is_grad_enabled() if for_gradient is None else for_gradient
+    return reductions.Reduced(
+        *torch.ops.subtensors.masked_reduction(x, kind, dims, *apart(extents), p, correction, fill, counted)
+    )
+
+
+def masked_norm(
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
+    fill: float = 0.0, is_rms: bool = False,
+) -> norms.Normed:  # fmt: skip
+    """Layer norm or rms norm over the real elements of the last dimensions.
+
+    Args:
+        x: floating point.
+        normalized: how many dimensions, from the last, are normalized together.
+        weight, bias: of the normalized shape, or None.
+        eps: added to the variance.
+        extents: the padded dimensions, normalized or not.
+        fill: what the result holds in padding.
+        is_rms: rms norm in place of layer norm.
+
+    Returns:
+        The result in the shape and dtype of `x`, and what its gradient needs.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 5.0, float("nan")]])
+        >>> masked_norm(x, 1, None, None, 0.0, [Extent(1, torch.tensor(2))]).y
+        tensor([[-1.,  1.,  0.]])
+    """
+    return norms.Normed(
+        *torch.ops.subtensors.masked_norm(x, normalized, weight, bias, eps, *apart(extents), fill, is_rms)
+    )
+
+
+def _softmax(x: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], fill: float, is_log: bool) -> Tensor:
+    run = softmaxes.masked_softmax_forward if has_kernel(x) else softmaxes.masked_softmax_reference
+    return run(x, dim, together(d, s, b), fill, is_log)
+
+
+def _softmax_backward(
+    gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
+) -> Tensor:
+    run = softmaxes.masked_softmax_backward if has_kernel(y) else softmaxes.masked_softmax_backward_reference
+    return run(gradient, y, dim, together(d, s, b), is_log)
+
+
+def _like_first(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _like_second(_: Any, x: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+define("masked_softmax", f"Tensor x, int dim, {EXTENTS}, float fill, bool is_log", "Tensor", _softmax, _like_first)
+define(
+    "masked_softmax_backward",
+    f"Tensor gradient, Tensor y, int dim, {EXTENTS}, bool is_log",
+    "Tensor",
+    _softmax_backward,
+    _like_second,
+)
+
+
+def _softmax_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, ctx.dim, ctx.dims, sizes, ctx.batch_dims, _, ctx.is_log = inputs
+    ctx.save_for_backward(output, *sizes)
+
+
+def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    y, *sizes = ctx.saved_tensors
+    gx = torch.ops.subtensors.masked_softmax_backward(gradient, y, ctx.dim, ctx.dims, sizes, ctx.batch_dims, ctx.is_log)
+    return gx, None, None, [None] * len(sizes), None, None, None
+
+
+torch.library.register_autograd("subtensors::masked_softmax", _softmax_gradient, setup_context=_softmax_context)
+differentiable("masked_softmax_backward", softmax_gradient)
+
+
+def _reduction(
+    x: Tensor, kind: str, dims: list[int], d: list[int], s: list[Tensor], b: list[int],
+    p: float, correction: float, fill: float, for_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    by_kernel = has_kernel(x, FLOAT_DTYPES + INTEGER_DTYPES)
+    run = reductions.masked_reduction_forward if by_kernel else reductions.masked_reduction_reference
+    return tuple(run(x, kind, dims, together(d, s, b), p, correction, fill, for_gradient))  # type: ignore[return-value]
+
+
+def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    reduced = {dim % x.dim() for dim in dims}
+    shape = [n for dim, n in enumerate(x.shape) if dim not in reduced]
+    dtypes = (reductions.result_dtype(kind, x.dtype), reductions.arithmetic_dtype(x.dtype), torch.int64)
+    out, aux, counts = (x.new_empty(shape, dtype=dtype) for dtype in dtypes)
+    return out, aux, counts
+
+
+def _reduction_backward(
+    gradient: Tensor, x: Tensor, out: Tensor, aux: Tensor, counts: Tensor, kind: str, dims: list[int],
+    d: list[int], s: list[Tensor], b: list[int], p: float, correction: float,
+) -> Tensor:  # fmt: skip
+    run = reductions.masked_reduction_backward if has_kernel(x) else reductions.masked_reduction_backward_reference
+    reduced = reductions.Reduced(out, aux, counts)
+    return run(gradient, x, reduced, kind, dims, together(d, s, b), p, correction)
+
+
+define(
+    "masked_reduction",
+    f"Tensor x, str kind, int[] reduced, {EXTENTS}, float p, float correction, float fill, bool for_gradient",
+    "(Tensor, Tensor, Tensor)",
+    _reduction,
+    _reduction_fake,
+)
+define(
+    "masked_reduction_backward",
+    f"Tensor gradient, Tensor x, Tensor out, Tensor aux, Tensor counts, str kind, int[] reduced, {EXTENTS}, "
+    "float p, float correction",
+    "Tensor",
+    _reduction_backward,
+    _like_second,
+)
+
+
+def _reduction_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction, *_ = inputs
+    # Of a sum and a mean the gradient needs no value, only where they go.
+    ctx.save_for_backward(x, *output, *sizes)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _reduction_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+    x, out, aux, counts, *sizes = ctx.saved_tensors
+    gx = torch.ops.subtensors.masked_reduction_backward(
+        gradient, x, out, aux, counts, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction
+    )
+    return gx, None, None, None, [None] * len(sizes), None, None, None, None, None
+
+
+torch.library.register_autograd("subtensors::masked_reduction", _reduction_gradient, setup_context=_reduction_context)
+differentiable("masked_reduction_backward", reduction_gradient)
+
+
+def _norm(
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    d: list[int], s: list[Tensor], b: list[int], fill: float, is_rms: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    arguments = x, normalized, weight, bias, eps, together(d, s, b), fill, is_rms
+    if has_kernel(x):
+        with suppress(BeingCompiled):
+            return tuple(norms.masked_norm_forward(*arguments))  # type: ignore[return-value]
+    return tuple(norms.masked_norm_reference(*arguments))  # type: ignore[return-value]
+
+
+def _norm_fake(x: Tensor, normalized: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = reductions.arithmetic_dtype(x.dtype)
+    mean, scale = (x.new_empty(x.shape[: x.dim() - normalized], dtype=dtype) for _ in range(2))
+    return x.new_empty(x.shape), mean, scale
+
+
+def _norm_backward(
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
+    d: list[int], s: list[Tensor], b: list[int], is_rms: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # The scale was made with eps, which second derivatives want.
+    run = norms.masked_norm_backward if has_kernel(x) else norms.masked_norm_backward_reference
+    return run(gradient, x, mean, scale, weight, normalized, together(d, s, b), is_rms)
+
+
+def _norm_backward_fake(
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = x.shape[x.dim() - normalized :]
+    return x.new_empty(x.shape), mean.new_empty(shape), mean.new_empty(shape)
+
+
+define(
+    "masked_norm",
+    f"Tensor x, int normalized, Tensor? weight, Tensor? bias, float eps, {EXTENTS}, float fill, bool is_rms",
+    "(Tensor, Tensor, Tensor)",
+    _norm,
+    _norm_fake,
+)
+define(
+    "masked_norm_backward",
+    f"Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, float eps, {EXTENTS}, "
+    "bool is_rms",
+    "(Tensor, Tensor, Tensor)",
+    _norm_backward,
+    _norm_backward_fake,
+)
+
+
+def _norm_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, ctx.normalized, weight, bias, ctx.eps, ctx.dims, sizes, ctx.batch_dims, _, ctx.is_rms = inputs
+    ctx.save_for_backward(x, weight, *output[1:], *sizes)
+    ctx.dtypes = [t if t is None else t.dtype for t in (weight, bias)]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _norm_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+    x, weight, mean, scale, *sizes = ctx.saved_tensors
+    gx, *parameters = torch.ops.subtensors.masked_norm_backward(
+        gradient, x, mean, scale, weight, ctx.normalized, ctx.eps, ctx.dims, sizes, ctx.batch_dims, ctx.is_rms
+    )
+    cast = [None if dtype is None else g.to(dtype) for g, dtype in zip(parameters, ctx.dtypes, strict=True)]
+    return gx, None, *cast, None, None, [None] * len(sizes), None, None, None
+
+
+torch.library.register_autograd("subtensors::masked_norm", _norm_gradient, setup_context=_norm_context)
+differentiable("masked_norm_backward", norm_gradient)

@@ -1,0 +1,288 @@
+"""Reductions of what is real in a padded tensor, along any of its dimensions, forward and backward.
+
+What padding holds is never computed with, and counts are those of real elements, read on the device. A row of which
+nothing is real gives what its kind gives for no elements: sum 0, prod 1, amax -inf, amin inf, logsumexp -inf, norm 0,
+mean and var NaN; where that is because the row itself is padding, it gives `fill`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.current_device import launching_on, multiprocessors
+from subtensors.kernels.extents import Extent, real_mask
+from subtensors.kernels.padded.masked_layout import plan, power_of_two
+from subtensors.kernels.padded.masked_reduction_tiles import merge_kernel, reduction_backward_kernel, reduction_kernel
+
+KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
+
+PARTS = 2048
+"""The most parts that a row is cut into."""
+
+THREADS = 128
+"""Of a program."""
+
+REGISTERS = 65536
+"""Of a multiprocessor, which runs so many programs at a time as its registers hold."""
+
+MERGING = 4
+"""What a second kernel takes, in tiles of a program of the first."""
+
+MERGED = 2048
+"""States that a program of the second kernel holds, where a row has fewer parts."""
+
+
+class Reduced(NamedTuple):
+    """The result of a reduction, and what its gradient needs.
+
+    Args:
+        out: the result, without the reduced dimensions.
+        aux: one number a row in the dtype of the arithmetic: of var the mean, of amax, amin and an infinite norm how
+            many elements are equal to it (counted for a gradient only), of prod the product of what is not zero.
+        counts: int64, how many real elements a row has.
+    """
+
+    out: Tensor
+    aux: Tensor
+    counts: Tensor
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of this dtype are added up in."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a reduction's result.
+
+    Raises:
+        TypeError: the reduction takes floating-point tensors only.
+        ValueError: there is no such reduction.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"a masked reduction is one of {', '.join(KINDS)}; got {kind!r}")
+    if dtype.is_floating_point or kind in ("amax", "amin"):
+        return dtype
+    if kind in ("sum", "prod"):
+        return torch.int64
+    raise TypeError(f"{kind} takes a floating-point tensor, got {dtype}")
+
+
+def masked_reduction_reference(
+    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
+    fill: float = 0.0, for_gradient: bool = True,
+) -> Reduced:  # fmt: skip
+    """What `masked_reduction` gives, in torch ops: the readable definition."""
+    dtype = result_dtype(kind, x.dtype)
+    dims = [d % x.dim() for d in dims]
+    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    counts = real.sum(dims, keepdim=True)
+    value = x.to(arithmetic_dtype(x.dtype)) if x.dtype in (torch.float16, torch.bfloat16) else x.to(dtype)
+    zeros = torch.zeros_like(value)
+    aux = torch.zeros_like(counts)
+    if kind in ("sum", "mean"):
+        out = torch.where(real, value, zeros).sum(dims, keepdim=True)
+        out = out if kind == "sum" else torch.where(counts > 0, out / counts.clamp(min=1), float("nan"))
+    elif kind == "prod":
+        others = torch.where(real & (value != 0), value, zeros + 1)
+        absent = (real & (value == 0)).sum(dims, keepdim=True)
+        aux = _product(others, dims)
+        out, aux = torch.where(absent > 0, aux * 0, aux), torch.where(absent > 1, aux * 0, aux)
+    elif kind in ("amax", "amin"):
+        out = getattr(value.masked_fill(~real, _bound(dtype, kind)), kind)(dims, keepdim=True)
+        aux = (real & (value == out)).sum(dims, keepdim=True)
+    elif kind == "logsumexp":
+        # Of no elements it is -inf, whose gradient would be NaN.
+        least = value.masked_fill(~real, float("-inf")).masked_fill(counts == 0, 0)
+        out = least.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
+    elif kind == "var":
+        aux = torch.where(real, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
+        squares = torch.where(real, value - aux, zeros).square().sum(dims, keepdim=True)
+        out = squares / (counts - correction).clamp(min=0)
+        out = torch.where(counts > 0, out, float("nan"))
+    else:
+        out = torch.linalg.vector_norm(torch.where(real, value, zeros), p, dims, keepdim=True)
+        if p == math.inf:
+            aux = (real & (value.abs() == out)).sum(dims, keepdim=True)
+    in_rows = real_mask(x.shape, [e for e in extents if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
+    results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
+    return Reduced(results[0].to(dtype), results[1].to(arithmetic_dtype(x.dtype)), results[2])
+
+
+def _product(value: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        value = value.prod(dim, keepdim=True)
+    return value
+
+
+def _bound(dtype: torch.dtype, kind: str) -> float:
+    """The identity of a maximum or minimum."""
+    if dtype.is_floating_point:
+        return float("-inf") if kind == "amax" else float("inf")
+    if dtype == torch.bool:
+        return kind == "amin"
+    return torch.iinfo(dtype).min if kind == "amax" else torch.iinfo(dtype).max
+
+
+def _is_of_rows(extent: Extent, dims: Sequence[int], ndim: int) -> bool:
+    """Does an extent say which rows are real, rather than which elements of them?"""
+    return extent.dim % ndim not in dims and not (extent.sizes.dim() and extent.batch_dim % ndim in dims)
+
+
+def masked_reduction_backward_reference(
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[Extent],
+    p: float = 2.0, correction: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """What `masked_reduction_backward` gives, in torch ops."""
+    g = _scaled(gradient, reduced, kind, p, correction)
+    g, out, aux = (_kept(t.to(g.dtype), dims, x.dim()) for t in (g, reduced.out, reduced.aux))
+    value = x.to(g.dtype)
+    formula = {
+        "sum": lambda: g,
+        "mean": lambda: g,
+        "prod": lambda: g * torch.where(value == 0, aux, out / torch.where(value == 0, 1, value)),
+        "amax": lambda: torch.where(value == out, g, g * 0),
+        "amin": lambda: torch.where(value == out, g, g * 0),
+        "logsumexp": lambda: g * (value - out).exp(),
+        "var": lambda: g * (value - aux),
+        "norm": lambda: _norm_gradient(value, out, g, p),
+    }[kind]()
+    # Rows of padding have a gradient, but nothing to give it to.
+    return torch.where(real_mask(x.shape, extents, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
+
+
+def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:
+    if p == math.inf:
+        return torch.where(x.abs() == out, g * x.sign(), g * 0)
+    return g * x.sign() * torch.where(x == 0, 0, x.abs() ** (p - 1))
+
+
+def _kept(t: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
+    """A result with its reduced dimensions back, of size 1."""
+    for dim in sorted(d % ndim for d in dims):
+        t = t.unsqueeze(dim)
+    return t
+
+
+def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction: float) -> Tensor:
+    """What of an element's gradient is the same for its row."""
+    out, aux, counts = reduced
+    g = gradient.to(aux.dtype)
+    if kind == "mean":
+        return g / counts
+    if kind in ("amax", "amin") or (kind == "norm" and p == math.inf):
+        return g / aux
+    if kind == "var":
+        return g * 2 / (counts - correction)
+    if kind == "norm" and p not in (1, math.inf):
+        # At zero the norm has no gradient; torch takes 0.
+        return torch.zeros_like(g) if p == 0 else torch.where(out == 0, 0, g * out.to(g.dtype) ** (1 - p))
+    return g
+
+
+def masked_reduction_forward(
+    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
+    fill: float = 0.0, for_gradient: bool = True,
+) -> Reduced:  # fmt: skip
+    """`masked_reduction` by its kernels; arguments as there."""
+    dtype = result_dtype(kind, x.dtype)
+    if dtype == torch.bool:
+        return _as_bool(
+            masked_reduction_forward(x.to(torch.uint8), kind, dims, extents, p, correction, fill, for_gradient)
+        )
+    x, layout = plan(x, dims, extents)
+    accumulated = arithmetic_dtype(x.dtype)
+    out = x.new_empty(layout.row_shape, dtype=dtype)
+    aux = x.new_empty(layout.row_shape, dtype=accumulated)
+    counts = x.new_empty(layout.row_shape, dtype=torch.int64)
+    if not out.numel():
+        return Reduced(out, aux, counts)
+    high, wide = layout.tile()
+    programs = layout.rows[0] * -(-layout.rows[1] // high)
+    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
+    # A state of lanes along contiguous columns is small enough for twice as many, and so many more loads under way.
+    resident = 8 if layout.is_flat and kind != "var" and dtype != torch.float64 else 4
+    parts = _parts(programs, tiles, multiprocessors(x.device) * resident) if tiles else 1
+    registers = REGISTERS // (THREADS * resident)
+    grid = (programs, parts)
+    statics = (
+        layout.statics,
+        layout.row_slots,
+        "amax" if kind == "amin" else kind,
+        float(p),
+        kind == "amin",
+        float(correction),
+        fill if dtype.is_floating_point else int(fill),
+    )
+    slots = layout.slot_arguments(extents)
+    tile = (high, wide, layout.lanes(wide, x.element_size()), for_gradient, layout.bounds_vary)
+    results: tuple[Tensor, ...] = (out, aux, counts)
+    with launching_on(x.device):
+        if parts > 1:
+            states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
+            reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers)
+            merged = power_of_two(parts)
+            high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
+            programs = layout.rows[0] * -(-layout.rows[1] // high)
+            merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
+        else:
+            reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers)
+    return Reduced(out, aux, counts)
+
+
+def _as_bool(reduced: Reduced) -> Reduced:
+    return Reduced(reduced.out.bool(), reduced.aux, reduced.counts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(programs: int, tiles: int, slots: int) -> int:
+    """How many programs share a row, so that the last of all is done soonest.
+
+    Args:
+        programs: without sharing.
+        tiles: that each then walks.
+        slots: programs that run at a time.
+    """
+
+    def rounds(parts: int) -> int:
+        return -(-programs * parts // slots) * -(-tiles // parts) + MERGING * (parts > 1)
+
+    return min(range(1, min(tiles, PARTS) + 1), key=rounds)
+
+
+def masked_reduction_backward(
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[Extent],
+    p: float = 2.0, correction: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The gradient of `masked_reduction` by its kernel.
+
+    Args:
+        gradient: of the result, in its shape.
+        x, kind, dims, extents, p, correction: as in the forward.
+        reduced: what the forward gave.
+
+    Returns:
+        The gradient of `x`, zero in padding.
+    """
+    x, layout = plan(x, dims, extents)
+    g = _scaled(gradient, reduced, kind, p, correction).contiguous()
+    result = torch.empty_like(x)
+    if not x.numel():
+        return result
+    high, wide = layout.tile()
+    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
+    programs = layout.rows[0] * -(-layout.rows[1] // high) * tiles
+    with launching_on(x.device):
+        reduction_backward_kernel[(programs,)](
+            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(extents),
+            *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p), high, wide,
+        )  # fmt: skip
+    return result

@@ -1,0 +1,223 @@
+"""Padding and unpadding as torch ops, each the other's gradient; the reference wherever no kernel runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.extent_ops import EXTENTS, FLOAT_DTYPES, INTEGER_DTYPES, apart, define, has_kernel, together
+from subtensors.kernels.extents import Extent
+from subtensors.kernels.padded import padding
+
+DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
+
+
+def pad_to(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
+    """A tensor at the start of one of this shape.
+
+    Args:
+        dense: of any strides.
+        shape: as many sizes, none smaller.
+        value: in the padding.
+
+    Returns:
+        Contiguous.
+
+    Raises:
+        ValueError: the shape cannot hold the tensor.
+
+    Example:
+        >>> pad_to(torch.ones(2, 1), (2, 3), value=-1)
+        tensor([[ 1., -1., -1.],
+                [ 1., -1., -1.]])
+    """
+    if len(shape) != dense.dim() or any(a < b for a, b in zip(shape, dense.shape, strict=True)):
+        raise ValueError(f"a tensor of shape {tuple(dense.shape)} cannot be padded to {tuple(shape)}")
+    return torch.ops.subtensors.pad_to(dense, shape, value)  # type: ignore[no-any-return]
+
+
+def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
+    """The start of a tensor, as a contiguous tensor of this size.
+
+    Args:
+        padded: of any strides.
+        size: as many sizes, none larger.
+
+    Raises:
+        ValueError: the tensor does not hold so much.
+
+    Example:
+        >>> unpad_to(torch.arange(6).view(2, 3), (2, 1))
+        tensor([[0],
+                [3]])
+    """
+    if len(size) != padded.dim() or any(a > b for a, b in zip(size, padded.shape, strict=True)):
+        raise ValueError(f"a tensor of shape {tuple(padded.shape)} has no part of size {tuple(size)}")
+    return torch.ops.subtensors.unpad_to(padded, size)  # type: ignore[no-any-return]
+
+
+def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+    """A ragged batch from its values, row after row.
+
+    Args:
+        values: (total,) the elements of every row, each row contiguous; `torch.nested` keeps them so.
+        shape: of the result, (B, ...).
+        extents: its ragged dimensions, sizes (B,) each.
+        value: in the padding.
+
+    Returns:
+        Contiguous.
+
+    Example:
+        >>> pad_values(torch.arange(1, 4), (2, 2), [Extent(1, torch.tensor([1, 2]))])
+        tensor([[1, 0],
+                [2, 3]])
+    """
+    return torch.ops.subtensors.pad_values(values, shape, *apart(extents), value)  # type: ignore[no-any-return]
+
+
+def unpad_values(padded: Tensor, extents: Sequence[Extent], total: int) -> Tensor:
+    """The values of a ragged batch, row after row.
+
+    Args:
+        padded: (B, ...).
+        extents: its ragged dimensions, sizes (B,) each.
+        total: how many elements are real: the result's size, which the host has to know.
+
+    Returns:
+        (total,)
+
+    Example:
+        >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [Extent(1, torch.tensor([1, 2]))], total=3)
+        tensor([1, 2, 3])
+    """
+    return torch.ops.subtensors.unpad_values(padded, *apart(extents), total)  # type: ignore[no-any-return]
+
+
+def pad_list(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+    """A ragged batch from one tensor a row.
+
+    Args:
+        rows: B tensors of the true sizes, on one device and of one dtype.
+        shape: of the result, (B, ...).
+        extents: its ragged dimensions, sizes (B,) each, which are those of the rows.
+        value: in the padding.
+
+    Returns:
+        Contiguous.
+
+    Example:
+        >>> pad_list([torch.ones(1), torch.ones(2)], (2, 2), [Extent(1, torch.tensor([1, 2]))])
+        tensor([[1., 0.],
+                [1., 1.]])
+    """
+    return torch.ops.subtensors.pad_list(rows, shape, *apart(extents), value)  # type: ignore[no-any-return]
+
+
+def _pad(dense: Tensor, shape: list[int], value: float) -> Tensor:
+    return (padding.pad_dense if has_kernel(dense, DTYPES) else padding.pad_reference)(dense, shape, value)
+
+
+def _unpad(padded: Tensor, size: list[int]) -> Tensor:
+    return (padding.unpad_dense if has_kernel(padded, DTYPES) else padding.unpad_reference)(padded, size)
+
+
+def _of_shape(tensor: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
+    return tensor.new_empty(shape)
+
+
+define("pad_to", "Tensor dense, SymInt[] shape, Scalar value", "Tensor", _pad, _of_shape)
+define("unpad_to", "Tensor padded, SymInt[] size", "Tensor", _unpad, _of_shape)
+
+
+def _shape_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+def _pad_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return torch.ops.subtensors.unpad_to(gradient, ctx.shape), None, None
+
+
+def _unpad_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return torch.ops.subtensors.pad_to(gradient, ctx.shape, 0), None
+
+
+torch.library.register_autograd("subtensors::pad_to", _pad_gradient, setup_context=_shape_context)
+torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_context=_shape_context)
+
+
+def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:
+    extents = together(d, s, b)
+    if has_kernel(values, DTYPES):
+        return padding.pad_ragged(values, shape, extents, value)
+    return padding.pad_ragged_reference(values, shape, extents, value)
+
+
+def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], total: int) -> Tensor:
+    extents = together(d, s, b)
+    if has_kernel(padded, DTYPES):
+        return padding.unpad_ragged(padded, extents, total)
+    return padding.unpad_ragged_reference(padded, extents, total)
+
+
+def _pad_list(
+    rows: list[Tensor], shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float
+) -> Tensor:
+    extents = together(d, s, b)
+    if has_kernel(rows[0], DTYPES):
+        return padding.pad_rows(rows, shape, extents, value)
+    return padding.pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, extents, value)
+
+
+def _unpad_fake(padded: Tensor, d: Any, s: Any, b: Any, total: int) -> Tensor:
+    return padded.new_empty(total)
+
+
+def _list_fake(rows: Sequence[Tensor], shape: Sequence[int], *_: Any) -> Tensor:
+    return rows[0].new_empty(shape)
+
+
+define("pad_values", f"Tensor values, SymInt[] shape, {EXTENTS}, Scalar value", "Tensor", _pad_values, _of_shape)
+define("unpad_values", f"Tensor padded, {EXTENTS}, SymInt total", "Tensor", _unpad_values, _unpad_fake)
+define("pad_list", f"Tensor[] rows, SymInt[] shape, {EXTENTS}, Scalar value", "Tensor", _pad_list, _list_fake)
+
+
+def _values_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    values, _, ctx.dims, sizes, ctx.batch_dims, _ = inputs
+    ctx.shapes = [row.shape for row in values] if isinstance(values, (list, tuple)) else [values.shape]
+    ctx.save_for_backward(*sizes)
+
+
+def _values_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    sizes = list(ctx.saved_tensors)
+    total = sum(shape.numel() for shape in ctx.shapes)
+    values = torch.ops.subtensors.unpad_values(gradient, ctx.dims, sizes, ctx.batch_dims, total)
+    return values, None, None, [None] * len(sizes), None, None
+
+
+def _list_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    values, *rest = _values_gradient(ctx, gradient)
+    ends = [0, *itertools.accumulate(shape.numel() for shape in ctx.shapes)]
+    rows = [values[a:b].view(shape) for (a, b), shape in zip(itertools.pairwise(ends), ctx.shapes, strict=True)]
+    return rows, *rest
+
+
+def _unpad_values_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    padded, ctx.dims, sizes, ctx.batch_dims, _ = inputs
+    ctx.shape = padded.shape
+    ctx.save_for_backward(*sizes)
+
+
+def _unpad_values_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    sizes = list(ctx.saved_tensors)
+    padded = torch.ops.subtensors.pad_values(gradient, ctx.shape, ctx.dims, sizes, ctx.batch_dims, 0)
+    return padded, None, [None] * len(sizes), None, None
+
+
+torch.library.register_autograd("subtensors::pad_values", _values_gradient, setup_context=_values_context)
+torch.library.register_autograd("subtensors::pad_list", _list_gradient, setup_context=_values_context)
+torch.library.register_autograd("subtensors::unpad_values", _unpad_values_gradient, setup_context=_unpad_values_context)
