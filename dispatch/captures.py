@@ -25,6 +25,9 @@ from subtensors.kernels.cuda_range import has_driver, is_captured
 
 Work = Callable[[], None]
 
+STREAMS = 32
+"""How many torch has of each priority; it hands them out by turns."""
+
 _log = logging.getLogger(__name__)
 _waiting: deque[Work] = deque()
 _is_busy = Lock()
@@ -53,10 +56,11 @@ def watch(device: torch.device) -> None:
         device: a CUDA device with its index, or a CPU, for which there is nothing to do.
     """
     if device.type == "cuda" and device.index not in _streams and has_driver():
-        # Torch hands out 32 streams of each priority, by turns.
         lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
         _streams[device.index] = [
-            torch.cuda.Stream(device, priority=p).cuda_stream for p in range(lowest, highest - 1, -1) for _ in range(32)
+            torch.cuda.Stream(device, priority=p).cuda_stream
+            for p in range(lowest, highest - 1, -1)
+            for _ in range(STREAMS)
         ]
 
 

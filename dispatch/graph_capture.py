@@ -29,9 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import captures, torch_private
+from subtensors.dispatch import captures
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.tapes import CudaTape, HostTape
+from subtensors.kernels.current_device import current_stream
 from subtensors.kernels.lists.launch import Prelude, bits
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -277,7 +278,7 @@ class Recording:
 
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if group.is_seeded else group.seed
-            stream = torch_private.current_stream(self.device) if self.device.type == "cuda" else 0
+            stream = current_stream(self.device) if self.device.type == "cuda" else 0
             group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
         self._tape.take(run)

@@ -19,14 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import captures, torch_capture, torch_private
+from subtensors.dispatch import captures, torch_capture
 from subtensors.dispatch.workspaces import make_workspaces
 from subtensors.kernels.address import bytes_at
-from subtensors.kernels.current_device import on_stream
+from subtensors.kernels.current_device import current_stream, on_stream
 
 T = TypeVar("T")
-STREAMS = 32
-"""How many torch has; it hands them out by turns."""
 
 
 class GraphPool:
@@ -41,7 +39,7 @@ class GraphPool:
         self.stream = _stream_of_its_own(device)
         _living.add(self)
         self._last: torch.cuda.Stream = torch.cuda.current_stream(device)
-        self._last_number = torch_private.current_stream(device)
+        self._last_number = current_stream(device)
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
         captures.watch(device)
@@ -115,7 +113,7 @@ class GraphPool:
 
     def order(self) -> None:
         """Have the current stream wait for the replays on another one, if the last was there."""
-        number = torch_private.current_stream(self.device)
+        number = current_stream(self.device)
         if number != self._last_number:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self._last)
@@ -148,7 +146,7 @@ _living: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
     """A stream that no other pool has, if there is one: graphs of one stream write to the same workspaces."""
     taken = {pool.stream.cuda_stream for pool in [*_living] if pool.device == device}
-    for _ in range(STREAMS):
+    for _ in range(captures.STREAMS):
         stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in taken:
             break

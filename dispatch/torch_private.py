@@ -159,11 +159,6 @@ class Sharers:
         return list(map(torch._C._storage_Use_Count, self._handles))  # type: ignore[attr-defined]
 
 
-def current_stream(device: torch.device) -> int:
-    """The CUDA stream that work on this device goes to now, as a number. Checked on 2.11, 2.13."""
-    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]
-
-
 def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Does a hook or a profiler want to know of this optimizer's step? Checked on 2.11, 2.13."""
     return bool(

@@ -34,6 +34,11 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def current_stream(device: torch.device) -> int:
+    """The CUDA stream that work on this device goes to now, as a number. Checked on 2.11, 2.13."""
+    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]
+
+
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Work goes to this stream meanwhile, and its device is the current one.

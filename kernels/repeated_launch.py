@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.compiler_threads import compiled_beside, wait_for_triton
-from subtensors.kernels.current_device import launching_on
+from subtensors.kernels.current_device import current_stream, launching_on
 
 ALIGNMENT = 16
 """Bytes, or units of a whole number, that Triton compiles multiples of apart."""
@@ -46,11 +46,6 @@ def not_waiting() -> Iterator[None]:
     finally:
         asked, _thread.asked = _thread.asked, before
         wait(asked)
-
-
-def current_stream(device: int) -> int:
-    """The current stream of a device, as a number."""
-    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined, no-any-return]
 
 
 class RepeatedLaunch:
@@ -99,7 +94,7 @@ class RepeatedLaunch:
             if launcher is None:
                 return
         launch, named = launcher
-        stream = current_stream(device.index)
+        stream = current_stream(device)
         with launching_on(device):
             launch(*addresses, *[_passed(x) if type(x) is tuple else x for x in others], *named, stream=stream)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import assert_same
 from torch import Tensor, nn
 
 import subtensors as st
@@ -50,7 +51,7 @@ def step_of(net: nn.Module, opt: Any, order: str = "last") -> Callable[[Tensor],
 
 def same_weights(net: nn.Module, alone: nn.Module) -> None:
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+        assert_same(p, q)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -127,7 +128,7 @@ def test_gradients_that_a_program_accumulates_are_added_to_where_they_lie(device
         x = rows(n, device)
         torch.testing.assert_close(run(x), plain(x))
         for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+            assert_same(p.grad, q.grad)
         if i == 3:
             for model in (net, alone):
                 model.zero_grad(set_to_none=False)
@@ -138,7 +139,7 @@ def test_gradients_that_a_program_accumulates_are_added_to_where_they_lie(device
     x = rows(5, device)
     run(x), plain(x)
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+        assert_same(p.grad, q.grad)
     assert len(run.stats().fallbacks) == (1 if device == "cuda" else 0)
 
 
@@ -209,7 +210,7 @@ def test_a_step_that_returns_its_loss_undetached_is_taken_once_a_call(device: st
         torch.testing.assert_close(run(x), plain(x))
         same_weights(net, alone)
         for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+            assert_same(p.grad, q.grad)
     reason = "it calls backward itself, and returns what wants a gradient: return loss.detach()"
     assert run.stats().fallbacks == {reason: 2}
 

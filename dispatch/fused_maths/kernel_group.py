@@ -13,7 +13,6 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
 from subtensors.dispatch.fused_maths.columns import (
     Addresses,
     Columns,
@@ -28,6 +27,7 @@ from subtensors.dispatch.graph_capture import NotRecordable, Recording, recordin
 from subtensors.dispatch.graph_numbers import graph_numbers
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.kernels import graph_lifetime
+from subtensors.kernels.current_device import current_stream
 from subtensors.kernels.lists.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits
 from subtensors.kernels.lists.program import Extent, Parameter
 from subtensors.kernels.transfer import to_device
@@ -177,7 +177,7 @@ class KernelGroup(Group):
         Returns:
             The memory of the outputs.
         """
-        stream = torch_private.current_stream(self.device) if self.is_cuda else 0
+        stream = current_stream(self.device) if self.is_cuda else 0
         if not is_capturing:
             self.stream = stream
         hosts = [columns[i][0].item() for i in self.hosts]

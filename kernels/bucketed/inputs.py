@@ -18,7 +18,7 @@ from torch import Tensor
 
 from subtensors.kernels.bucketed.input_tiles import load_inputs_kernel
 from subtensors.kernels.compiler_threads import compiled_beside
-from subtensors.kernels.current_device import launching_on
+from subtensors.kernels.current_device import current_stream, launching_on
 
 BLOCK = 1024
 
@@ -117,7 +117,7 @@ class Walk:
                 return
             self._launcher = self._kernel.result()[(self.programs, 1, 1)]
         with launching_on(self._device):
-            self._launcher(*arguments, stream=torch._C._cuda_getCurrentRawStream(self._device.index))  # type: ignore[attr-defined]
+            self._launcher(*arguments, stream=current_stream(self._device))
 
 
 @cache

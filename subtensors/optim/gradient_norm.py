@@ -22,6 +22,7 @@ from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
 from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.kernels import graph_lifetime
+from subtensors.kernels.current_device import current_stream
 from subtensors.kernels.lists.square_sum import DTYPES, Prelude, SquareSum, reference
 from subtensors.kernels.transfer import to_device
 from subtensors.optim.group_lists import Batch, as_real
@@ -157,7 +158,7 @@ class _Sweep:
             graph_lifetime.keep_with_graph((self.grid, table, self._own))
         else:
             self._places, self._table = places, table
-            self._stream = torch_private.current_stream(self.device) if is_cuda else 0
+            self._stream = current_stream(self.device) if is_cuda else 0
         return Prelude(self.grid, table, self._stream)
 
 

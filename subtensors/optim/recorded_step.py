@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fused_maths.calls import interprets_kernels, modes
 from subtensors.dispatch.fused_maths.columns import Elements
@@ -21,6 +20,7 @@ from subtensors.dispatch.fused_maths.fusion import Fusion
 from subtensors.dispatch.graph_capture import NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.tensor_guards import AddressGuard, MetadataGuard, PlaceGuard
+from subtensors.kernels.current_device import current_stream
 from subtensors.optim.group_lists import GroupLists, is_immutable, kept_form, missing
 from subtensors.optim.group_numbers import another, are_numbers, number_at, number_paths, options_of, step_signature
 
@@ -258,7 +258,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _stream(device: torch.device) -> int:
-    return torch_private.current_stream(device) if device.type == "cuda" else 0
+    return current_stream(device) if device.type == "cuda" else 0
 
 
 def _present(gradients: Gradients) -> list[Tensor]:
