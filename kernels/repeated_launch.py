@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subtensors.kernels.compiler_threads import compiled_beside, wait_for_triton
 from subtensors.kernels.current_device import current_stream, launching_on
+from subtensors.kernels.launcher import Launch, launcher
 
 ALIGNMENT = 16
 """Bytes, or units of a whole number, that Triton compiles multiples of apart."""
@@ -58,7 +59,7 @@ class RepeatedLaunch:
 
     def __init__(self, kernel: Any, has_reference: bool = False) -> None:
         self.kernel, self.has_reference = kernel, has_reference
-        self._launchers: dict[Any, Any] = {}
+        self._launchers: dict[Any, tuple[Launch, list[Any]]] = {}
         self._compiled: dict[Any, Any] = {}
         self._coming: dict[Any, Future[Any]] = {}
 
@@ -88,12 +89,12 @@ class RepeatedLaunch:
             *[address % ALIGNMENT == 0 for address in addresses],
             *[(x == 1, x % ALIGNMENT == 0, x >> 31) if type(x) is int else _kind(x) for x in others],
         )
-        launcher = self._launchers.get((programs, kind))
-        if launcher is None:
-            launcher = self._new(programs, kind, device, (*tensors, *others), constants)
-            if launcher is None:
+        ready = self._launchers.get((programs, kind))
+        if ready is None:
+            ready = self._new(programs, kind, device, (*tensors, *others), constants)
+            if ready is None:
                 return
-        launch, named = launcher
+        launch, named = ready
         stream = current_stream(device)
         with launching_on(device):
             launch(*addresses, *[_passed(x) if type(x) is tuple else x for x in others], *named, stream=stream)
@@ -118,8 +119,8 @@ class RepeatedLaunch:
                 compiled = self.kernel[(programs,)](*arguments, **constants)
         self._compiled[kind] = compiled
         named = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
-        self._launchers[programs, kind] = launcher = compiled[(programs, 1, 1)], named
-        return None if is_launched else launcher
+        self._launchers[programs, kind] = ready = launcher(compiled, programs), named
+        return None if is_launched else ready
 
     def _compile(self, device: torch.device, arguments: list[Any], constants: Mapping[str, Any]) -> Any:
         with launching_on(device):

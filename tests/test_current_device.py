@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import subtensors.kernels
+from subtensors.kernels import current_device
 from subtensors.kernels.current_device import launching_on, on_stream
 
-BY_THEIR_CALLER = {"launch.py"}
-"""Of fused maths: `KernelGroup` takes its device for the whole of a call."""
+BY_THEIR_CALLER = {"launch.py", "launcher.py"}
+"""Of fused maths, where `KernelGroup` takes its device for the whole of a call; and what others launch with."""
 
 
 def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: p
         taken.append(which)
         return nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(current_device, "_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
     for place in ("cpu", "cuda:0", "cuda:1"):
         with launching_on(torch.device(place)):

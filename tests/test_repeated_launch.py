@@ -36,14 +36,7 @@ class PretendKernel:
     def warmup(self, *arguments: Any, grid: Any, **constants: Any) -> Any:
         self.compiled.append((arguments[1:], threading.current_thread().name))
         self.devices.append(self.device)
-        return {(1, 1, 1): None, **{(n, 1, 1): self._launcher(n) for n in range(2, 9)}}
-
-    def _launcher(self, programs: int) -> Any:
-        def launch(*arguments: Any, stream: Any) -> None:
-            self.launched.append((programs, *arguments[1:], stream))
-            self.devices.append(self.device)
-
-        return launch
+        return {(n, 1, 1): n for n in range(1, 9)}
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> Any:
@@ -64,10 +57,20 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> PretendKernel:
         yield
         made.device = None
 
+    def launcher(compiled: Any, programs: int) -> Any:
+        assert compiled[programs, 1, 1] == programs
+
+        def launch(*arguments: Any, stream: str) -> None:
+            made.launched.append((programs, *arguments[1:], stream))
+            made.devices.append(made.device)
+
+        return launch
+
     # Triton takes functions of torch when it starts, which it must not do meanwhile.
     monkeypatch.setattr(compiler_threads, "_preparations", list)
     monkeypatch.setattr(repeated_launch, "current_stream", lambda index: "stream")
     monkeypatch.setattr(repeated_launch, "launching_on", on)
+    monkeypatch.setattr(repeated_launch, "launcher", launcher)
     return made
 
 

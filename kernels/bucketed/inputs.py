@@ -19,6 +19,7 @@ from torch import Tensor
 from subtensors.kernels.bucketed.input_tiles import load_inputs_kernel
 from subtensors.kernels.compiler_threads import compiled_beside
 from subtensors.kernels.current_device import current_stream, launching_on
+from subtensors.kernels.launcher import Launch, launcher
 
 BLOCK = 1024
 
@@ -92,7 +93,7 @@ class Walk:
         self._count = true_sizes.shape[0]
         self._kept = [*targets, true_sizes]
         self._device = true_sizes.device
-        self._launcher: Any = None
+        self._launcher: Launch | None = None
         self._kernel = _compiled(self._constants, self._device, self._count) if true_sizes.is_cuda else None
 
     def is_compiled(self) -> bool:
@@ -115,7 +116,7 @@ class Walk:
                 with launching_on(self._device):
                     load_inputs_kernel[(self.programs,)](*arguments)
                 return
-            self._launcher = self._kernel.result()[(self.programs, 1, 1)]
+            self._launcher = launcher(self._kernel.result(), self.programs)
         with launching_on(self._device):
             self._launcher(*arguments, stream=current_stream(self._device))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.collector import uncollected
+from subtensors.kernels.launcher import Launch, launcher
 from subtensors.kernels.lists import blockwise
 from subtensors.kernels.lists.codegen import Kernel, write_kernel
 from subtensors.kernels.lists.lowering import FLOATS, register
@@ -140,7 +141,7 @@ class Grid:
     ) -> None:
         self.kernels, self.device, self.exchange = kernels, device, exchange
         self._matrices = self._matrix_rows(sizes, matrices)
-        self._launchers: dict[int, Any] = {}
+        self._launchers: dict[int, Launch] = {}
         self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
@@ -247,9 +248,9 @@ class Grid:
                 if is_followed:
                     continue
             arguments = (table, cut.address, *rest, *arenas, *constants)
-            launcher = self._launchers.get(number)
-            if launcher is not None:
-                launcher(*arguments, stream=stream)
+            launch = self._launchers.get(number)
+            if launch is not None:
+                launch(*arguments, stream=stream)
             else:
                 self._first_launch(number, kernel, arguments)
             if self.exchange is not None:
@@ -294,7 +295,7 @@ class Grid:
             return
         compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options())
         if compiled is not None:
-            self._launchers[number] = compiled[(programs, 1, 1)]
+            self._launchers[number] = launcher(compiled, programs)
 
 
 # Torch's kernels keep denormal numbers; libdevice as Triton links it by default takes them for zero.
