@@ -45,6 +45,6 @@ docs: $(READY)
 # kernel loaded first, and what these frames hold. The others take two and a half minutes on an H200.
 memcheck: $(READY)
 	compute-sanitizer --tool memcheck --target-processes application-only --report-api-errors no --error-exitcode 9 \
-	  $(PYTHON) -m pytest -q -n 0 -m "not slow" -k "not cpu and not thousand and not dropped and not deleted and not may_read and not goes_with and not threads_carve" \
+	  $(PYTHON) -m pytest -q -n 0 -m "not slow" -k "not cpu and not thousand and not dropped and not deleted and not may_read and not goes_with and not threads_carve and not compile_with_graphs" \
 	  tests/test_arena.py tests/test_arena_release.py tests/test_arena_asleep.py tests/test_arena_graphs.py tests/test_arena_machine.py tests/test_static_tensor.py \
 	  tests/test_static_movers.py tests/test_workspaces.py tests/test_optim_arena.py tests/test_optim_capture_packed.py tests/test_optim_recorded_again.py

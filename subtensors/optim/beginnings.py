@@ -5,7 +5,8 @@ With a fill for each tensor, those would be most of a first step over thousands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from subtensors.dispatch import captures
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 
 LARGE = 64 << 20
-"""Bytes of state for which room is made."""
+"""Bytes of state that has room of its own."""
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -23,19 +24,28 @@ def can_begin_with_others(p: Tensor) -> bool:
     return type(p) in PLAIN_TYPES and p.dtype in _DTYPES and p.layout is torch.strided
 
 
-def make_room(params: Sequence[Tensor], entries: int) -> None:
-    """Have torch give the memory that it caches back, where what will be begun is large.
+@contextmanager
+def room_for_state(params: Sequence[Tensor], entries: int) -> Iterator[None]:
+    """What is begun meanwhile is apart from other tensors, where it is large, and torch has given back what it cached.
 
-    State lives as long as the model. Begun in what the first backward left, it would break segments up that the next
-    backward, or a graph's memory, wants whole.
+    State lives as long as the model. Between the first backward's gradients, or in what that left, it would break
+    segments up that the next backward, or a graph's memory, wants whole. So it has a pool of its own, which is gone as
+    soon as it is filled: the memory goes back as that of other tensors does, where torch gives back what it caches.
 
     Args:
         params: of one device.
         entries: how many each of them has.
     """
-    nbytes = entries * sum(p.nbytes for p in params)
-    if params[0].device.type == "cuda" and nbytes >= LARGE and not captures.is_capturing():
-        torch.cuda.empty_cache()
+    device, nbytes = params[0].device, entries * sum(p.nbytes for p in params)
+    if device.type != "cuda" or nbytes < LARGE or captures.is_capturing():
+        yield
+        return
+    torch.cuda.empty_cache()
+    if torch.cuda.get_allocator_backend() != "native":  # others have no pools
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+        yield
 
 
 def counts(params: Sequence[Tensor]) -> list[Tensor]:
