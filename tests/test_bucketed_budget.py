@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
+from subtensors.bucketed.visits import VALUES
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 
@@ -317,3 +320,63 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
             torch.testing.assert_close(run(x, "nowhere"), x + 1)
         assert again.stats().hits == 1
         assert run.stats().hits == 1
+
+
+class Token:
+    """Told from others by its identity."""
+
+    shift = 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["number", "object", "attribute"])
+def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
+    kind: str, device: str, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(x: Tensor, options: dict[str, Any]) -> Tensor:
+        number = options["which"]
+        return x.softmax(1) * (number if isinstance(number, int) else number.shift)
+
+    tokens = [Token() for _ in range(VALUES + 3)]
+
+    def value(i: int) -> Any:
+        if kind == "attribute":
+            tokens[0].shift = i
+            return tokens[0]
+        return i if kind == "number" else tokens[i]
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    x = data(3, device)
+    for i in [*range(VALUES + 2), 0, VALUES - 1]:
+        options = {"which": value(i)}
+        torch.testing.assert_close(run(x, options), program(x, options))
+    assert counted.take() == (VALUES, 2)
+    why = f"options['which'] had {VALUES} values, each with graphs of its own: give a tensor, or max_graphs"
+    assert run.stats().fallbacks == {why: 2}
+    assert len(caplog.records) == 1
+    # The same values at another size have theirs.
+    y = data(9, device)
+    options = {"which": value(1)}
+    torch.testing.assert_close(run(y, options), program(y, options))
+    assert counted.take() == (1, 0)
+    run.release()
+    options = {"which": value(VALUES + 1)}
+    for _ in range(2):
+        torch.testing.assert_close(run(x, options), program(x, options))
+    assert counted.take() == (1, 1)
+    if kind == "object":
+        refused = weakref.ref(tokens[VALUES])
+        del tokens[VALUES]
+        gc.collect()
+        assert refused() is None
+
+
+@torch.no_grad()
+def test_a_budget_of_graphs_is_for_any_number_of_values(device: str, counted: Counted) -> None:
+    run = st.bucketed(lambda x, n: x.softmax(1) * n, {"x": {1: SEQ}}, max_graphs=2)
+    x = data(3, device)
+    for i in range(VALUES + 2):
+        torch.testing.assert_close(run(x, i), softmax(x) * i)
+    assert counted.take() == (VALUES + 2, 0)
+    assert not run.stats().fallbacks
+    assert len(recorded(run)) == 2

@@ -13,6 +13,7 @@ from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.bucketed.state import kept_state
 
 
 @pytest.fixture
@@ -98,3 +99,59 @@ def test_compiled_code_breaks_at_a_call_and_goes_on_behind_it(device: str) -> No
     assert run.stats().hits == 2
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"st\.bucketed replays graphs of its own"):
         torch.compile(run, backend="eager", fullgraph=True)(rows(5, device))
+
+
+class Written(nn.Module):
+    """Writes to its buffers and draws random numbers, and then has no way for padded tensors."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__()
+        self.cause = cause
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x) * torch.rand((), dtype=torch.float64, device=x.device)
+        self.seen += 1
+        if isinstance(x, st.PaddedTensor) and self.cause == "padded":
+            raise ValueError("there is no rule for this")
+        if x.shape[0] > 16 and self.cause == "itself":
+            raise ValueError("too many rows")
+        return y * self.seen
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("cause", ["padded", "itself"])
+def test_a_run_that_raises_is_undone_before_the_program_runs_at_its_true_size(
+    cause: str, follows: bool, device: str
+) -> None:
+    ours, theirs = (Written(cause).to(device) for _ in range(2))
+    run = st.bucketed(ours, {"x": {0: SEQ}})
+    with torch.set_grad_enabled(follows):
+        for i, n in enumerate((5, 6, 20, 7) if cause == "padded" else (20, 17, 20)):
+            x = rows(n, device)
+            outcomes = []
+            for program in (run, theirs):
+                torch.manual_seed(i)
+                if cause == "padded":
+                    outcomes.append(program(x))
+                else:
+                    with pytest.raises(ValueError, match="too many rows"):
+                        program(x)
+                outcomes.append(torch.rand(2, device=device))
+            torch.testing.assert_close(outcomes[: len(outcomes) // 2], outcomes[len(outcomes) // 2 :])
+            torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    if cause == "padded":
+        assert run.stats().fallbacks == {"ValueError: there is no rule for this": 4}
+
+
+@torch.no_grad()
+def test_buffers_that_are_large_together_are_not_copied_for_a_run_that_may_raise(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Written("padded").to(device)
+    nbytes = sum(buffer.nbytes for buffer in ours.buffers())
+    for most, seen in ((nbytes, 1), (nbytes - 1, 3)):
+        monkeypatch.setattr(kept_state, "LARGE", most)
+        st.bucketed(ours, {"x": {0: SEQ}})(rows(5, device))
+        assert ours.seen.tolist() == [seen] * 3

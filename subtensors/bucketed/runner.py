@@ -19,7 +19,7 @@ from subtensors.bucketed.generation.generation import Generation, tokens_dim
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.stands_for import StandsFor
-from subtensors.bucketed.state.kept_state import kept_state
+from subtensors.bucketed.state.kept_state import kept_state, undone_where_it_raises
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.training.inside import InsideCall, is_inside, opened
@@ -186,7 +186,8 @@ class Bucketed(StandsFor):
         assert bucket is not None
         assert reading is not None
         try:
-            result = self.recorder.first_answer(bucket, reading, leaves)
+            with undone_where_it_raises(self.state, bucket.device):
+                result = self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
             bucket.refusal = said_in_a_line(error)
             if bucket.is_allocated:
@@ -321,6 +322,7 @@ class Bucketed(StandsFor):
         """Give the memory of graphs and static inputs back to the device; the next calls record again."""
         with self._lock:
             self.recorder.release()
+            self._visits.forget_values()
             if self._generation is not None:
                 self._generation.release()
 

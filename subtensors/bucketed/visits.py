@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
-from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, read, seen
+from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, leaf_key, read, seen
 from subtensors.bucketed.calls.call_style import AS_GIVEN, CallStyle
 from subtensors.bucketed.calls.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder
@@ -28,6 +29,9 @@ SETTINGS = (
 
 KEYS = 4096
 """How many different ones a runner remembers."""
+
+VALUES = 64
+"""How many of one argument that is no tensor have graphs, where `max_graphs` does not say how many there may be."""
 
 
 @dataclass(slots=True)
@@ -95,6 +99,8 @@ class Visits:
         self.known: OrderedDict[Any, Visit] = OrderedDict()
         self._forgotten: dict[str, Counter[int]] = {name: Counter() for name in dims.distinct}
         """The sizes that calls of forgotten keys had."""
+        self._values: dict[str, set[Any]] = {}
+        """What arguments that are no tensors have been, by their place."""
 
     def __len__(self) -> int:
         return len(self.known)
@@ -142,6 +148,8 @@ class Visits:
         if self._max_waste is not None and visit.elements[1] > self._max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return visit
+        if too_many := self._too_many_values(leaves, [place for place, _ in places]):
+            return Visit(None, None, too_many, sizes=sizes)
 
         def call(leaves: Sequence[Any]) -> Any:
             with bucketed_program(), self._state.of_a_run():
@@ -149,6 +157,23 @@ class Visits:
 
         visit.bucket = self._recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)
         return visit
+
+    def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str]) -> str:
+        """Which argument is another so often that it has no graphs from now on, in words; "" where none is."""
+        if self._recorder.max_graphs is not None:
+            return ""
+        others = [(place, leaf_key(x)) for x, place in zip(leaves, places, strict=True) if not isinstance(x, Tensor)]
+        for place, key in others:
+            values = self._values.setdefault(place, set())
+            if key not in values and len(values) >= VALUES:
+                return f"{place} had {VALUES} values, each with graphs of its own: give a tensor, or max_graphs"
+        for place, key in others:
+            self._values[place].add(key)
+        return ""
+
+    def forget_values(self) -> None:
+        """Arguments that had too many values have graphs again, for as many."""
+        self._values.clear()
 
     def sizes(self) -> dict[str, Counter[int]]:
         """How often each true size was seen, by Dim."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.program_state import State
-from subtensors.dispatch import autograd_private
+from subtensors.dispatch import autograd_private, torch_capture
+
+LARGE = 256 << 20
+"""Bytes of buffers that a run which may raise is not worth a copy of."""
 
 
 @contextmanager
@@ -22,16 +25,51 @@ def kept_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.
         buffers: those that it may write to.
         devices: where it runs, beside those of its state.
     """
-    held = state.held()
-    with torch.no_grad():
-        kept = [(buffer, buffer.clone()) for buffer in buffers]
+    put_back = _values(state, buffers)
     found = {*devices, *[t.device for t in state.tensors()]}
     drawn = sorted(device.index for device in found if device.type == "cuda")
     with warnings.catch_warnings(), torch.random.fork_rng(drawn), autograd_private.unseen_writes(buffers):
         try:
             yield
         finally:
-            state.put_back(held)
-            with torch.no_grad():
-                for buffer, values in kept:
-                    buffer.copy_(values)
+            put_back()
+
+
+@contextmanager
+def undone_where_it_raises(state: State, device: torch.device) -> Iterator[None]:
+    """A run that raises leaves buffers and random generators as they were: it will be made again in another way.
+
+    Buffers that are large together, as caches are, are left out: there is no room for a second one.
+
+    Args:
+        state: of the program.
+        device: where it runs, beside the CPU.
+    """
+    buffers = state.at_risk()
+    if sum(t.nbytes for t in buffers) > LARGE:
+        buffers = []
+    put_back = _values(state, buffers)
+    places = {where: torch_capture.random_place(where) for where in (torch.device("cpu"), device)}
+    try:
+        yield
+    except BaseException:
+        with autograd_private.unseen_writes(buffers):
+            put_back()
+        for where, place in places.items():
+            torch_capture.go_to_random_place(where, place)
+        raise
+
+
+def _values(state: State, buffers: Sequence[Tensor]) -> Callable[[], None]:
+    """Takes back what is written to these buffers, and what modules hold instead of others, from now on."""
+    held = state.held()
+    with torch.no_grad():
+        kept = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def put_back() -> None:
+        state.put_back(held)
+        with torch.no_grad():
+            for buffer, values in kept:
+                buffer.copy_(values)
+
+    return put_back
