@@ -21,7 +21,7 @@ from subtensors.bench.sweep import names, wide_console
 from subtensors.bench.table import describe
 from subtensors.bench.timing import synchronize
 
-OF_A_RUNNER = ("graphs", "recompiles", "capture_ms", "runner_ms", "pool_mb", "largest_mb")
+OF_A_RUNNER = ("graphs", "recompiles", "capture_ms", "runner_ms", "results_ms", "pool_mb", "largest_mb")
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def measure(case: str, variant: str, tiny: bool, device: str) -> VaryingRow:
     )  # fmt: skip
 
 
-def _pass(answer: Answer, requests: list[Tensor], device: str) -> tuple[list[float], list[float]]:
+def _pass(answer: Callable[[Tensor], Any], requests: list[Tensor], device: str) -> tuple[list[float], list[float]]:
     """Milliseconds of each request up to a synchronized device, and until the call returned."""
     walls, hosts = [], []
     synchronize(device)
@@ -87,11 +87,14 @@ def _of_runner(way: Way, case: Case, requests: list[Tensor], device: str) -> dic
     request = requests[0]
     size = -(-request.shape[case.dim] // case.step) * case.step
     bucket = next(b for b in way.runner.recorded() if size in b.statistics.sizes.values())
-    calls, replays = [], []
+    copies = bucket.outputs.cuts(bucket.reading.host)
+    calls, replays, copied = [], [], []
     for _ in range(100):
         calls += _pass(way.answer, [request], device)[0]
         replays += _pass(lambda _: bucket.graph.replay(), [request], device)[0]
+        copied += _pass(lambda _: (bucket.graph.replay(), [copy() for copy in copies]), [request], device)[0]
     found["runner_ms"] = median(calls) - median(replays)
+    found["results_ms"] = median(copied) - median(replays)
     way.runner.release()
     way.answer(max(requests, key=Tensor.numel))
     found["largest_mb"] = way.runner.stats().pool_bytes / 2**20
