@@ -271,3 +271,41 @@ def test_an_encoder_and_a_decoder_of_different_lengths(device: str) -> None:
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)  # T5's norms are in float32
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert not run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_weights_that_are_replaced_between_texts_are_those_of_the_next(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    ids = torch.randint(3, 50, (2, 7), device=device)
+    for _ in range(3):
+        check(model, run, ids)
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.flip(0) * 2)
+    assert not run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_text_whose_weights_were_replaced_on_the_way_is_made_by_the_model_itself(device: str) -> None:
+    torch.manual_seed(0)
+    model = gpt2(device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    ids = torch.randint(3, 50, (2, 7), device=device)
+    check(model, run, ids)
+    replaced: list[torch.Tensor] = []
+
+    def replace(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not replaced and ids.shape[1] == 10:
+            replaced.append(model.lm_head.weight)
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0) * 2)
+        return scores
+
+    found = run.generate(ids, logits_processor=[replace], **SCORED)
+    assert replaced
+    expected = model.generate(ids, **SCORED)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert [*run.stats().fallbacks] == ["a tensor was replaced on the way"]
+    check(model, run, ids)
+    assert sum(run.stats().fallbacks.values()) == 1

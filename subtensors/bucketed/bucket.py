@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.arguments import Reading
+from subtensors.bucketed.calls.kept_objects import is_by_identity
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import Compiled
 from subtensors.bucketed.compilation.families import CodeOfFamilies
@@ -52,6 +53,8 @@ class Bucket:
         copied = {source.leaf for source in reading.sources}
         self.others = {i: x for i, x in enumerate(leaves) if i not in copied}
         self.count = len(leaves)
+        self.holds_callers = any(isinstance(x, Tensor) or is_by_identity(x) for x in self.others.values())
+        """Is something among the arguments that the program may write to where it lies?"""
         self.statistics = BucketStatistics(
             {dim.name: bucket for dim, bucket in zip(reading.dims, reading.buckets, strict=True)},
             [source.shape for source in reading.sources],
@@ -104,6 +107,11 @@ class Bucket:
         for caller in self.reading.caller:
             found.append(leaves[caller.leaf]._sizes.values)
         self._load(found, sizes)
+
+    @property
+    def leaves_traces(self) -> bool:
+        """May a call change its arguments?"""
+        return self.holds_callers or bool(self.written)
 
     def obstacle(self, leaves: Sequence[Any]) -> str:
         """Why a call can't be answered by a replay now; "" where it can."""

@@ -26,7 +26,7 @@ from subtensors.bucketed.training.followed_call import ReplayClock
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.bucketed.training.whole_step import StepsTaken
 from subtensors.byte_sizes import in_units
-from subtensors.dispatch import autograd_private
+from subtensors.dispatch import autograd_private, torch_capture
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.kernels.repeated_launch import not_waiting
@@ -67,8 +67,8 @@ class Recorder:
         self.replays = ReplayClock()
         self.clock = itertools.count(1)
         """Tells which bucket was called last."""
-        self.writes_state = False
-        """Has the program written to what it reads?"""
+        self.leaves_traces = False
+        """Has the program written to what it reads, or drawn random numbers?"""
         self.evictions = 0
         self.refusal = ""
         """Why nothing is recorded any more, where that is so."""
@@ -179,7 +179,7 @@ class Recorder:
         """Run the program once, which answers the call, and record it."""
         self._make_room(bucket)
         bucket.allocate()
-        before = self.state.versions()
+        before, place = self.state.versions(), torch_capture.random_place(bucket.device)
         if isinstance(bucket, TrainedBucket):
             result = self._first_followed(bucket, reading, leaves)
         else:
@@ -191,6 +191,7 @@ class Recorder:
                 raise RuleError(obstacle)
             bucket.write_back(leaves)
         self._note_writes(before)
+        self.leaves_traces |= not torch.equal(place, torch_capture.random_place(bucket.device))
         self.state.optimizers.look()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
             # What the first call left in torch's cache is as large as what the pool needs.
@@ -213,7 +214,7 @@ class Recorder:
 
     def _note_writes(self, before: list[int] | None) -> None:
         """Has the program written to its state since these were its versions?"""
-        self.writes_state = self.state.note_writes(before) or self.writes_state
+        self.leaves_traces = self.state.note_writes(before) or self.leaves_traces
 
     def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""

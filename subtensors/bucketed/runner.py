@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from subtensors.bucketed.training.inside import InsideCall, is_inside, opened
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.bucketed.visits import Visit, Visits, shared_key
 from subtensors.dispatch import autograd_private, dynamo_private
+from subtensors.dispatch.errors import RuleError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
@@ -60,6 +62,8 @@ class Bucketed(StandsFor):
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
         self._generation: Generation | None = None
+        self._is_settled = False
+        """Does what it reads stay where it is for all calls to come?"""
         functools.update_wrapper(self, program, updated=())
 
     def __reduce__(self) -> tuple[type[Bucketed], tuple[Any, ...]]:
@@ -130,7 +134,9 @@ class Bucketed(StandsFor):
             return self._fall_back(why, None, args, kwargs)
         self.state.refuse_sleepers()
         is_followed = isinstance(bucket, TrainedBucket)
-        if (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
+        leaves_traces = is_followed or self.recorder.leaves_traces or bucket.leaves_traces
+        looks_first = leaves_traces and not self._is_settled
+        if looks_first and (moved := self.state.moved()):
             self.recorder.restart(moved)
             if self.recorder.refusal:
                 return self._fall_back(self.recorder.refusal, None, args, kwargs)
@@ -148,8 +154,10 @@ class Bucketed(StandsFor):
             return self._followed(bucket, visit, leaves, reading)
         results = self._replayed(bucket, visit, leaves, reading)
         # The device is busy with the replay meanwhile.
-        if not (self.recorder.writes_state or is_followed) and (moved := self.state.moved()):
+        if not looks_first and (moved := self.state.moved()):
             self.recorder.restart(moved)
+            if leaves_traces:
+                raise RuleError(f"{moved} on the way")
             return self._answer(visit, leaves, args, kwargs)
         bucket.statistics.note_call(visit.elements, is_hit=True)
         assert bucket.outputs is not None
@@ -261,6 +269,21 @@ class Bucketed(StandsFor):
             if self._generation is None:
                 self._generation = Generation(self, tokens_dim(self.program, self.dims.by_name))
             return self._generation.answer(inputs, options, self.fallbacks.note)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Nothing replaces what the program reads meanwhile, so that calls look for that behind their replays.
+
+        Raises:
+            RuleError: by a call, where something did; what it wrote before is written.
+        """
+        if moved := self.state.moved():
+            self.recorder.restart(moved)
+        self._is_settled = True
+        try:
+            yield
+        finally:
+            self._is_settled = False
 
     @property
     def programs(self) -> dict[str, Bucketed]:

@@ -124,10 +124,13 @@ class Generation:
         cache = self._cache(inputs if inputs is not None else options["input_ids"], config, options)
         cache.reset()
         self._cache_now, self._filled = cache, 0
-        with ExitStack() as swapped:
-            swapped.enter_context(_forward_of(self.model, self._forward))
+        with ExitStack() as meanwhile:
+            meanwhile.enter_context(_forward_of(self.model, self._forward))
             if "encoder" in self.programs:
-                swapped.enter_context(_forward_of(self._encoder, self.programs["encoder"]))
+                meanwhile.enter_context(_forward_of(self._encoder, self.programs["encoder"]))
+            # A step writes to the cache, and has no time to look at all weights first.
+            for program in self.programs.values():
+                meanwhile.enter_context(program.settled())
             return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
 
     def _cache(self, prompt: Tensor, config: Any, options: Mapping[str, Any]) -> Any:

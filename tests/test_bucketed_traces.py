@@ -1,0 +1,118 @@
+"""What a call writes and draws, it writes and draws once: also where its replay found that a weight was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bucketed_rows import DIMS, assert_same, rows
+from counted_buckets import Counted
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.dispatch.torch_capture import random_place
+
+pytestmark = pytest.mark.usefixtures("captured")
+
+
+class Held:
+    """Told by its identity."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def zero(device: str) -> Tensor:
+    return torch.zeros(3, dtype=torch.float64, device=device)
+
+
+def counted_in(t: Tensor) -> Tensor:
+    return t.add_(1)
+
+
+TRACES: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any]]] = {
+    # What is given, and what is done with it.
+    "an object's tensor": (lambda device: Held(zero(device)), lambda given: given.held.add_(1)),
+    "far in an object": (
+        lambda device: Held([Held({"count": zero(device)})]),
+        lambda given: given.held[0].held["count"].add_(1),
+    ),
+    "a module's buffer": (
+        lambda device: nn.BatchNorm1d(3, dtype=torch.float64, device=device),
+        lambda given: given.num_batches_tracked.add_(1),
+    ),
+    "an argument": (zero, counted_in),
+    "a parameter": (lambda device: nn.Parameter(zero(device)), counted_in),
+    "a static tensor": (lambda device: st.Arena(device).zeros(3, dtype=torch.float64), counted_in),
+    "random numbers": (str, lambda given: torch.rand((), dtype=torch.float64, device=given)),
+}
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """Those that one of the arguments above holds."""
+    if isinstance(x, Tensor):
+        return [x.detach().as_subclass(Tensor)]
+    if isinstance(x, nn.Module):
+        return [*x.buffers()]
+    inner = [x.held] if isinstance(x, Held) else x.values() if isinstance(x, dict) else x
+    return [] if isinstance(inner, str) else [t for part in inner for t in tensors_of(part)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", TRACES)
+def test_a_trace_is_left_once_a_call_where_a_weight_is_replaced(what: str, device: str, counted: Counted) -> None:
+    make, leave = TRACES[what]
+
+    def program_of(net: nn.Module) -> Any:
+        def program(x: Tensor, given: Any) -> Tensor:
+            count = leave(given)
+            return net(x).softmax(0) * count
+
+        return program
+
+    nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    ours, theirs = SimpleNamespace(given=make(device)), SimpleNamespace(given=make(device))
+    run, plain = st.bucketed(program_of(nets[0]), DIMS), program_of(nets[1])
+    for i in range(5):
+        if i == 3:
+            for net in nets:
+                net.weight = nn.Parameter(net.weight * 2)
+        x = rows(5, device)
+        outcomes = []
+        for program, mine in ((run, ours), (plain, theirs)):
+            torch.manual_seed(i)
+            result = program(x, mine.given)
+            outcomes.append((result, tensors_of(mine.given), random_place(torch.device(device, 0))))
+        (found, found_traces, found_place), (expected, expected_traces, expected_place) = outcomes
+        assert_same(found, expected)
+        torch.testing.assert_close(found_traces, expected_traces)
+        assert torch.equal(found_place, expected_place)
+    assert counted.take() == (2, 3)
+    assert not run.stats().fallbacks
+    assert bool(tensors_of(ours.given)) == (what != "random numbers")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_traces", [False, True])
+def test_weights_are_looked_at_behind_the_replay_where_a_call_leaves_nothing(
+    has_traces: bool, device: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Linear(3, 3, dtype=torch.float64, device=device)
+    run = st.bucketed(lambda x, given: net(x).softmax(0), DIMS)
+    x, given = rows(5, device), Held(zero(device)) if has_traces else None
+    run(x, given)
+    counted.take()
+    replays_before: list[int] = []
+    moved = run.state.moved
+
+    def looked() -> str:
+        replays_before.append(counted.replayed)
+        return moved()
+
+    monkeypatch.setattr(run.state, "moved", looked)
+    run(x, given)
+    assert replays_before == [0 if has_traces else 1]
