@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
-from subtensors.bucketed.visits import VALUES
+from subtensors.bucketed.visits import OBJECTS, VALUES
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 
@@ -337,7 +337,8 @@ def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
         number = options["which"]
         return x.softmax(1) * (number if isinstance(number, int) else number.shift)
 
-    tokens = [Token() for _ in range(VALUES + 3)]
+    most = VALUES if kind == "number" else OBJECTS
+    tokens = [Token() for _ in range(most + 3)]
 
     def value(i: int) -> Any:
         if kind == "attribute":
@@ -347,11 +348,11 @@ def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
 
     run = st.bucketed(program, {"x": {1: SEQ}})
     x = data(3, device)
-    for i in [*range(VALUES + 2), 0, VALUES - 1]:
+    for i in [*range(most + 2), 0, most - 1]:
         options = {"which": value(i)}
         torch.testing.assert_close(run(x, options), program(x, options))
-    assert counted.take() == (VALUES, 2)
-    why = f"options['which'] had {VALUES} values, each with graphs of its own: give a tensor, or max_graphs"
+    assert counted.take() == (most, 2)
+    why = f"options['which'] had {most} values, each with graphs of its own: give a tensor, or max_graphs"
     assert run.stats().fallbacks == {why: 2}
     assert len(caplog.records) == 1
     # The same values at another size have theirs.
@@ -360,13 +361,13 @@ def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
     torch.testing.assert_close(run(y, options), program(y, options))
     assert counted.take() == (1, 0)
     run.release()
-    options = {"which": value(VALUES + 1)}
+    options = {"which": value(most + 1)}
     for _ in range(2):
         torch.testing.assert_close(run(x, options), program(x, options))
     assert counted.take() == (1, 1)
     if kind == "object":
-        refused = weakref.ref(tokens[VALUES])
-        del tokens[VALUES]
+        refused = weakref.ref(tokens[most])
+        del tokens[most]
         gc.collect()
         assert refused() is None
 

@@ -146,12 +146,15 @@ def test_a_run_that_raises_is_undone_before_the_program_runs_at_its_true_size(
 
 
 @torch.no_grad()
-def test_buffers_that_are_large_together_are_not_copied_for_a_run_that_may_raise(
+def test_the_largest_buffers_are_not_copied_for_a_run_that_may_raise(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = Written("padded").to(device)
+    ours.register_buffer("cache", torch.zeros(100, device=device))
     nbytes = sum(buffer.nbytes for buffer in ours.buffers())
-    for most, seen in ((nbytes, 1), (nbytes - 1, 3)):
-        monkeypatch.setattr(kept_state, "LARGE", most)
+    for room, times in ((nbytes, 1), (nbytes - 1, 1), (0, 2)):
+        monkeypatch.setattr(kept_state, "ROOM", room)
+        before = ours.seen.clone(), ours.norm.num_batches_tracked.clone()
         st.bucketed(ours, {"x": {0: SEQ}})(rows(5, device))
-        assert ours.seen.tolist() == [seen] * 3
+        assert (ours.seen - before[0]).tolist() == [times] * 3
+        assert ours.norm.num_batches_tracked - before[1] == times

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import subtensors as st
+from subtensors.bucketed import visits
 from subtensors.bucketed.bucket import Bucket
 
 transformers = pytest.importorskip("transformers")
@@ -255,7 +256,7 @@ def test_a_cache_that_is_returned_is_the_callers_own(device: str) -> None:
         step = torch.ones(1, 1, dtype=torch.long, device=device)
         actual = run(input_ids=step, past_key_values=found)
         torch.testing.assert_close(actual.logits, model(input_ids=step, past_key_values=expected).logits)
-    assert len(run._visits) == 4
+    assert len(run.visits) == 4
     assert any("DynamicCache" in reason for reason in run.stats().fallbacks)
 
 
@@ -309,3 +310,14 @@ def test_a_text_whose_weights_were_replaced_on_the_way_is_made_by_the_model_itse
     assert [*run.stats().fallbacks] == ["a tensor was replaced on the way"]
     check(model, run, ids)
     assert sum(run.stats().fallbacks.values()) == 1
+
+
+def test_any_number_of_rows_has_a_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "OBJECTS", 2)
+    torch.manual_seed(0)
+    model = gpt2(device)
+    run = st.bucketed(model, {"input_ids": {1: SEQ}})
+    for rows in (1, 2, 3, 4):
+        ids = torch.randint(3, 50, (rows, 7), device=device)
+        assert torch.equal(run.generate(ids, **SCORED).sequences, model.generate(ids, **SCORED).sequences)
+    assert not run.stats().fallbacks

@@ -56,7 +56,7 @@ def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
         if i in (200, len(sizes) - 1):
             found.append(seen(run, device))
     check_flat(*found)
-    assert len(run._visits) == 24
+    assert len(run.visits) == 24
     assert run.program.calls == len(sizes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +60,18 @@ def tensors_of(x: Any) -> list[Tensor]:
     return [] if isinstance(inner, str) else [t for part in inner for t in tensors_of(part)]
 
 
+def assert_alike_at_once(pair: list[tuple[Any, Any]], x: Tensor, seed: int) -> None:
+    """The same result of both programs, the same in what they are given, and the same random numbers next."""
+    outcomes = []
+    for program, given in pair:
+        torch.manual_seed(seed)
+        outcomes.append((program(x, given), tensors_of(given), random_place(torch.device(x.device))))
+    (found, traces, place), (expected, expected_traces, expected_place) = outcomes
+    assert_same(found, expected)
+    torch.testing.assert_close(traces, expected_traces)
+    assert torch.equal(place, expected_place)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("what", TRACES)
 def test_a_trace_is_left_once_a_call_where_a_weight_is_replaced(what: str, device: str, counted: Counted) -> None:
@@ -75,25 +86,16 @@ def test_a_trace_is_left_once_a_call_where_a_weight_is_replaced(what: str, devic
 
     nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    ours, theirs = SimpleNamespace(given=make(device)), SimpleNamespace(given=make(device))
+    ours, theirs = make(device), make(device)
     run, plain = st.bucketed(program_of(nets[0]), DIMS), program_of(nets[1])
     for i in range(5):
         if i == 3:
             for net in nets:
                 net.weight = nn.Parameter(net.weight * 2)
-        x = rows(5, device)
-        outcomes = []
-        for program, mine in ((run, ours), (plain, theirs)):
-            torch.manual_seed(i)
-            result = program(x, mine.given)
-            outcomes.append((result, tensors_of(mine.given), random_place(torch.device(device, 0))))
-        (found, found_traces, found_place), (expected, expected_traces, expected_place) = outcomes
-        assert_same(found, expected)
-        torch.testing.assert_close(found_traces, expected_traces)
-        assert torch.equal(found_place, expected_place)
+        assert_alike_at_once([(run, ours), (plain, theirs)], rows(5, device), seed=i)
     assert counted.take() == (2, 3)
     assert not run.stats().fallbacks
-    assert bool(tensors_of(ours.given)) == (what != "random numbers")
+    assert bool(tensors_of(ours)) == (what != "random numbers")
 
 
 @torch.no_grad()
@@ -116,3 +118,20 @@ def test_weights_are_looked_at_behind_the_replay_where_a_call_leaves_nothing(
     monkeypatch.setattr(run.state, "moved", looked)
     run(x, given)
     assert replays_before == [0 if has_traces else 1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", TRACES)
+def test_a_trace_is_left_once_a_call_where_a_run_on_padded_tensors_raises(what: str, device: str) -> None:
+    make, leave = TRACES[what]
+
+    def program(x: Tensor, given: Any) -> Tensor:
+        count = leave(given)
+        if isinstance(x, st.PaddedTensor):
+            raise ValueError("there is no rule for this")
+        return x.softmax(0) * count
+
+    run, ours, theirs = st.bucketed(program, DIMS), make(device), make(device)
+    for i, n in enumerate((5, 6, 20, 5)):
+        assert_alike_at_once([(run, ours), (program, theirs)], rows(n, device), seed=i)
+    assert run.stats().fallbacks == {"ValueError: there is no rule for this": 4}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.arguments import Reading
-from subtensors.bucketed.calls.kept_objects import is_by_identity
+from subtensors.bucketed.calls.kept_objects import is_by_identity, tensors_within
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import Compiled
 from subtensors.bucketed.compilation.families import CodeOfFamilies
@@ -107,6 +107,12 @@ class Bucket:
         for caller in self.reading.caller:
             found.append(leaves[caller.leaf]._sizes.values)
         self._load(found, sizes)
+
+    def callers_tensors(self) -> Iterator[Tensor]:
+        """Those that the program reads where they lie."""
+        for x in self.others.values():
+            if isinstance(x, Tensor) or is_by_identity(x):
+                yield from tensors_within(x)
 
     @property
     def leaves_traces(self) -> bool:

@@ -57,7 +57,7 @@ class Bucketed(StandsFor):
         self.name: str = getattr(program, "__name__", type(program).__name__)
         self.recorder = Recorder(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
-        self._visits = Visits(program, self.dims, self.state, self.recorder, max_waste)
+        self.visits = Visits(program, self.dims, self.state, self.recorder, max_waste)
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
@@ -83,7 +83,7 @@ class Bucketed(StandsFor):
             shared = shared_key(self.state, leaves, spec, args, kwargs)
             key = (shared, sharing(leaves), *map(leaf_key, leaves))
             try:
-                visit = self._visits.known.get(key)
+                visit = self.visits.known.get(key)
             except TypeError as error:  # an argument without a hash
                 visit = Visit(None, None, f"an argument can't be part of a graph's key: {error}")
             if visit is None:
@@ -96,7 +96,7 @@ class Bucketed(StandsFor):
 
     def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
         self._example = self._example or (args, kwargs)
-        visit = self._visits.first(key, leaves, args, kwargs)
+        visit = self.visits.first(key, leaves, args, kwargs)
         if self._warms_up_first and not visit.refusal and visit.bucket is not None:
             self._warms_up_first = False
             self.warmup(*args, **kwargs)
@@ -111,7 +111,7 @@ class Bucketed(StandsFor):
         if found is None:
             return None
         dense, sizes = found
-        visit = self._visits.read(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
+        visit = self.visits.read(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
         bucket, dense = visit.bucket, visit.style.ordered(dense)
         if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
             return None
@@ -194,7 +194,7 @@ class Bucketed(StandsFor):
         assert bucket is not None
         assert reading is not None
         try:
-            with undone_where_it_raises(self.state, bucket.device):
+            with undone_where_it_raises(self.state, bucket.callers_tensors(), bucket.device):
                 result = self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
             bucket.refusal = said_in_a_line(error)
@@ -235,7 +235,7 @@ class Bucketed(StandsFor):
 
     def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, spec = flatten(args, kwargs)
-        visit = self._visits.read(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
+        visit = self.visits.read(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
         bucket, reading = visit.bucket, visit.reading
         if isinstance(bucket, TrainedBucket):
             self.fallbacks.say(f"warmup() of {self.name} records nothing where autograd follows: use torch.no_grad()")
@@ -303,7 +303,7 @@ class Bucketed(StandsFor):
               n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
         """
         with self._lock:
-            return self.recorder.statistics(self.fallbacks.counted, self._visits.sizes())
+            return self.recorder.statistics(self.fallbacks.counted, self.visits.sizes())
 
     def recorded(self) -> list[Bucket]:
         """The buckets with a graph, the least recently called one first."""
@@ -345,7 +345,7 @@ class Bucketed(StandsFor):
         """Give the memory of graphs and static inputs back to the device; the next calls record again."""
         with self._lock:
             self.recorder.release()
-            self._visits.forget_values()
+            self.visits.forget_values()
             if self._generation is not None:
                 self._generation.release()
 

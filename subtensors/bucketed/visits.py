@@ -15,6 +15,7 @@ from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
 from subtensors.bucketed.calls.arguments import Reading, Unreadable, device_of, leaf_key, read, seen
 from subtensors.bucketed.calls.call_style import AS_GIVEN, CallStyle
+from subtensors.bucketed.calls.kept_objects import is_by_identity
 from subtensors.bucketed.calls.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.state.program_state import State
@@ -30,8 +31,8 @@ SETTINGS = (
 KEYS = 4096
 """How many different ones a runner remembers."""
 
-VALUES = 64
-"""How many of one argument that is no tensor have graphs, where `max_graphs` does not say how many there may be."""
+VALUES, OBJECTS = 128, 16
+"""How many of one argument have graphs, where `max_graphs` does not say how many there may be; graphs keep objects."""
 
 
 @dataclass(slots=True)
@@ -101,6 +102,8 @@ class Visits:
         """The sizes that calls of forgotten keys had."""
         self._values: dict[str, set[Any]] = {}
         """What arguments that are no tensors have been, by their place."""
+        self.are_bounded = recorder.max_graphs is None
+        """Do arguments have graphs for so many values only?"""
 
     def __len__(self) -> int:
         return len(self.known)
@@ -160,15 +163,15 @@ class Visits:
 
     def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str]) -> str:
         """Which argument is another so often that it has no graphs from now on, in words; "" where none is."""
-        if self._recorder.max_graphs is not None:
+        if not self.are_bounded:
             return ""
-        others = [(place, leaf_key(x)) for x, place in zip(leaves, places, strict=True) if not isinstance(x, Tensor)]
-        for place, key in others:
-            values = self._values.setdefault(place, set())
-            if key not in values and len(values) >= VALUES:
-                return f"{place} had {VALUES} values, each with graphs of its own: give a tensor, or max_graphs"
-        for place, key in others:
-            self._values[place].add(key)
+        others = [(x, place) for x, place in zip(leaves, places, strict=True) if not isinstance(x, Tensor)]
+        for x, place in others:
+            values, most = self._values.setdefault(place, set()), OBJECTS if is_by_identity(x) else VALUES
+            if leaf_key(x) not in values and len(values) >= most:
+                return f"{place} had {most} values, each with graphs of its own: give a tensor, or max_graphs"
+        for x, place in others:
+            self._values[place].add(leaf_key(x))
         return ""
 
     def forget_values(self) -> None:

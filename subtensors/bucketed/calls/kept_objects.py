@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 _BY_IDENTITY: Any = object.__hash__
+
+MANY = 10_000
+"""Parts of an object that leads to more of them are not looked for."""
 
 
 def is_by_identity(x: Any) -> bool:
@@ -50,6 +53,28 @@ class KeptObjects:
                 now.clear()
                 now.update(before) if isinstance(now, dict) else now.extend(before)
         return written
+
+
+def tensors_within(x: Any) -> Iterator[Tensor]:
+    """The tensors that an object leads to by attributes, lists, tuples and dicts.
+
+    >>> import torch
+    >>> cache = types.SimpleNamespace(layers=[{"count": torch.zeros(2)}])
+    >>> [*tensors_within(cache)]
+    [tensor([0., 0.])]
+    """
+    todo, seen = [x], {id(x)}
+    while todo and len(seen) < MANY:
+        part = todo.pop()
+        if isinstance(part, Tensor):
+            yield part
+            continue
+        inner = [*part.values()] if isinstance(part, dict) else [*part] if isinstance(part, (list, tuple)) else []
+        if not isinstance(part, (type, types.ModuleType, types.FunctionType)):
+            inner += getattr(part, "__dict__", {}).values()
+        new = {id(value): value for value in inner if id(value) not in seen}
+        seen |= new.keys()
+        todo += new.values()
 
 
 def _is_same(now: Any, before: Any) -> bool:

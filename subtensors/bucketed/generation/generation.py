@@ -201,6 +201,7 @@ def _likewise(run: Bucketed, program: Callable[..., Any], dims: Mapping[Any, Any
     r = run.recorder
     made = type(run)(program, dims, r.max_graphs, r.memory_limit, "capture", None, r.compile_options)
     made.fallbacks.are_errors = True
+    made.visits.are_bounded = False  # there is one cache for each number of rows
     return made
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from subtensors.bucketed.state.program_state import State
 from subtensors.dispatch import autograd_private, torch_capture
 
-LARGE = 256 << 20
-"""Bytes of buffers that a run which may raise is not worth a copy of."""
+ROOM = 256 << 20
+"""Bytes for copies of what a run that may raise may write to."""
 
 
 @contextmanager
@@ -36,18 +36,20 @@ def kept_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.
 
 
 @contextmanager
-def undone_where_it_raises(state: State, device: torch.device) -> Iterator[None]:
+def undone_where_it_raises(state: State, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """A run that raises leaves buffers and random generators as they were: it will be made again in another way.
 
-    Buffers that are large together, as caches are, are left out: there is no room for a second one.
+    The largest, as those of a cache of keys and values, are left out where there is no room for a second one of each.
 
     Args:
         state: of the program.
+        others: beside it, what the run may write to.
         device: where it runs, beside the CPU.
     """
-    buffers = state.at_risk()
-    if sum(t.nbytes for t in buffers) > LARGE:
-        buffers = []
+    found = {id(t): t for t in [*state.at_risk(), *others]}
+    buffers = sorted(found.values(), key=lambda t: t.nbytes)
+    while sum(t.nbytes for t in buffers) > ROOM:
+        buffers.pop()
     put_back = _values(state, buffers)
     places = {where: torch_capture.random_place(where) for where in (torch.device("cpu"), device)}
     try:
