@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
+
 aten = torch.ops.aten
 
 
@@ -26,10 +28,6 @@ def _whole(dim: Any, keepdim: bool) -> None:
         )
 
 
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     _whole(dim, keepdim)
     return aten.sum.default(x, dtype=dtype)
@@ -38,7 +36,7 @@ def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtyp
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     _whole(dim, keepdim)
     result = dtype or x.dtype
-    return (aten.sum.default(x.to(_accumulation(result))) / torch.ops.subtensors.numel(x)).to(result)
+    return (aten.sum.default(x.to(arithmetic_dtype(result))) / torch.ops.subtensors.numel(x)).to(result)
 
 
 def _vector_norm(
@@ -46,7 +44,7 @@ def _vector_norm(
 ) -> Any:
     _whole(dim, keepdim)
     result = dtype or x.dtype
-    x = x.to(_accumulation(result))
+    x = x.to(arithmetic_dtype(result))
     if order == 2:
         norm = (x * x).sum().sqrt()
     elif order == 1:
@@ -75,7 +73,7 @@ def _wide_variance(x: Tensor, dim: Any = None, *, correction: float | None = Non
     _whole(dim, keepdim)
     if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
         raise RuntimeError("std and var only support floating point and complex dtypes")
-    wide = x.to(_accumulation(x.dtype))
+    wide = x.to(arithmetic_dtype(x.dtype))
     count = torch.ops.subtensors.numel(x)
     away = wide - wide.sum() / count
     degrees = count - (1 if correction is None else correction)

@@ -17,9 +17,10 @@ from torch import Tensor
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.gathering import rows_dim
 from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
-from subtensors.dispatch.padded.reductions import accumulated, least
+from subtensors.dispatch.padded.reductions import least
 from subtensors.dispatch.size_expressions import convolved, deconvolved
 from subtensors.dispatch.size_factors import Factor, Factors, merged
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -95,7 +96,7 @@ def average_pool(call: Call) -> Padded:
     elif counts_border and any(_each(call["padding"], rank)):
         raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
     else:
-        dtype = accumulated(x.dense.dtype)
+        dtype = arithmetic_dtype(x.dense.dtype)
         mask = x.mask(over)
         ones = (
             torch.ones(x.shape, dtype=dtype, device=x.dense.device) if mask is None else mask.expand(x.shape).to(dtype)

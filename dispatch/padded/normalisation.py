@@ -19,8 +19,9 @@ from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import REPEATED, Padded, result, static_dims
 from subtensors.dispatch.padded.pointwise import same_factors
-from subtensors.dispatch.padded.reductions import accumulated, real_count
+from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.size_factors import Factors
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ def rms_norm(call: Call) -> Padded:
         return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)  # type: ignore[no-any-return]
-    values = x.filled(0).to(accumulated(x.dense.dtype))
+    values = x.filled(0).to(arithmetic_dtype(x.dense.dtype))
     normal = values * torch.rsqrt((values * values).sum(over, keepdim=True) / _count(x, over) + eps)
     return _scaled(x, _without_padding(x, normal), weight, None, [1] * first + list(x.shape[first:]))
 
@@ -164,7 +165,7 @@ def _normalised(call: Call, x: Padded, over: list[int]) -> tuple[Tensor, Tensor,
         call.dense()
         raise refuse(call, "its numbers are no real ones")
     eps = call["eps"]
-    dtype = accumulated(x.dense.dtype)
+    dtype = arithmetic_dtype(x.dense.dtype)
     values = x.filled(0).to(dtype)
     count = _count(x, over)
     mean = values.sum(over, keepdim=True) / count

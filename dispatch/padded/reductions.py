@@ -20,6 +20,7 @@ from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result, static_dims
 from subtensors.dispatch.size_factors import Factors, is_prefix
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -100,7 +101,7 @@ def mean(call: Call) -> Padded:
     by_kernel = _by_kernel(call, x, gone)
     if by_kernel is not None:
         return by_kernel  # type: ignore[no-any-return]
-    total = torch.sum(x.filled(0, gone), gone, keepdim=True, dtype=accumulated(dtype))
+    total = torch.sum(x.filled(0, gone), gone, keepdim=True, dtype=arithmetic_dtype(dtype))
     out = (total / real_count(x, gone)).to(dtype)
     return wrap_reduced(_kept(out, gone, keepdim), x, gone, keepdim)  # type: ignore[no-any-return]
 
@@ -120,7 +121,7 @@ def variance(call: Call) -> Any:
         if by_kernel is not None:
             return by_kernel
     dtype = x.dense.dtype
-    values = x.filled(0, gone).to(accumulated(dtype))
+    values = x.filled(0, gone).to(arithmetic_dtype(dtype))
     count = real_count(x, gone)
     average = values.sum(gone, keepdim=True) / count
     mask = x.mask(gone)
@@ -242,11 +243,6 @@ def real_count(x: Padded, gone: Sequence[int]) -> Tensor:
     count = mask.sum(list(gone), keepdim=True)
     whole = math.prod(x.shape[d] for d in gone if mask.shape[d] == 1)
     return count * whole
-
-
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch sums a dtype."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def logical_position(call: Call, x: Padded, position: Tensor) -> Tensor:

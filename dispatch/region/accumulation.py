@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.losses.exact_accumulation import (
     FIRST_STRETCH,
     PIECE_BYTES,
@@ -177,7 +178,7 @@ class ProductInto(torch.autograd.Function):
             into.add_product(grad, b.t())
             grad_b = a.t() @ grad if needs_b else None
         if needs_added:
-            wide = torch.float32 if grad.element_size() == 2 else grad.dtype
+            wide = arithmetic_dtype(grad.dtype)
             summed = _summed_to(grad, ctx.added_shape, wide if added_into is not None else grad.dtype)
             if added_into is None:
                 grad_added = summed

@@ -16,6 +16,7 @@ from subtensors.dispatch.region.rules.losses import reduced
 from subtensors.dispatch.region.rules.reductions import cast
 from subtensors.dispatch.region.rules.table import record
 from subtensors.dispatch.region.squashed_logits import SquashedLogits, squashed_logits
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.losses.cross_entropy import CrossEntropy
 from subtensors.kernels.losses.row_cross_entropy import row_cross_entropy, row_log_sum_exp
 
@@ -71,7 +72,7 @@ def recorded_log_sum_exp(logits: Value, dim: int, grad: bool) -> Value | None:
         return None
     found, rows = _plain_rows(logits)
     with recording(grad and logits.needs_grad):
-        meta = torch.empty(logits.shape[:-1], dtype=_computed_in(rows), device="meta")
+        meta = torch.empty(logits.shape[:-1], dtype=arithmetic_dtype(rows.dtype), device="meta")
         sums = emit(log_sum_exp, (rows, found.softcap, found.temperature), {}, meta, [layout], layout.axis)
         return cast(sums, logits.dtype)
 
@@ -96,7 +97,7 @@ def recorded_log_probabilities(scores: Value, dim: int, index: Tensor | Value, g
         return None
     found, rows = _plain_rows(logits)
     with recording(grad and scores.needs_grad):
-        meta = torch.empty(index.shape, dtype=_computed_in(rows), device="meta")
+        meta = torch.empty(index.shape, dtype=arithmetic_dtype(rows.dtype), device="meta")
         operands = (rows, along(index, layout), found.softcap, found.temperature)
         return cast(emit(log_probabilities, operands, {}, meta, [layout], layout.axis), scores.dtype)
 
@@ -120,10 +121,6 @@ def _has_rows(logits: Value) -> bool:
     """Are there rows of classes, chunked among themselves?"""
     sized = logits.ndim >= 2 and logits.shape[-1] > 0 and logits.dtype.is_floating_point
     return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
-
-
-def _computed_in(rows: Value) -> torch.dtype:
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
 def recorded_cross_entropy(
@@ -161,7 +158,7 @@ def recorded_cross_entropy(
     if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
         return None
     found, rows = _plain_rows(logits)
-    wide = _computed_in(rows)
+    wide = arithmetic_dtype(rows.dtype)
     with recording(grad and logits.needs_grad):
         losses = emit(
             cross_entropy,

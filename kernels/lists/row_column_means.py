@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.lists.lowering import TRITON_TYPES
 from subtensors.kernels.lists.row_column_tiles import mean_columns, mean_rows
@@ -29,7 +30,7 @@ COLUMNS = 128
 
 def reference(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """What `row_column_means` gives, by torch, matrix by matrix."""
-    wide = [x if x.dtype == torch.float64 else x.float() for x in matrices]
+    wide = [x.to(arithmetic_dtype(x.dtype)) for x in matrices]
     rows = [(torch.linalg.vector_norm(x, dim=1, keepdim=True).square() / max(x.shape[1], 1)) for x in wide]
     columns = [(torch.linalg.vector_norm(x, dim=0, keepdim=True).square() / max(x.shape[0], 1)) for x in wide]
     return rows, columns
@@ -46,7 +47,7 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
         matrices follow each other in memory.
     """
     device, dtype = matrices[0].device, matrices[0].dtype
-    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    kind = arithmetic_dtype(dtype)
     shapes = np.asarray([x.shape for x in matrices], dtype=np.int64).reshape(-1, 2)
     heights, widths = shapes[:, 0], shapes[:, 1]
     rows = torch.empty(int(heights.sum()), dtype=kind, device=device)

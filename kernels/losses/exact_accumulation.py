@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.losses.gradient_updates import compensated_add_kernel
 from subtensors.kernels.triton_or_none import triton
@@ -149,8 +150,7 @@ class WideSum:
 
     def __init__(self, rows: int, columns: int, like: Tensor) -> None:
         self._dtype = like.dtype
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self._sum = torch.empty(rows, columns, dtype=wide, device=like.device)
+        self._sum = torch.empty(rows, columns, dtype=arithmetic_dtype(like.dtype), device=like.device)
         self._is_empty = True
 
     def add(self, a: Tensor, b: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.losses.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
 from subtensors.kernels.losses.logits_block import Block, BlockOps, block_ops, uses_kernels
 
@@ -53,7 +54,7 @@ class LossTask:
     @property
     def compute(self) -> torch.dtype:
         """The dtype in which sums are kept."""
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        return arithmetic_dtype(self.hidden.dtype)
 
     @cached_property
     def terms(self) -> RowTerms:

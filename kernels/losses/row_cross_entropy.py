@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.losses.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
 from subtensors.kernels.losses.logits_block import Block, block_ops, uses_kernels
 
@@ -20,7 +21,7 @@ class _RowCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        compute = arithmetic_dtype(logits.dtype)
         terms = RowTerms(options, target, logits.shape[1], compute, uses_kernels(logits))
         statistics = Statistics.none(logits.shape[0], compute, logits.device)
         if logits.numel():
@@ -48,7 +49,7 @@ class _RowLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        compute = arithmetic_dtype(logits.dtype)
         nobody = torch.full(logits.shape[:1], -1, device=logits.device)
         terms = RowTerms(replace(options, ignore_index=-1), nobody, logits.shape[1], compute)
         statistics = Statistics.none(logits.shape[0], compute, logits.device)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan
@@ -47,10 +48,6 @@ class Normed(NamedTuple):
     scale: Tensor
 
 
-def _arithmetic_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def masked_norm_reference(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
     fill: float = 0.0, is_rms: bool = False,
@@ -59,7 +56,7 @@ def masked_norm_reference(
     dims = range(x.dim() - normalized, x.dim())
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
     count = real.sum(tuple(dims), keepdim=True).clamp(min=1)
-    value = torch.where(real, x.to(_arithmetic_dtype(x)), 0)
+    value = torch.where(real, x.to(arithmetic_dtype(x.dtype)), 0)
     mean = torch.zeros_like(count, dtype=value.dtype) if is_rms else value.sum(tuple(dims), keepdim=True) / count
     apart = torch.where(real, value - mean, 0)
     scale = (apart.square().sum(tuple(dims), keepdim=True) / count + eps).rsqrt()
@@ -102,7 +99,7 @@ def masked_norm_forward(
         return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)
     x, layout = plan(x.contiguous(), dims, extents, whole_columns=True)
     y = torch.empty_like(x)
-    means, scales = (x.new_empty(layout.row_shape, dtype=_arithmetic_dtype(x)) for _ in range(2))
+    means, scales = (x.new_empty(layout.row_shape, dtype=arithmetic_dtype(x.dtype)) for _ in range(2))
     if not x.numel():
         return Normed(y, means.zero_(), scales.zero_())
     high, wide, many = layout.whole_rows()

@@ -174,7 +174,7 @@ def _reduction(
 def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     reduced = {dim % x.dim() for dim in dims}
     shape = [n for dim, n in enumerate(x.shape) if dim not in reduced]
-    dtypes = (reductions.result_dtype(kind, x.dtype), reductions.arithmetic_dtype(x.dtype), torch.int64)
+    dtypes = (reductions.result_dtype(kind, x.dtype), reductions.sum_dtype(x.dtype), torch.int64)
     out, aux, counts = (x.new_empty(shape, dtype=dtype) for dtype in dtypes)
     return out, aux, counts
 
@@ -236,7 +236,7 @@ def _norm(
 
 
 def _norm_fake(x: Tensor, normalized: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = reductions.arithmetic_dtype(x.dtype)
+    dtype = reductions.sum_dtype(x.dtype)
     mean, scale = (x.new_empty(x.shape[: x.dim() - normalized], dtype=dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, scale
 

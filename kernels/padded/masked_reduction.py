@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
@@ -53,11 +54,9 @@ class Reduced(NamedTuple):
     counts: Tensor
 
 
-def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What numbers of this dtype are added up in."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return arithmetic_dtype(dtype) if dtype.is_floating_point else torch.int64
 
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
@@ -85,7 +84,7 @@ def masked_reduction_reference(
     dims = [d % x.dim() for d in dims]
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
     counts = real.sum(dims, keepdim=True)
-    value = x.to(arithmetic_dtype(x.dtype)) if x.dtype in (torch.float16, torch.bfloat16) else x.to(dtype)
+    value = x.to(arithmetic_dtype(dtype))
     zeros = torch.zeros_like(value)
     aux = torch.zeros_like(counts)
     if kind in ("sum", "mean"):
@@ -114,7 +113,7 @@ def masked_reduction_reference(
             aux = (real & (value.abs() == out)).sum(dims, keepdim=True)
     in_rows = real_mask(x.shape, [e for e in extents if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
     results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
-    return Reduced(results[0].to(dtype), results[1].to(arithmetic_dtype(x.dtype)), results[2])
+    return Reduced(results[0].to(dtype), results[1].to(sum_dtype(x.dtype)), results[2])
 
 
 def _product(value: Tensor, dims: Sequence[int]) -> Tensor:
@@ -199,7 +198,7 @@ def masked_reduction_forward(
             masked_reduction_forward(x.to(torch.uint8), kind, dims, extents, p, correction, fill, for_gradient)
         )
     x, layout = plan(x, dims, extents)
-    accumulated = arithmetic_dtype(x.dtype)
+    accumulated = sum_dtype(x.dtype)
     out = x.new_empty(layout.row_shape, dtype=dtype)
     aux = x.new_empty(layout.row_shape, dtype=accumulated)
     counts = x.new_empty(layout.row_shape, dtype=torch.int64)

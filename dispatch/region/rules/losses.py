@@ -10,8 +10,9 @@ from torch import Tensor
 from subtensors.dispatch.region.axis import Layout
 from subtensors.dispatch.region.graph import Value, constant, emit, known
 from subtensors.dispatch.region.placing import Call, along, broadcast, largest, whole
-from subtensors.dispatch.region.rules.reductions import cast, total, wide
+from subtensors.dispatch.region.rules.reductions import cast, total
 from subtensors.dispatch.region.rules.table import RULES, record
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -69,8 +70,8 @@ def reduced(
     losses: Value, target: Value, weight: Value | None, ignored: int, mean: bool, dtype: torch.dtype
 ) -> tuple[Value, Value]:
     """The sum of losses of hard targets, or their mean over the weights of those that count, and these weights."""
-    summed = total(losses, list(range(losses.ndim)), False, wide(dtype))
-    weights = _total_weight(target, weight, ignored, wide(dtype), losses.device)
+    summed = total(losses, list(range(losses.ndim)), False, arithmetic_dtype(dtype))
+    weights = _total_weight(target, weight, ignored, arithmetic_dtype(dtype), losses.device)
     out = record(aten.div.Tensor, summed, weights) if mean else summed
     return cast(out, dtype), cast(weights, dtype)
 
@@ -86,10 +87,10 @@ def _picked_from_chunks(call: Call, reduction: int) -> Any:
     if weight is not None:
         losses = record(aten.mul.Tensor, losses, record(aten.index.Tensor, weight, [classes]))
     losses = record(aten.where.ScalarOther, valid, losses, 0)
-    weights = _total_weight(target, weight, ignored, wide(dtype), log_probs.device)
+    weights = _total_weight(target, weight, ignored, arithmetic_dtype(dtype), log_probs.device)
     if reduction == NONE:
         return losses, cast(weights, dtype)
-    summed = record(aten.sum.default, cast(losses, wide(dtype)))
+    summed = record(aten.sum.default, cast(losses, arithmetic_dtype(dtype)))
     out = record(aten.div.Tensor, summed, weights) if reduction == MEAN else summed
     return cast(out, dtype), cast(weights, dtype)
 

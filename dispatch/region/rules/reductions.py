@@ -15,6 +15,7 @@ from subtensors.dispatch.region.graph import Join, PerChunk, Value, emit, infer
 from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.placing import Call, wrapped
 from subtensors.dispatch.region.rules.table import RULES, record
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -47,16 +48,11 @@ def reduced_dims(call: Call, value: Value) -> list[int]:
     return sorted({wrapped(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over chunks are kept in, so that they are rounded once."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def total(value: Value, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Value:
     """The sum over dims that hold the rows, added up in a wide dtype."""
     layout = value.layout
     assert layout is not None
-    call = Call(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": wide(dtype)})
+    call = Call(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
     summed = call.emit([Join.SUM], layout.axis, lambda v: v)
     return cast(summed, dtype)
 
@@ -73,7 +69,7 @@ def _sum(call: Call, value: Value, dims: list[int]) -> Value:
 
 def _mean(call: Call, value: Value, dims: list[int]) -> Value:
     dtype = call.infer().dtype
-    summed = total(value, dims, bool(call["keepdim"]), wide(dtype))
+    summed = total(value, dims, bool(call["keepdim"]), arithmetic_dtype(dtype))
     count = math.prod(value.shape[d] for d in dims)
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
@@ -125,10 +121,9 @@ def _norm(call: Call, value: Value, dims: list[int]) -> Value:
         return stack.sum(0) if order == 0 else torch.linalg.vector_norm(stack, order, dim=0)
 
     dtype = call.infer().dtype
-    if wide(dtype) != dtype:
-        wider = Call(
-            aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide(dtype)}
-        )
+    wide = arithmetic_dtype(dtype)
+    if wide != dtype:
+        wider = Call(aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide})
         return cast(_stacked(wider, value, merge), dtype)
     return _stacked(call, value, merge)
 
@@ -211,11 +206,11 @@ def _variance(call: Call, value: Value, dims: list[int]) -> Any:
     keepdim, packet = bool(call["keepdim"]), call.op.overloadpacket
     correction = call["correction"] if "correction" in call else (1 if call["unbiased"] in (None, True) else 0)
     count = math.prod(value.shape[d] for d in dims)
-    accurate = cast(value, wide(value.dtype))
+    accurate = cast(value, arithmetic_dtype(value.dtype))
     mean = record(aten.mean.dim, accurate, dims, True)
     squares = record(aten.pow.Tensor_Scalar, record(aten.sub.Tensor, accurate, mean), 2)
     left = max(count - (1 if correction is None else correction), 0)
-    scaled = record(aten.div.Tensor, total(squares, dims, keepdim, wide(value.dtype)), left)
+    scaled = record(aten.div.Tensor, total(squares, dims, keepdim, arithmetic_dtype(value.dtype)), left)
     spread = cast(record(aten.sqrt.default, scaled) if packet in (aten.std, aten.std_mean) else scaled, value.dtype)
     if packet not in (aten.var_mean, aten.std_mean):
         return spread

@@ -11,8 +11,9 @@ from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.region.graph import Join, Value, emit, infer
 from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.placing import Call, along, extent, largest, whole, wrapped
-from subtensors.dispatch.region.rules.reductions import cast, wide
+from subtensors.dispatch.region.rules.reductions import cast
 from subtensors.dispatch.region.rules.table import RULES, record
+from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def _softmax_along(call: Call, value: Value) -> Value:
     """
     layout, dim, dtype = value.layout, call["dim"], call.infer().dtype
     assert layout is not None
-    accurate = cast(value, wide(dtype))
+    accurate = cast(value, arithmetic_dtype(dtype))
 
     def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
         top = x.detach().amax(dim, keepdim=True)

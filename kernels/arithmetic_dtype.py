@@ -1,0 +1,15 @@
+"""What floats are computed and added up in: wider than they are stored, where that is half precision."""
+
+from __future__ import annotations
+
+import torch
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of a dtype are computed and added up in, as in torch's own kernels.
+
+    Example:
+        >>> arithmetic_dtype(torch.bfloat16), arithmetic_dtype(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
