@@ -47,6 +47,17 @@ def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None
         h.requires_grad_(False)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_the_cross_entropy_of_logits_that_are_no_floats_is_refused_as_torch_refuses_it(
+    dtype: torch.dtype, reduction: str
+) -> None:
+    logits, target = torch.ones(4, 3).to(dtype), torch.tensor([0, 1, 2, 0])
+    for either in (logits, st.chunk(logits, rows=2)):
+        with pytest.raises(NotImplementedError, match="not implemented for"):
+            F.cross_entropy(either, target, reduction=reduction).sum().item()
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def _nll_loss(
 def _entropy_of(
     kind: Kind, logits: Value, target: Tensor, weight: Any, reduction: str, ignore_index: int, label_smoothing: float
 ) -> Tensor | None:
-    if isinstance(weight, RecordedTensor):
+    if isinstance(weight, RecordedTensor) or not logits.dtype.is_floating_point:
         return None
     wanted = cell_of(target).value if isinstance(target, RecordedTensor) else whole_of(target)
     whole = wanted.tensor if isinstance(wanted, Value) else wanted
