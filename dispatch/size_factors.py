@@ -76,6 +76,33 @@ def size_of(factors: Factors) -> Size:
     return multiplied(*(factor.size for factor in factors))
 
 
+def static_dims(shape: Sequence[int]) -> tuple[Factors, ...]:
+    """Dims without padding."""
+    return tuple([_static_dim(int(size)) for size in shape])
+
+
+@functools.cache
+def _static_dim(size: int) -> Factors:
+    return (static(size),)
+
+
+def with_dim(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:
+    """These dims, but another one in one place."""
+    return [*dims[:at], factors, *dims[at + 1 :]]
+
+
+def is_padded(factors: Factors) -> bool:
+    """Is any factor's true size other than its bucket's, in any run?"""
+    if len(factors) == 1:
+        return not factors[0].is_static
+    return any(not factor.is_static for factor in factors)
+
+
+def padded_dim(bucket: int, size: Size) -> Factors:
+    """One dim of one factor."""
+    return (Factor(bucket, sympy.sympify(size)),)
+
+
 def is_prefix(factors: Factors) -> bool:
     """Do a dimension's real indices come first, without gaps?
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import FINITE, Padded, is_padded, plain, result
+from subtensors.dispatch.padded.padded_value import FINITE, Padded, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.size_factors import Factors, bucket_of
+from subtensors.dispatch.size_factors import Factors, bucket_of, is_padded
 from subtensors.kernels.bucketed.written_out import written_out
 
 aten = torch.ops.aten

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import ROWS
-from subtensors.dispatch.size_factors import Factors, static
+from subtensors.dispatch.size_factors import Factors, padded_dim, static, static_dims
 
 aten = torch.ops.aten
 

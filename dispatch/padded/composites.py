@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import overload_name
-from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.size_factors import is_padded
 
 
 class MustDecompose(Exception):

@@ -16,21 +16,12 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import rows_dim
-from subtensors.dispatch.padded.padded_value import (
-    FINITE,
-    REPEATED,
-    Fill,
-    Inexpressible,
-    Padded,
-    is_padded,
-    plain,
-    result,
-    static_dims,
-)
+from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, plain, result
 from subtensors.dispatch.padded.pointwise import is_padded_alike, met
 from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.padded.true_sizes import ROWS, Named, TrueSizes
-from subtensors.dispatch.size_factors import Factors, bucket_of
+from subtensors.dispatch.size_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.gathering import rows_dim
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.reductions import least
 from subtensors.dispatch.size_expressions import convolved, deconvolved
-from subtensors.dispatch.size_factors import Factor, Factors, merged
+from subtensors.dispatch.size_factors import Factor, Factors, merged, padded_dim, static_dims
 from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims, with_dim
+from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import added, multiplied
-from subtensors.dispatch.size_factors import bucket_of, static
+from subtensors.dispatch.size_factors import bucket_of, padded_dim, static, static_dims, with_dim
 
 aten = torch.ops.aten
 

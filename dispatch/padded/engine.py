@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, op_class, overload_name
+from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.nests import found, mapped
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded
+from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.rules import RuleTable
 from subtensors.dispatch.torch_private import schema_of

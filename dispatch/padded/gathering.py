@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, result
+from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.padded_value import Padded, result
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_factors import Factors, bucket_of
 

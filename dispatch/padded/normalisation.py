@@ -17,10 +17,10 @@ from torch import Tensor
 
 from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import REPEATED, Padded, result, static_dims
+from subtensors.dispatch.padded.padded_value import REPEATED, Padded, result
 from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.padded.reductions import real_count
-from subtensors.dispatch.size_factors import Factors
+from subtensors.dispatch.size_factors import Factors, static_dims
 from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten

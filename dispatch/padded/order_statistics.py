@@ -15,10 +15,11 @@ from torch import Tensor
 
 from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, plain, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, plain, result
 from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
 from subtensors.dispatch.padded.selection import in_a_row
 from subtensors.dispatch.padded.sorting import in_order
+from subtensors.dispatch.size_factors import static_dims
 
 aten = torch.ops.aten
 

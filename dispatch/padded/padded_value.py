@@ -8,7 +8,6 @@ weight, which every row adds to) masks the gradient of its result.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,12 @@ import sympy
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.gradient_padding import Arrival, FillPadding, Known, MaskGradient
+from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.masks import real_positions
 from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
 from subtensors.dispatch.size_expressions import Size, size_on_host
-from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, merged, size_of, static
+from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, is_padded, merged, size_of, static, static_dims
 
 Number = int | float | bool
 
@@ -33,14 +33,6 @@ REPEATED: Literal["repeated"] = "repeated"
 """A fill with what stands at the first position of each padded dim: what an op makes of it, is made of real values."""
 
 Fill = Number | Literal["finite", "repeated"]
-
-
-class Inexpressible(RuleError):
-    """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
-
-
-class Undecided(Inexpressible):
-    """A call that a rule covers where values and true sizes are known, which a compiler and a graph capture don't."""
 
 
 @dataclass(eq=False)
@@ -108,11 +100,11 @@ class Padded:
         if not wanted or self.sizes is None:
             return None
         if self.sizes.is_captured and not self.sizes.serves_one_run:
-            return _mask(self.dims, wanted, self.sizes)
+            return real_positions(self.dims, wanted, self.sizes)
         key = (self.dims, wanted)
         found = self.sizes.masks.get(key)
         if found is None:
-            found = _mask(self.dims, wanted, self.sizes)
+            found = real_positions(self.dims, wanted, self.sizes)
             if found is None:
                 return None
             self.sizes.masks[key] = found
@@ -234,33 +226,6 @@ def plain(dense: Tensor) -> Padded:
     return value
 
 
-def static_dims(shape: Sequence[int]) -> tuple[Factors, ...]:
-    """Dims without padding."""
-    return tuple([_static_dim(int(size)) for size in shape])
-
-
-def with_dim(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:
-    """These dims, but another one in one place."""
-    return [*dims[:at], factors, *dims[at + 1 :]]
-
-
-@functools.cache
-def _static_dim(size: int) -> Factors:
-    return (static(size),)
-
-
-def is_padded(factors: Factors) -> bool:
-    """Is any factor's true size other than its bucket's, in any run?"""
-    if len(factors) == 1:
-        return not factors[0].is_static
-    return any(not factor.is_static for factor in factors)
-
-
-def padded_dim(bucket: int, size: Size) -> Factors:
-    """One dim of one factor."""
-    return (Factor(bucket, sympy.sympify(size)),)
-
-
 def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Fill | None = None) -> Padded:
     """A rule's result; checked to say what its storage is.
 
@@ -326,58 +291,6 @@ def host_sizes(value: Padded, dim: int) -> list[int] | None:
         return None
     rows = range(sizes.rows or 1) if sizes.is_ragged(size) else [0]
     return [size_on_host(size, sizes.assignment(row)) for row in rows]
-
-
-def _mask(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
-    flat = [factor for factors in dims for factor in factors]
-    rows_at = next((i for i, factor in enumerate(flat) if factor.size == ROWS), None)
-    found: Tensor | None = None
-    position = 0
-    for d, factors in enumerate(dims):
-        for factor in factors:
-            if d in wanted and not factor.is_static and not _covers(factor, sizes):
-                real = _real_positions(factor, sizes, position, rows_at, len(flat))
-                found = real if found is None else found & real
-            position += 1
-    return None if found is None else _unfactored(found, dims)
-
-
-def _covers(factor: Factor, sizes: TrueSizes) -> bool:
-    """Is it a ragged batch's rows, all real?"""
-    return bool(factor.size.free_symbols == {ROWS} and factor.size.subs(ROWS, sizes.rows) == factor.bucket)
-
-
-def _real_positions(factor: Factor, sizes: TrueSizes, position: int, rows_at: int | None, rank: int) -> Tensor:
-    index = torch.arange(factor.bucket, device=sizes.values.device)
-    size = sizes.of(factor.size)
-    shape = [1] * rank
-    shape[position] = factor.bucket
-    index = index.view(shape)
-    if size.dim() == 0:
-        return index < size
-    if not sizes.differs_by_row(factor.size):
-        return index < size[0]
-    if rows_at is None:
-        raise Inexpressible("the rows of a ragged batch are gone, and its lengths with them")
-    shape = [1] * rank
-    shape[rows_at] = size.shape[0]
-    return index < size.view(shape)
-
-
-def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:
-    """A mask of one dim a factor as one of one dim a dim; it keeps size 1 along dims it doesn't vary on."""
-    if all(len(factors) == 1 for factors in dims):
-        return mask
-    expanded, shape = [], []
-    position = 0
-    for factors in dims:
-        sizes = list(mask.shape[position : position + len(factors)])
-        if any(size != 1 for size in sizes):
-            sizes = [factor.bucket for factor in factors]
-        expanded += sizes
-        shape.append(math.prod(sizes))
-        position += len(factors)
-    return mask.expand(expanded).reshape(shape)
 
 
 def _same_number(a: Fill, b: Number) -> bool:

@@ -12,19 +12,11 @@ from torch import Tensor
 
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import (
-    FINITE,
-    REPEATED,
-    Fill,
-    Inexpressible,
-    Padded,
-    is_padded,
-    masked_gradient,
-    result,
-)
+from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, masked_gradient, result
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
-from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, size_of, static
+from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 
 # f(0) == 0 in every dtype, with the other arguments at their defaults.
 _KEEPS_ZERO = frozenset(

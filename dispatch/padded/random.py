@@ -11,9 +11,9 @@ from torch import Tensor
 from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Padded, host_sizes, result, static_dims
+from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Padded, host_sizes, result
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.size_factors import bucket_of
+from subtensors.dispatch.size_factors import bucket_of, static_dims
 
 aten = torch.ops.aten
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import found
-from subtensors.dispatch.padded.padded_value import Padded, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, result
 from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.size_factors import static_dims
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from subtensors.dispatch.op_classes import OpClass
 from subtensors.dispatch.padded import fused
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result, static_dims
-from subtensors.dispatch.size_factors import Factors, is_prefix
+from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result
+from subtensors.dispatch.size_factors import Factors, is_prefix, static_dims
 from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten

@@ -10,9 +10,10 @@ import torch
 
 from subtensors.dispatch.padded.borders import repeated
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim, prefix_size, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.row_wise import row_wise
 from subtensors.dispatch.size_expressions import multiplied
+from subtensors.dispatch.size_factors import padded_dim, static_dims
 
 aten = torch.ops.aten
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.nests import mapped
-from subtensors.dispatch.padded.padded_value import Padded, is_padded, result, static_dims
+from subtensors.dispatch.padded.padded_value import Padded, result
 from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
 from subtensors.dispatch.padded.true_sizes import together
-from subtensors.dispatch.size_factors import bucket_of
+from subtensors.dispatch.size_factors import bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 

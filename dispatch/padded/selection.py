@@ -13,9 +13,10 @@ from torch import Tensor
 
 from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, Undecided, plain, result, static_dims
+from subtensors.dispatch.padded.inexpressible import Undecided
+from subtensors.dispatch.padded.padded_value import Padded, plain, result
 from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
-from subtensors.dispatch.size_factors import Factors, bucket_of, is_prefix
+from subtensors.dispatch.size_factors import Factors, bucket_of, is_prefix, static_dims
 
 aten = torch.ops.aten
 

@@ -15,18 +15,12 @@ import torch
 from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
-from subtensors.dispatch.padded.padded_value import (
-    Padded,
-    Undecided,
-    host_sizes,
-    padded_dim,
-    prefix_size,
-    result,
-    static_dims,
-)
+from subtensors.dispatch.padded.inexpressible import Undecided
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.padded.views import row
 from subtensors.dispatch.size_expressions import Size
+from subtensors.dispatch.size_factors import padded_dim, static_dims
 
 aten = torch.ops.aten
 

@@ -13,19 +13,11 @@ import torch
 from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
-from subtensors.dispatch.padded.padded_value import (
-    Padded,
-    host_sizes,
-    padded_dim,
-    prefix_size,
-    result,
-    static_dims,
-    with_dim,
-)
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import convolved, sliced
-from subtensors.dispatch.size_factors import Factors, bucket_of, reshaped
+from subtensors.dispatch.size_factors import Factors, bucket_of, padded_dim, reshaped, static_dims, with_dim
 
 aten = torch.ops.aten
 _END = 2**62  # torch writes an open end as the largest int64

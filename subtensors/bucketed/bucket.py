@@ -17,8 +17,9 @@ from subtensors.bucketed.compilation.compiled import Compiled
 from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.report.statistics import BucketStatistics
 from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim, static_dims
+from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.size_factors import padded_dim, static_dims
 from subtensors.kernels.bucketed.inputs import InputLoad
 from subtensors.kernels.current_device import launching_on
 from subtensors.padded.padded_tensor import PaddedTensor, wrap

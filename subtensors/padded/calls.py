@@ -27,10 +27,11 @@ from subtensors.dispatch.autograd_private import run_backward
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.padded import composites, rules
+from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.nests import found, mapped
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, is_padded, plain
+from subtensors.dispatch.padded.padded_value import Padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.size_factors import size_of
+from subtensors.dispatch.size_factors import is_padded, size_of
 from subtensors.padded.direct_calls import directly
 from subtensors.padded.origins import remember, take_copies_again
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded import engine
+from subtensors.dispatch.padded.inexpressible import Undecided
 from subtensors.dispatch.padded.nests import found, mapped
-from subtensors.dispatch.padded.padded_value import Undecided, is_padded
+from subtensors.dispatch.size_factors import is_padded
 from subtensors.padded.padded_tensor import PaddedTensor
 
 

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Padded, padded_dim
+from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, bucket_of, size_of, static
+from subtensors.dispatch.size_factors import Factors, bucket_of, padded_dim, size_of, static
 from subtensors.padded import calls as padded_calls
 from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.padded.padding import extended, logical

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError, SizeError
-from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, static_dims
+from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.true_sizes import ROWS
 from subtensors.dispatch.size_expressions import size_on_host
+from subtensors.dispatch.size_factors import padded_dim, static_dims
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.padded.padding_ops import pad_values, unpad_values
 from subtensors.kernels.transfer import to_device

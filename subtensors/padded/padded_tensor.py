@@ -14,10 +14,10 @@ from torch import Tensor
 from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.gradient_padding import Arrival
-from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded, is_padded
+from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, size_of
+from subtensors.dispatch.size_factors import Factors, is_padded, size_of
 from subtensors.sizes.dims import Dim
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from subtensors.dispatch import dispatcher_private, dynamo_private
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Number, Padded, padded_dim, static_dims
+from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.true_sizes import ROWS, HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import bucket_of
+from subtensors.dispatch.size_factors import bucket_of, padded_dim, static_dims
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.padded.padding_ops import pad_list, pad_to
 from subtensors.padded.padded_tensor import PaddedTensor, value_of

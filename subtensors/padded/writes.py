@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Inexpressible, Padded, plain
+from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.padded_value import Padded, plain
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import together
 from subtensors.dispatch.size_factors import bucket_of

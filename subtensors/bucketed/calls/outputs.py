@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.opened import opened_results
-from subtensors.dispatch.padded.padded_value import Padded, is_padded
+from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, size_of
+from subtensors.dispatch.size_factors import Factors, is_padded, size_of
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import logical
 from subtensors.padded.wrapping import followed

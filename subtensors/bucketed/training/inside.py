@@ -20,9 +20,9 @@ from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
 from subtensors.bucketed.training.followed_call import refuse_second_order
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.dispatch import autograd_private
-from subtensors.dispatch.padded.padded_value import Padded, is_padded
+from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.size_factors import size_of
+from subtensors.dispatch.size_factors import is_padded, size_of
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
 
 _is_inside: ContextVar[bool] = ContextVar("inside a bucketed program", default=False)

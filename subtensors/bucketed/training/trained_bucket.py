@@ -28,9 +28,8 @@ from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import leaves_behind
 from subtensors.bucketed.training.whole_step import SideEffects
 from subtensors.dispatch import autograd_private
-from subtensors.dispatch.padded.padded_value import is_padded
 from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, size_of
+from subtensors.dispatch.size_factors import Factors, is_padded, size_of
 from subtensors.kernels.bucketed.inputs import InputLoad
 
 if TYPE_CHECKING:
