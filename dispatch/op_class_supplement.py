@@ -1,7 +1,7 @@
 """The op classes, and the ops that a class lists by name because torch does not say it of them.
 
-Each group gives the one reason its ops have the class's property; `op_class_evidence.py` tests it by running them.
-Tags differ between torch versions: an entry stays while any supported version needs it.
+Each group gives the one reason its ops have the class's property; tests put it to the proof by running the ops. Tags
+differ between torch versions: an entry stays while any supported version needs it.
 """
 
 from __future__ import annotations
@@ -280,11 +280,6 @@ SUPPLEMENT = (
     ),
     Group(OpClass.OTHER, "tagged pointwise, but it answers with one Python bool", "equal"),
     Group(OpClass.OTHER, "declared a view, but it sums duplicate entries of a sparse tensor", "coalesce"),
-)
-
-# Views that return a copy where the input's strides (or a lazy conjugate) allow no view.
-VIEWS_THAT_MAY_COPY = frozenset(
-    """reshape reshape_as flatten ravel contiguous resolve_conj resolve_neg pin_memory""".split()
 )
 
 # The single-tensor op of a `_foreach_` op, where it is not the op of the same name.

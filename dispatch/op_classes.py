@@ -8,7 +8,7 @@ class is looked up in this order:
 3. what torch declares: `is_view`, then the tags `nondeterministic_seeded`, `pointwise`, `reduction`, `view_copy`;
 4. otherwise `OpClass.OTHER`.
 
-The properties are checked by running the ops, over torch's own `op_db`: see `op_class_evidence.py`.
+Tests put the properties to the proof by running the ops of torch's own `op_db`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.op_class_supplement import FOREACH_TWINS, SUPPLEMENT, OpClass
-from subtensors.dispatch.torch_private import aten_overloads, schema_of
+from subtensors.dispatch.torch_private import schema_of
 
-__all__ = ["OpClass", "functional_form", "is_in_place", "op_class", "op_table", "overload_name"]
+__all__ = ["OpClass", "functional_form", "is_in_place", "op_class", "overload_name"]
 
 
 def _supplement() -> dict[str, OpClass]:
@@ -112,22 +112,6 @@ def functional_form(op: OpOverload) -> OpOverload | None:
             if wanted <= offered and {name for name, _ in offered - wanted} <= extra:
                 return candidate
     return None
-
-
-def op_table() -> dict[OpClass, list[str]]:
-    """Every aten overload of this torch, by class.
-
-    Returns:
-        For each class, in the order of `OpClass`, the sorted names of its overloads (`add.Tensor`).
-
-    Example:
-        >>> "cumsum.default" in op_table()[OpClass.SCAN]
-        True
-    """
-    table: dict[OpClass, list[str]] = {klass: [] for klass in OpClass}
-    for op in aten_overloads():
-        table[op_class(op)].append(overload_name(op))
-    return {klass: sorted(names) for klass, names in table.items()}
 
 
 def overload_name(op: OpOverload) -> str:

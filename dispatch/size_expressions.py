@@ -152,23 +152,6 @@ def deconvolved(
     return (sympy.sympify(size) - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
 
 
-def chunk_sizes(size: Size | int, sizes: Sequence[int], bucket: int) -> list[tuple[Size, Size]]:
-    """Start and size of each part of a dimension that is split into parts of these static sizes.
-
-    A part ends with the true size where that is smaller: parts beyond it are empty.
-
-    Raises:
-        RuleError: the parts do not add up to the bucket.
-
-    >>> chunk_sizes(size_symbol("n"), [4, 4], bucket=8)
-    [(0, Min(4, n)), (Min(4, n), Max(0, -Min(4, n) + Min(8, n)))]
-    """
-    if sum(sizes) != bucket:
-        raise RuleError(f"parts of sizes {list(sizes)} do not add up to the bucket's {bucket}")
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [sliced(size, end - part, end) for end, part in zip(ends, sizes, strict=True)]
-
-
 def _ceiling(numerator: Size, denominator: int) -> Size:
     return numerator if denominator == 1 else -sympy.floor(-numerator / sympy.Integer(denominator))
 

@@ -88,17 +88,6 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
-def aten_overloads() -> list[OpOverload]:
-    """Every overload registered in the aten namespace. Checked on 2.13."""
-    overloads = []
-    for qualified in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = qualified.partition("::")
-        if namespace == "aten":
-            packet, _, overload = name.partition(".")
-            overloads.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
-    return overloads
-
-
 _local_tensor, _placements = attrgetter("_local_tensor"), attrgetter("_spec.placements")
 
 

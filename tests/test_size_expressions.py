@@ -18,7 +18,6 @@ import subtensors as st
 from subtensors.dispatch.size_expressions import (
     Size,
     added,
-    chunk_sizes,
     convolved,
     deconvolved,
     divided,
@@ -90,16 +89,6 @@ def test_a_transposed_convolution_has_the_size_that_torch_gives_it(
         return F.conv_transpose1d(torch.ones(1, 1, n), weight, None, stride, padding, dilation=dilation).shape[2]
 
     assert_sizes(deconvolved(N, kernel, stride, padding, dilation), truth, least=3)
-
-
-@given(some.lists(some.integers(0, 6), min_size=1, max_size=4))
-def test_the_parts_of_a_split_hold_what_is_real_in_each(sizes: list[int]) -> None:
-    parts = chunk_sizes(N, sizes, sum(sizes))
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    for (_, length), end, size in zip(parts, ends, sizes, strict=True):
-        assert_sizes(length, lambda n: len(range(end - size, min(n, end))))  # noqa: B023
-    with pytest.raises(st.RuleError, match="do not add up to the bucket's 99"):
-        chunk_sizes(N, sizes, 99)
 
 
 EXPRESSIONS = some.recursive(

@@ -15,12 +15,16 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from subtensors.dispatch.class_evidence.calls import Call, Tensors, holds_values
-from subtensors.dispatch.op_class_supplement import VIEWS_THAT_MAY_COPY
+from class_evidence.calls import Call, Tensors, holds_values
 from subtensors.dispatch.op_classes import OpClass, overload_name
 from subtensors.dispatch.torch_private import schema_of
 
 _FIRST_LABEL = 1000  # beyond the constants that ops fill with
+
+# They return a copy where the input's strides (or a lazy conjugate) allow no view.
+_VIEWS_THAT_MAY_COPY = frozenset(
+    "reshape reshape_as flatten ravel contiguous resolve_conj resolve_neg pin_memory".split()
+)
 
 
 class SaysNothing(Exception):
@@ -118,7 +122,7 @@ def returns_its_inputs_storage(call: Call) -> str | None:
     for output in outputs:
         if output.untyped_storage().data_ptr() in storages:
             continue
-        if overload_name(call.op).split(".")[0] not in VIEWS_THAT_MAY_COPY:
+        if overload_name(call.op).split(".")[0] not in _VIEWS_THAT_MAY_COPY:
             return "an output has a storage of its own"
         if not torch.equal(output.reshape(-1), inputs[0].reshape(-1)):
             return "a copy has other elements than its input"

@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from subtensors.dispatch.class_evidence.calls import Call, copy_with_storage
-from subtensors.dispatch.class_evidence.probes import PROBES, SaysNothing
+from class_evidence.calls import Call, copy_with_storage
+from class_evidence.probes import PROBES, SaysNothing
 from subtensors.dispatch.op_classes import OpClass, is_in_place, op_class, overload_name
 
 # Properties that no op has by accident. Averages and selections look alike on few calls, so the rest only test claims.
