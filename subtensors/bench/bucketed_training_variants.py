@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.bench.gpt2_step import GPT2
+from subtensors.bench.side_stream import on_side_stream
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """From tokens and targets, (B, n) int64, to the loss; the parameters are updated."""
@@ -96,10 +97,8 @@ def _by_hand(model: GPT2, longest: int) -> Way:
             static = torch.zeros(rows, size, dtype=torch.long, device="cuda")
             wanted = torch.full((rows, size), IGNORED, dtype=torch.long, device="cuda")
             static[:, :n], wanted[:, :n] = tokens, targets
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with on_side_stream(side):
                 first = step(static, wanted)
-            torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=side):
                 loss = step(static, wanted)

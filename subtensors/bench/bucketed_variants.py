@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bench.bucketed_cases import Case
+from subtensors.bench.side_stream import on_side_stream
 
 Answer = Callable[[Tensor], Tensor]
 """From a request to what the case asks of it: hidden states, logits or tokens."""
@@ -79,12 +80,9 @@ def _by_hand(model: nn.Module, case: Case) -> Way:
         statics = {case.argument: torch.zeros(shape, dtype=x.dtype, device=x.device)}
         if case.takes_mask:
             statics["attention_mask"] = torch.ones(shape, dtype=torch.long, device=x.device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with on_side_stream():
             for _ in range(2):
                 model(**statics)
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             out = case.result(model(**statics))

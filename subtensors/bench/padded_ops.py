@@ -20,6 +20,7 @@ from rich.table import Table
 
 from subtensors.bench.padded_variants import CASES, VARIANTS, Problem
 from subtensors.bench.rows import Setting, save
+from subtensors.bench.side_stream import on_side_stream
 from subtensors.bench.table import figure
 from subtensors.bench.timing import synchronize, time_call
 
@@ -129,11 +130,8 @@ def _captured(call: Callable[[], object], device: str) -> Callable[[], object]:
     """The replay of a call; the call itself where there are no graphs."""
     if device != "cuda":
         return call
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with on_side_stream():
         call()
-    torch.cuda.current_stream().wait_stream(stream)
     # What is freed by the collector may wait for the device, which no one may while a graph is captured.
     gc.collect()
     graph = torch.cuda.CUDAGraph()

@@ -116,18 +116,26 @@ class _AtenCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_kernels(call: Callable[[], object]) -> int:
-    """How many kernels one call runs on the GPU, a replayed graph's included; copies and fills by DMA are not."""
+def _profiled(call: Callable[[], object]) -> profile:
+    """What one call did, by the profiler."""
+    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profiler:
         call()
         torch.cuda.synchronize()
-    return sum(
-        event.device_type.name == "CUDA"
-        and not event.is_user_annotation
-        and not event.name.startswith(("Memcpy", "Memset"))
-        for event in profiler.events()
-    )
+    return profiler
+
+
+def _on_gpu(profiler: profile) -> list[Any]:
+    """Kernels, copies and fills that ran on the GPU."""
+    events: list[Any] = profiler.events()
+    return [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+
+
+def count_kernels(call: Callable[[], object]) -> int:
+    """How many kernels one call runs on the GPU, a replayed graph's included; copies and fills by DMA are not."""
+    names = [event.name for event in _on_gpu(_profiled(call))]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
 
 
 @dataclass(frozen=True)
@@ -147,14 +155,9 @@ class KernelTime:
 
 def kernel_times(call: Callable[[], object]) -> list[KernelTime]:
     """What runs on the GPU in one call, a replayed graph's kernels included; those that take most come first."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
     times: dict[str, list[float]] = {}
-    for event in profiler.events():
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            times.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    for event in _on_gpu(_profiled(call)):
+        times.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
     found = [KernelTime(name, len(each), sum(each)) for name, each in times.items()]
     return sorted(found, key=lambda kernel: -kernel.ms)
 
@@ -164,10 +167,7 @@ def count_copied_bytes(call: Callable[[], object]) -> int:
 
     What a kernel copies as part of what it computes is not a transfer, and not counted.
     """
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
+    profiler = _profiled(call)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

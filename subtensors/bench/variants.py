@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from subtensors.bench.side_stream import on_side_stream
+
 Step = Callable[[], object]
 
 
@@ -47,12 +49,9 @@ def as_it_is(step: Step) -> Step:
 
 def as_graph(step: Step) -> Step:
     """The replay of the step, captured by hand after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with on_side_stream():
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
