@@ -137,48 +137,23 @@ class Template:
     def _merged(
         self, graphs: Sequence[fx.GraphModule], listed: Sequence[Sequence[fx.Node]], places: Sequence[Place]
     ) -> fx.GraphModule:
+        """The first graph, in which the numbers that differ between graphs are computed from the sizes."""
         if len({len(nodes) for nodes in listed}) > 1:
             raise NoTemplate(f"the graphs have {[len(nodes) for nodes in listed]} nodes")
         first = graphs[0]
         order = [{node: i for i, node in enumerate(nodes)} for nodes in listed]
-        sizes: list[fx.Node] = []
-        inputs = [node for node in listed[0] if node.op == "placeholder"]
-        with first.graph.inserting_after(inputs[-1]):
-            for source, dim in reversed(places):
-                sizes.insert(0, first.graph.call_function(torch.ops.aten.sym_size.int, (inputs[source], dim)))
-        made: dict[Any, fx.Node] = {}
-        last = [sizes[-1] if sizes else inputs[-1]]
-
-        def in_graph(number: Number) -> fx.Node:
-            """The nodes that compute it from the sizes."""
-            key = tuple(sorted(number.terms.items()))
-            if key not in made:
-                total: Any = number.terms.get((), 0)
-                for product, factor in number.terms.items():
-                    if product:
-                        term: Any = factor
-                        for i in product:
-                            term = sizes[i] if term == 1 else add_node(operator.mul, sizes[i], term)
-                        total = term if total == 0 else add_node(operator.add, term, total)
-                made[key] = total
-            return made[key]
-
-        def add_node(function: Any, a: Any, b: Any) -> fx.Node:
-            with first.graph.inserting_after(last[0]):
-                last[0] = first.graph.call_function(function, (a, b))
-            return last[0]
+        numbers = _NumberNodes(first.graph, [node for node in listed[0] if node.op == "placeholder"], places)
 
         def back(x: Any) -> Any:
             if isinstance(x, Number):
-                return in_graph(x)
+                return numbers.node(x)
             return listed[0][x.index] if isinstance(x, _Reference) else x
 
         for nodes in zip(*listed, strict=True):
             head = nodes[0]
             where = f"{head.op} {head.target}"
-            if any(node.op != head.op for node in nodes) or (
-                head.op not in ("placeholder", "get_attr") and any(node.target != head.target for node in nodes)
-            ):
+            is_named = head.op in ("placeholder", "get_attr")  # as the trace named it
+            if any(node.op != head.op or (node.target != head.target and not is_named) for node in nodes):
                 raise NoTemplate(f"{where} is {nodes[-1].op} {nodes[-1].target} at another size")
             if head.op == "get_attr":
                 held = [_held(graph, node) for graph, node in zip(graphs, nodes, strict=True)]
@@ -194,6 +169,46 @@ class Template:
         first.graph.lint()
         first.recompile()
         return first
+
+
+class _NumberNodes:
+    """The nodes of a graph that compute numbers from the sizes of its inputs, each once.
+
+    Args:
+        graph: they are put behind its inputs.
+        inputs: those.
+        places: for each size where it can be read.
+    """
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node], places: Sequence[Place]) -> None:
+        self._graph = graph
+        self._last = inputs[-1]
+        self._sizes = [self._add(torch.ops.aten.sym_size.int, inputs[source], dim) for source, dim in places]
+        self._made: dict[Any, Any] = {}
+
+    def node(self, number: Number) -> Any:
+        """The node of a number."""
+        key = tuple(sorted(number.terms.items()))
+        if key not in self._made:
+            total: Any = number.terms.get((), 0)
+            for product, factor in number.terms.items():
+                if product:
+                    term = self._times(factor, product)
+                    total = term if total == 0 else self._add(operator.add, term, total)
+            self._made[key] = total
+        return self._made[key]
+
+    def _times(self, factor: int, product: tuple[int, ...]) -> Any:
+        term: Any = factor
+        for i in product:
+            term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
+        return term
+
+    def _add(self, function: Any, *arguments: Any) -> fx.Node:
+        """One more node, behind the others."""
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(function, arguments)
+        return self._last
 
 
 class _Reference:
