@@ -94,6 +94,21 @@ def index(call: Call) -> Any:
         count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
         out = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
         return call.emit([out], layout.axis, lambda v: v)
+    return _whole_result(call, places, given[0], adjacent)
+
+
+def _whole_result(call: Call, places: list[Value | None], first: int, adjacent: bool) -> Any:
+    """`x[i, j]` with rows among what is indexed, whole: each chunk reads the rows that it has.
+
+    Args:
+        call: of a value whose rows are indexed.
+        places: the indices.
+        first: the first dim that is indexed.
+        adjacent: are those dims side by side?
+    """
+    value: Value = call["self"]
+    layout = value.layout
+    assert layout is not None
     if layout.outer != 1:
         raise call.unchunkable("its rows lie in several runs")
     metas = call.infer()
@@ -115,7 +130,6 @@ def index(call: Call) -> Any:
         trailing = found.ndim - (first if adjacent else 0) - max(i.ndim for i in indices if i is not None)
         return torch.where(here.reshape(*here.shape, *[1] * trailing), found, 0)
 
-    first = given[0]
     whole_indices = [None if i is None else gathered(i) for i in places]
     start = PerChunk(lambda span: layout.window(span)[0])
     return emit(read, (value, whole_indices, start), {}, metas, [Join.SUM], layout.axis)
