@@ -108,36 +108,14 @@ def train(
     model = GPT(plan.size, vocabulary, chunked).to(plan.device, plan.dtype)
     optimizer = make_optimizer(model.parameters())
     run = Run(name, model=model)
-
-    def forward_backward(inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(plan.device, dtype=torch.bfloat16, enabled=on_gpu):
-            logits = model(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1).to(plan.dtype), targets)
-        loss.backward()
-        return loss.detach()
-
     data = [
         (inputs.to(plan.device), targets.reshape(-1).to(plan.device))
         for inputs, targets in batches(tokens, plan.batch, plan.size.context, plan.steps, plan.seed)
     ]
     # The device's libraries start up in the first forward and backward: that is no optimizer's time either.
-    forward_backward(*data[0])
-
-    for number, batch in enumerate(data):
-        synchronize(plan.device)
-        started = time.perf_counter()
-        optimizer.zero_grad()
-        loss = forward_backward(*batch)
-        with Span(plan.device) as span:
-            optimizer.step()
-        synchronize(plan.device)
-        elapsed = (time.perf_counter() - started) * 1e3
-        if number == 0:
-            run.first_step_ms = elapsed
-        else:
-            run.step_ms.append(elapsed)
-            run.optimizer_ms.append(span.ms())
-        run.losses.append(float(loss))
+    _forward_backward(model, plan, *data[0])
+    for inputs, targets in data:
+        _step(run, model, optimizer, plan, inputs, targets)
         on_step(run.losses[-1])
 
     run.replayed = _replayed(optimizer, plan)
@@ -145,9 +123,35 @@ def train(
         run.peak_mb = torch.cuda.max_memory_allocated() / 2**20
     else:
         optimizer.zero_grad()
-        run.peak_mb = peak_mb(lambda: forward_backward(*data[-1]))
+        run.peak_mb = peak_mb(lambda: _forward_backward(model, plan, *data[-1]))
     run.calls = count_kernels(optimizer.step) if on_gpu else count_aten_calls(optimizer.step)
     return run
+
+
+def _forward_backward(model: GPT, plan: Plan, inputs: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast(plan.device, dtype=torch.bfloat16, enabled=plan.device == "cuda"):
+        logits = model(inputs)
+    loss = F.cross_entropy(logits.flatten(0, 1).to(plan.dtype), targets)
+    loss.backward()
+    return loss.detach()
+
+
+def _step(run: Run, model: GPT, optimizer: torch.optim.Optimizer, plan: Plan, inputs: Tensor, targets: Tensor) -> None:
+    """Take a step, and note what it took."""
+    synchronize(plan.device)
+    started = time.perf_counter()
+    optimizer.zero_grad()
+    loss = _forward_backward(model, plan, inputs, targets)
+    with Span(plan.device) as span:
+        optimizer.step()
+    synchronize(plan.device)
+    elapsed = (time.perf_counter() - started) * 1e3
+    if not run.losses:
+        run.first_step_ms = elapsed
+    else:
+        run.step_ms.append(elapsed)
+        run.optimizer_ms.append(span.ms())
+    run.losses.append(float(loss))
 
 
 def _replayed(optimizer: torch.optim.Optimizer, plan: Plan) -> str:

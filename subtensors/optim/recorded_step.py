@@ -17,7 +17,7 @@ from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fused_maths.calls import interprets_kernels, modes
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.dispatch.graph_capture import NotRecordable, Recording
+from subtensors.dispatch.graph_capture import Launch, NotRecordable, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.tensor_guards import AddressGuard, MetadataGuard, PlaceGuard
 from subtensors.kernels.current_device import current_stream
@@ -102,7 +102,19 @@ class RecordedStep:
                 # Numbers are then known by identity, wherever the step hands them on.
                 group.update({name: another(value) for name, value in group.items() if name != "params"})
             self.options = [options_of(group) for group in optimizer.param_groups]
-        self.recording = recording = Recording(self.device, self.is_whole)
+        self.recording = Recording(self.device, self.is_whole)
+        self._record_update(optimizer, self.recording, gradients)
+        moved = self.moved()
+        if moved or not self.gradient_places.matches(_present(optimizer._gradients())):
+            raise AddressError(f"{moved or 'a gradient'} moved while a step was recorded")
+        self.held = [set(range(len(paths))) for paths in self.paths]
+        """Of each group's numbers those that are the graph's: another value is another step."""
+        for launch in self.recording.launches:
+            if launch.source is not None:  # the norm has none, and takes no numbers
+                self._follow_numbers(optimizer, launch)
+
+    def _record_update(self, optimizer: Optimizer, recording: Recording, gradients: list[Tensor]) -> None:
+        """Record the update, with scales of gradients that are in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
             for name, is_given in zip(_SCALES, self.scales, strict=True)
@@ -121,25 +133,20 @@ class RecordedStep:
             raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
-        moved = self.moved()
-        if moved or not self.gradient_places.matches(_present(optimizer._gradients())):
-            raise AddressError(f"{moved or 'a gradient'} moved while a step was recorded")
-        self.held = [set(range(len(paths))) for paths in self.paths]
-        """Of each group's numbers those that are the graph's: another value is another step."""
-        for launch in recording.launches:
-            if launch.source is None:  # of the norm, which takes no numbers
-                continue
-            assert isinstance(launch.source, int)
-            _, numbers, hosts = step_signature(optimizer, optimizer.param_groups[launch.source], self.device)
-            if self.is_whole:
-                launch.taken = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
-            else:
-                launch.taken = [*range(len(numbers))]
-                if launch.numbers != numbers:
-                    raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
-            if launch.hosts not in ([], hosts):
-                raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-            self.held[launch.source] -= set(launch.taken)
+
+    def _follow_numbers(self, optimizer: Optimizer, launch: Launch) -> None:
+        """Find the numbers of a launch among those of its group, which may change between replays."""
+        assert isinstance(launch.source, int)
+        _, numbers, hosts = step_signature(optimizer, optimizer.param_groups[launch.source], self.device)
+        if self.is_whole:
+            launch.taken = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
+        else:
+            launch.taken = [*range(len(numbers))]
+            if launch.numbers != numbers:
+                raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
+        if launch.hosts not in ([], hosts):
+            raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
+        self.held[launch.source] -= set(launch.taken)
 
     def moved(self) -> str:
         """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
