@@ -135,3 +135,67 @@ def test_a_trace_is_left_once_a_call_where_a_run_on_padded_tensors_raises(what: 
     for i, n in enumerate((5, 6, 20, 5)):
         assert_alike_at_once([(run, ours), (program, theirs)], rows(n, device), seed=i)
     assert run.stats().fallbacks == {"ValueError: there is no rule for this": 4}
+
+
+def twice(program: Any, followed: list[Tensor]) -> Any:
+    """A program called twice before the backward of either, which has the forward of the first made again."""
+
+    def call(x: Tensor, given: Any) -> Tensor:
+        results = [program(x, given), program(x * 2, given)]
+        followed.extend(results)
+        return torch.stack([result.detach() for result in results])
+
+    return call
+
+
+@pytest.mark.parametrize("what", TRACES)
+def test_a_trace_is_left_once_a_call_that_autograd_follows(what: str, device: str) -> None:
+    make, leave = TRACES[what]
+    nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+
+    def program_of(net: nn.Module) -> Any:
+        def program(x: Tensor, given: Any) -> Tensor:
+            with torch.no_grad():
+                count = leave(given).clone()
+            return (net(x).softmax(0) * count).sum(0)
+
+        return program
+
+    ours, theirs = make(device), make(device)
+    run, plain = st.bucketed(program_of(nets[0]), DIMS), program_of(nets[1])
+    for i in range(3):
+        x, followed = rows(5, device), list[Tensor]()
+        pair = [(twice(run, followed), ours), (twice(plain, followed), theirs)]
+        assert_alike_at_once(pair, x, seed=i)
+        for result in followed:
+            result.sum().backward()
+        assert_same(nets[0].weight.grad, nets[1].weight.grad)
+    assert ("it writes to its arguments, and autograd follows" in run.stats().fallbacks) == (what != "random numbers")
+
+
+@pytest.mark.parametrize("what", TRACES)
+def test_a_trace_is_left_once_a_step(what: str, device: str) -> None:
+    make, leave = TRACES[what]
+    nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+
+    def step_of(net: nn.Module) -> Any:
+        optimizer = st.optim.SGD(net.parameters(), lr=0.125)
+
+        def step(x: Tensor, given: Any) -> Tensor:
+            with torch.no_grad():
+                count = leave(given).clone()
+            loss = (net(x).softmax(0) * count).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    ours, theirs = make(device), make(device)
+    run, plain = st.bucketed(step_of(nets[0]), DIMS), step_of(nets[1])
+    for i, n in enumerate((5, 6, 20, 5, 18)):
+        assert_alike_at_once([(run, ours), (plain, theirs)], rows(n, device), seed=i)
+        assert_same(nets[0].weight.detach(), nets[1].weight.detach())

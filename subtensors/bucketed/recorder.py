@@ -22,6 +22,7 @@ from subtensors.bucketed.fallbacks import said_in_a_line
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import State, leaves_behind
+from subtensors.bucketed.state.writes import Writes
 from subtensors.bucketed.training.followed_call import ReplayClock
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.bucketed.training.whole_step import StepsTaken
@@ -221,6 +222,8 @@ class Recorder:
         padded = padded_leaves(leaves, reading, bucket.device)
         copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
         before, steps = self.state.versions(), StepsTaken(self.state)
+        arguments = Writes(padded[source.leaf] for source in reading.sources)
+        theirs = Writes(bucket.callers_tensors())
 
         # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
         # the capture: compiled code that it runs is compiled for the settings of a thread.
@@ -238,6 +241,9 @@ class Recorder:
         bucket.is_differentiable = bool(roots)
         if roots and steps.any():
             bucket.refusal = "it calls backward itself, and returns what wants a gradient: return loss.detach()"
+            bucket.forget()
+        elif arguments.any() or (roots and theirs.any()):
+            bucket.refusal = "it writes to its arguments, and autograd follows"
             bucket.forget()
         elif roots:
             bucket.first_leaves = frozenset(leaves_behind(roots))
