@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence, ValuesView
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import optree
 import torch
@@ -18,6 +18,7 @@ from subtensors.lists import followed, list_calls
 from subtensors.lists.compiled_geometry import teach_compiler
 from subtensors.lists.description import described
 from subtensors.lists.indexing import indexes_each, named
+from subtensors.lists.no_single_value import NoSingleValue
 from subtensors.lists.packing import Layout, Places, are_private, pack
 from subtensors.lists.tree_structure import Structure, flatten_tensors
 
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 _ALIASES_WHOLE = (torch.Tensor.detach, torch.detach)
 
 
-class TensorList(torch.Tensor):
+class TensorList(NoSingleValue, torch.Tensor):
     """Many tensors as one value: `torch.f(tl, ...)` is `[torch.f(t, ...) for t in tl]`, for every torch function.
 
     Other TensorLists among the arguments are matched element by element; plain tensors and numbers go to each. Several
@@ -229,27 +230,6 @@ class TensorList(torch.Tensor):
     __hash__ = object.__hash__
     __format__ = object.__format__
     __dir__ = object.__dir__  # type: ignore[assignment]
-
-    def __bool__(self) -> bool:
-        self._refuse_one_value("truth value")
-
-    def __int__(self) -> int:
-        self._refuse_one_value("int")
-
-    def __float__(self) -> float:
-        self._refuse_one_value("float")
-
-    def __complex__(self) -> complex:
-        self._refuse_one_value("complex")
-
-    def __index__(self) -> int:
-        self._refuse_one_value("index")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_one_value("numpy array")
-
-    def _refuse_one_value(self, what: str) -> NoReturn:
-        raise TypeError(f"a TensorList of {len(self)} tensors has no single {what}; ask its elements one by one")
 
     def __copy__(self) -> TensorList:
         if self._elements is None and self._arena is not None and self._flats is not None:
