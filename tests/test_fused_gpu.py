@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_lists import adam
 from torch import Tensor
 
 import subtensors as st
@@ -23,15 +24,6 @@ SHAPES: list[tuple[int, ...]] = [(3, 5), (5000,), (), (1,), (0,), (64, 64)]
 def lists(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> Elements:
     generator = torch.Generator().manual_seed(seed)
     return Elements(torch.randn(s, generator=generator).cuda() for s in shapes)
-
-
-def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *, lr: float, betas: tuple[float, float]) -> None:
-    beta1, beta2 = betas
-    step.add_(1)
-    m.lerp_(g, 1 - beta1)
-    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = (v.sqrt() / (1 - beta2**step).sqrt()).add_(1e-8)
-    p.addcdiv_(m, denominator * ((1 - beta1**step) / lr), value=-1)
 
 
 def normalised(p: Tensor, g: Tensor, lr: float) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_lists import adam
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as some
 from programs import CUDA, LOWERINGS, SMALL_TILES, Lowering, check, each_lowering
@@ -359,16 +360,6 @@ def test_what_a_store_rounds_away_can_be_read_back(lowering: Lowering) -> None:
 
 @each_lowering
 def test_adam_written_for_one_tensor_runs_over_lists(lowering: Lowering) -> None:
-    def adam(
-        p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *, lr: float, betas: tuple[float, float]
-    ) -> None:
-        beta1, beta2 = betas
-        step.add_(1)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = (v.sqrt() / (1 - beta2**step).sqrt()).add_(1e-8)
-        p.addcdiv_(m, denominator * ((1 - beta1**step) / lr), value=-1)
-
     shapes: list[tuple[int, ...]] = [(3, 5), (150,), (), (1,)]
     p, g, m = (lists(*shapes, seed=i) for i in range(3))
     v = Elements(t.abs() for t in lists(*shapes, seed=3))

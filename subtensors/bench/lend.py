@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from subtensors.bench.rows import Setting, save
 from subtensors.bench.table import figure
-from subtensors.bench.timing import synchronize
+from subtensors.bench.timing import seconds
 from subtensors.static_memory.arena import Arena
 
 _NUMEL = 1 << 24  # of a parameter: 64 MiB in float32
@@ -89,9 +88,9 @@ def measure_lending(gigabytes: float, device: str, sleeps: int = 3) -> list[Lent
         if device == "cuda":
             torch.cuda.empty_cache()
         free = _free(device)
-        release_s = _seconds(arena.release, device)
+        release_s = seconds(arena.release, device)
         freed = _free(device) - free
-        restore_s = _seconds(arena.restore, device)
+        restore_s = seconds(arena.restore, device)
         is_equal = [(t.data_ptr(), _digest(t)) for t in state] == before
         optimizer.step()
         rows.append(
@@ -120,17 +119,9 @@ def copy_limits(device: str, size: int, repeats: int = 5) -> tuple[float, float]
     here = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
     best = []
     for target, source in ((here, there), (there, here)):
-        spans = [_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device) for _ in range(repeats)]  # type: ignore[misc]
+        spans = [seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device) for _ in range(repeats)]  # type: ignore[misc]
         best.append(size / min(spans) / 1e9)
     return best[0], best[1]
-
-
-def _seconds(call: Callable[[], object], device: str) -> float:
-    synchronize(device)
-    started = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - started
 
 
 def _free(device: str) -> int:

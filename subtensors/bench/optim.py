@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping
 
 import torch
@@ -14,19 +13,10 @@ from subtensors.bench.rows import Row, Setting, installed, to_json
 from subtensors.bench.sets import FIRST_STEP_SETS, MATRIX_SETS, SETS, least_traffic, parameters, specs
 from subtensors.bench.sweep import COPY, add_sweep_arguments, names, sweep, wide_console
 from subtensors.bench.table import table
-from subtensors.bench.timing import count_copied_bytes, count_kernels, synchronize, time_call
-from subtensors.bench.variants import VARIANTS, Step, Variant
+from subtensors.bench.timing import count_copied_bytes, count_kernels, seconds, time_call
+from subtensors.bench.variants import VARIANTS, Variant
 
 EVERY = {**VARIANTS, **OTHERS}
-
-
-def seconds(step: Step, device: str) -> float:
-    """How long one step takes, to a synchronized device."""
-    synchronize(device)
-    started = time.perf_counter()
-    step()
-    synchronize(device)
-    return time.perf_counter() - started
 
 
 def measure_copy(tiny: bool, device: str) -> Row:

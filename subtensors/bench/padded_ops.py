@@ -21,6 +21,7 @@ from rich.table import Table
 from subtensors.bench.padded_variants import CASES, VARIANTS, Problem
 from subtensors.bench.rows import Setting, save
 from subtensors.bench.side_stream import on_side_stream
+from subtensors.bench.sweep import names
 from subtensors.bench.table import figure
 from subtensors.bench.timing import synchronize, time_call
 
@@ -176,19 +177,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def _chosen(given: str, known: Sequence[str], what: str) -> list[str]:
-    names = given.split(",")
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"unknown {what} {name!r}; there are {', '.join(known)}")
-    return names
-
-
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
-    cases = _chosen(options.cases, list(CASES), "case")
-    modes = _chosen(options.modes, MODES, "mode")
-    variants = _chosen(options.variants, list(VARIANTS), "variant")
+    cases = names(options.cases, list(CASES), "case")
+    modes = names(options.modes, MODES, "mode")
+    variants = names(options.variants, list(VARIANTS), "variant")
     variants = ["dense", *(name for name in variants if name != "dense")]
     console = Console()
     if not console.is_terminal:

@@ -13,11 +13,11 @@ from rich.console import Console
 from torch import Tensor
 
 from subtensors import optim
-from subtensors.bench.optim import measure_copy, seconds
+from subtensors.bench.optim import measure_copy
 from subtensors.bench.rows import Row, Setting, save
 from subtensors.bench.sets import SETS, parameters
 from subtensors.bench.table import table
-from subtensors.bench.timing import count_kernels, time_call
+from subtensors.bench.timing import count_kernels, seconds, time_call
 
 # What each is measured with, beside its defaults.
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -54,6 +54,19 @@ class Span:
         return float(self.begin.elapsed_time(self.end)) if self.on_gpu else self.host_ms
 
 
+def seconds(call: Callable[[], object], device: str) -> float:
+    """The host's time from one call to a synchronized device.
+
+    >>> seconds(lambda: sum(range(100)), "cpu") > 0
+    True
+    """
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
 @dataclass(frozen=True)
 class Times:
     """Median milliseconds of one call.

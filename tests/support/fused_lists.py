@@ -22,6 +22,15 @@ def sgd(p: Tensor, g: Tensor, lr: float) -> None:
     p.sub_(lr * g)
 
 
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *, lr: float, betas: tuple[float, float]) -> None:
+    beta1, beta2 = betas
+    step.add_(1)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = (v.sqrt() / (1 - beta2**step).sqrt()).add_(1e-8)
+    p.addcdiv_(m, denominator * ((1 - beta1**step) / lr), value=-1)
+
+
 def groups(fusion: Fusion) -> list[Any]:
     return [group for plans in fusion._plans.values() for plan in plans for _, group in plan.groups]
 
