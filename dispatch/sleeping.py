@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 
@@ -144,10 +144,10 @@ class Census:
             leaves = [t for t in self.tensors if _is_leaf(t)]
             nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in leaves]
             expected.update(map(id, leaves))
-            in_storage = Counter(map(torch_private.storage_of, self.tensors))
+            in_storage = Counter(map(memory_private.storage_of, self.tensors))
             for t in self.tensors:
-                storage_uses = torch_private.storage_use_count(t)
-                if storage_uses > in_storage[torch_private.storage_of(t)] or self._is_held(t, expected[id(t)]):
+                storage_uses = memory_private.storage_use_count(t)
+                if storage_uses > in_storage[memory_private.storage_of(t)] or self._is_held(t, expected[id(t)]):
                     return t
             del nodes
         return None
@@ -155,10 +155,10 @@ class Census:
     def _is_held(self, t: Tensor, expected: int) -> bool:
         """Do more refer to a tensor than so many and its views?"""
         views = self._views.get(id(t), [])
-        if torch_private.use_count(t) <= expected + len(views):
+        if memory_private.use_count(t) <= expected + len(views):
             return False
         # A view across complex numbers and their parts refers to its base twice, and so do its own views.
-        return torch_private.use_count(t) > expected + sum(torch_private.holds_of_base(view, t) for view in views)
+        return memory_private.use_count(t) > expected + sum(memory_private.holds_of_base(view, t) for view in views)
 
 
 class Sleep:
@@ -180,7 +180,7 @@ class Sleep:
                 self._sleepers.append(ref(t))
                 # A wrapper has none.
                 if not is_traceable_wrapper_subclass(t):
-                    vars(t)[_MEMORY] = torch_private.take_memory(t, _REASON.format("a kernel of torch"))
+                    vars(t)[_MEMORY] = memory_private.take_memory(t, _REASON.format("a kernel of torch"))
         except BaseException:
             self.wake()
             raise
@@ -192,7 +192,7 @@ class Sleep:
             t = sleeper()
             if t is not None:
                 if (memory := vars(t).pop(_MEMORY, None)) is not None:
-                    torch_private.give_memory(t, memory)
+                    memory_private.give_memory(t, memory)
                 t.__class__ = type(t).awake  # type: ignore[attr-defined]
 
 

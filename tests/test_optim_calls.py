@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import subtensors as st
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private
 
 
 def parameters(device: torch.device, count: int = 3) -> list[torch.nn.Parameter]:
@@ -109,7 +109,7 @@ def test_the_old_memory_of_a_parameter_that_moved_is_given_back(device: torch.de
     opt = st.optim.Adam(params)
     for _ in range(3):
         opt.step()
-        old = torch_private.Sharers(params)
+        old = memory_private.Sharers(params)
         for p in params:
             p.data = p.data.clone()
         # No one but this test holds it, so that an offload to the host frees memory of the device.

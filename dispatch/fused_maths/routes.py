@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.dispatch.fused_maths.columns import Columns, PerBlock, Repeated
 from subtensors.dispatch.plain_types import PLAIN_TYPES
@@ -86,7 +86,7 @@ def route_of(row: Sequence[Tensor], columns: Columns) -> Route:
     )
     triton = triton and all(p.dtype in DTYPES for p in parameters)
     sized = [t for t, scales, e in zip(row, is_scales, expanded, strict=True) if t.dim() > 0 and not scales and not e]
-    alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or torch_private.is_dense(sized[0]))
+    alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or memory_private.is_dense(sized[0]))
     return Route("", str(device), parameters, triton, copies=triton and not alike)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.autograd_private import saves_through_hooks
+from subtensors.dispatch.memory_private import is_dense
 from subtensors.dispatch.region.accumulation import GradientSum, ProductInto
 from subtensors.dispatch.region.compiled import CompiledRun, compiled_program
 from subtensors.dispatch.region.graph import Join, PerChunk, Span, Value
 from subtensors.dispatch.region.nests import tensors_of
 from subtensors.dispatch.region.plan import Input, Plan, Step
 from subtensors.dispatch.region.row_losses import ROW_OPS
-from subtensors.dispatch.torch_private import is_dense
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ import torch
 
 from subtensors.dispatch.dispatcher_private import is_traced
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.memory_private import use_count
 from subtensors.dispatch.tensor_guards import SameGuard
-from subtensors.dispatch.torch_private import use_count
 from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.graph_capture import NotRecordable, recording_now
@@ -139,7 +139,7 @@ class _Sweep:
 
     def prepare(self, gradients: list[Tensor], is_followed: bool) -> Prelude | None:
         """The launch that adds up the squares, in whatever order they lie in memory; None where a recording has it."""
-        own = [g if torch_private.is_dense(g) else g.contiguous() for g in gradients]
+        own = [g if memory_private.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
         if (recording := recording_now()) is not None:
             if not all(map(is_, own, gradients)):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private
 from subtensors.dispatch.fused_maths.calls import Call
 from subtensors.dispatch.fused_maths.columns import Elements, PerBlock
 from subtensors.dispatch.plain_types import PLAIN_TYPES
@@ -62,7 +62,7 @@ class Batch:
         """Let C++ hold each parameter too, which makes it cheaper to look at all of them (`holding_views`)."""
         # Where modules swap their parameters for others, nobody else may hold them.
         is_held = self.has_plain_gradients and not torch.__future__.get_swap_module_params_on_conversion()
-        self._views = torch_private.holding_views(self.params) if is_held else []
+        self._views = memory_private.holding_views(self.params) if is_held else []
 
     def columns(self) -> list[Elements]:
         """The lists that state is kept in."""

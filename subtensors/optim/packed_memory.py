@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.tensor_guards import PlaceGuard
 from subtensors.lists.packing import pack
@@ -71,8 +71,8 @@ class PackedMemory:
             if (members := [i for i, group in enumerate(self._layout.groups) if group == flat])
             for member in (members[0], members[-1])
         ]
-        self._sharers = torch_private.Sharers(self._flats)
-        self._gradient_sharers = torch_private.Sharers(self._gradient_flats)
+        self._sharers = memory_private.Sharers(self._flats)
+        self._gradient_sharers = memory_private.Sharers(self._gradient_flats)
         self.addresses = _addresses(self.params)
         self._places = _addresses(self._ends)
         for t in self.params:
@@ -188,7 +188,7 @@ def _join(p: Tensor, place: Tensor) -> bool:
     """
     p.data = place
     is_observed = p._backward_hooks or p._post_accumulate_grad_hooks
-    if type(p) is not Parameter or is_observed or torch_private.use_count(p) != 1:
+    if type(p) is not Parameter or is_observed or memory_private.use_count(p) != 1:
         return False
     joined = Parameter(place, p.requires_grad)
     joined.grad = p.grad

@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from subtensors.dispatch import torch_private
+from subtensors.dispatch import memory_private
 
 if TYPE_CHECKING:
     from subtensors.static_memory.arena import Arena
@@ -59,7 +59,7 @@ def pool_over(arena: Arena, take: Callable[[Arena, int], Carving]) -> torch.cuda
     entry_points = _Allocate(allocate), _Free(free)
     _callbacks.append(entry_points)
     with torch.cuda.device(arena.device):  # a pool is of the device that is current when it is made
-        return torch.cuda.MemPool(torch_private.custom_allocator(*entry_points))
+        return torch.cuda.MemPool(memory_private.custom_allocator(*entry_points))
 
 
 def segments_of(arena: Arena) -> set[int]:

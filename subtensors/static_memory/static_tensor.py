@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from subtensors.dispatch import dynamo_private, torch_private
+from subtensors.dispatch import dynamo_private, memory_private, torch_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.plain_types import PLAIN_TYPES, read_as_plain
 from subtensors.dispatch.sleeping import Asleep, refuse_sleeper
@@ -225,7 +225,7 @@ def in_place(t: Tensor) -> Tensor:
     Args:
         t: given back where it is of another type, static ones among them, has gaps, or is a CUDA graph's.
     """
-    if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not torch_private.is_dense(t):
+    if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not memory_private.is_dense(t):
         return t
     if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
         return t
