@@ -16,4 +16,14 @@ def read_as_plain(kind: type[torch.Tensor]) -> None:
     torch_private.treat_as_plain(kind)
 
 
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor that autograd does not watch.
+
+    Args:
+        x: of one of these types.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.detach(x)
+
+
 dynamo_private.show_gradients(PLAIN_TYPES)

@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from subtensors.dispatch.kept_values import KeptValues
+from subtensors.dispatch.plain_views import PlainViews
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
@@ -202,7 +203,7 @@ def traced(
     torch.compiler._is_compiling_flag = True
     try:
         # Outside of the trace, so that it sees what is run after all.
-        with KeptValues(), torch.no_grad():
+        with KeptValues(), torch.no_grad(), PlainViews():
             table = _simpler_ops() if simplified else None
             module: torch.fx.GraphModule = make_fx(function, table, tracing_mode="fake", _allow_non_fake_inputs=True)(
                 *inputs

@@ -18,6 +18,7 @@ from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import assembled, taken_apart
 from subtensors.bucketed.compilation.one_or_each import OneOrEach, OpenCode, places_of
 from subtensors.bucketed.state.program_state import leaves_behind
+from subtensors.dispatch.plain_types import detached
 from subtensors.dispatch.torch_capture import NotFunctional
 from subtensors.dispatch.traced_graphs.joint_graph import Halves
 from subtensors.dispatch.traced_graphs.shape_template import NoTemplate, Template
@@ -44,7 +45,7 @@ class Joint:
         params = bucket.replaced()
         self.template = Template(
             lambda inputs: _joint(bucket, inputs),
-            lambda sizes: [*bucket.zeros(sizes), *[p.detach() for p in params]],
+            lambda sizes: [*bucket.zeros(sizes), *map(detached, params)],
             points,
             places_of(bucket.reading),
             simplified=True,
@@ -91,7 +92,7 @@ class CompiledGradients(OneOrEach[Joint]):
             The results, which of them want a gradient, and what they leave for the backward.
         """
         joint, sizes = self.at(bucket), bucket.reading.buckets
-        inputs = [t.detach() for t in given]
+        inputs = list(map(detached, given))
         with _as_traced(bucket):
             found = joint.forward.at(sizes, inputs, self.open_dims(bucket))(*inputs)
         rest, spec, is_leaf, *_ = joint.template.extra(sizes)
@@ -111,7 +112,7 @@ class CompiledGradients(OneOrEach[Joint]):
         """
         joint, sizes = self.at(bucket), bucket.reading.buckets
         read = joint.halves.read
-        inputs = [*saved, *[given[i].detach() for i in read], *tangents]
+        inputs = [*saved, *[detached(given[i]) for i in read], *tangents]
         open_dims: list[tuple[int, int]] = []
         if self.one is not None:
             count = len(saved)

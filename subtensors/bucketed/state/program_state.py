@@ -22,7 +22,7 @@ from subtensors.bucketed.state.constants import Constants
 from subtensors.bucketed.state.held import Held
 from subtensors.bucketed.state.optimizers import Optimizers
 from subtensors.bucketed.state.reached import Reached
-from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.plain_types import PLAIN_TYPES, detached
 from subtensors.dispatch.sleeping import refuse_sleepers
 
 _ITS_VALUES = methodcaller("values")
@@ -225,11 +225,11 @@ def leaves_behind(roots: Iterable[Tensor]) -> set[int]:
 
 
 def _is_plain(p: nn.Parameter) -> bool:
-    return type(p) in PLAIN_TYPES and issubclass(type(p), nn.Parameter)
+    return type(p) in PLAIN_TYPES and isinstance(p, nn.Parameter)
 
 
 def _alias(p: nn.Parameter) -> nn.Parameter:
-    alias = nn.Parameter(p.detach())
+    alias = nn.Parameter(detached(p))
     vars(alias).update(vars(p))
     return alias
 
