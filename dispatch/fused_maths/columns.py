@@ -57,7 +57,7 @@ class Elements(list[Tensor]):
 
 
 class PerBlock(Elements):
-    """The scales of tensors of 8-bit codes: for each element one number a block (`kernels.blockwise`)."""
+    """The scales of tensors of 8-bit codes: for each element one number a block (`kernels.lists.blockwise`)."""
 
 
 class Repeated(list[Tensor]):

@@ -193,7 +193,7 @@ class Fusion:
     def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:
         """Choose tile sizes for a call with these arguments by measurement, without running it.
 
-        What is measured runs on scratch tensors of its own. The choice is kept on disk (`kernels.tuning`),
+        What is measured runs on scratch tensors of its own. The choice is kept on disk (`kernels.lists.tuning_cache`),
         and calls from now on use it. A tiling that was given to this object stays.
 
         Returns:

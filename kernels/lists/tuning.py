@@ -3,7 +3,7 @@
 Elementwise kernels are bound by memory, so one tiling is good for nearly all of them (`Tiling()`); a program with many
 live values, narrow dtypes or another GPU may gain a few percent from another one. A choice is made on request only,
 because measuring compiles every candidate, and it holds for every later process on a device of the same kind
-(`kernels.tuning_cache`).
+(`kernels.lists.tuning_cache`).
 """
 
 from __future__ import annotations
