@@ -2,9 +2,9 @@
 
     squares = sum over all gradients of all their elements' squares     in float64
 
-It is one kernel (`kernels.lists.square_sum`), whatever the dtypes and groups, and the step counts of the first group that is
-updated are part of it. Shards are added up over the processes that have the others, and devices with each other: where
-there are any of those, that is further kernels.
+It is one kernel (`kernels.lists.square_sum`), whatever the dtypes and groups, and the step counts of the first group
+that is updated are part of it. Shards are added up over the processes that have the others, and devices with each
+other: where there are any of those, that is further kernels.
 """
 
 from __future__ import annotations
