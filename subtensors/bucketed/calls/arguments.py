@@ -202,14 +202,7 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         if isinstance(x, PaddedTensor):
             _take_caller_sizes(i, x, place, caller, host)
         elif isinstance(x, Tensor) and given:
-            for d in given:
-                if not -x.dim() <= d < x.dim():
-                    raise ValueError(f"dim {d} of {place} is padded, which has {x.dim()} dims")
-            padded[i] = {
-                d % x.dim(): dim
-                for d, dim in given.items()
-                if _is_padded(dim, x.shape[d], f"dim {d % x.dim()} of {place}", agreed)
-            }
+            padded[i] = _padded_dims(x, place, given, agreed)
     varying = {dim for found in padded.values() for dim in found.values()}
     dims = tuple(dim for dim in agreed.sizes if dim in varying)
     sizes = tuple(int(agreed.sizes[dim]) for dim in dims)  # type: ignore[arg-type]
@@ -217,25 +210,10 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
     for dim, size in zip(dims, sizes, strict=True):
         if host.setdefault(dim.symbol, size) != size:
             raise SizeError(f"{dim.name} is {size} in one argument and {host[dim.symbol]} in a PaddedTensor")
-    sources, rest = [], []
     order = {key: n for n, key in enumerate(caller)}
-    for i, x in enumerate(leaves):
-        if isinstance(x, PaddedTensor):
-            n = order[id(x._sizes)] if x._sizes is not None else -1
-            sources.append(Source(i, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad))
-        elif isinstance(x, Tensor) and not isinstance(x, FIXED):
-            if type(x) is not Tensor:
-                raise Unreadable(f"an argument is a {type(x).__name__}")
-            if x.layout is not torch.strided:
-                raise Unreadable(f"an argument has the layout {x.layout}")
-            where = padded.get(i, {})
-            which = tuple(dims.index(where[d]) if d in where else -1 for d in range(x.dim()))
-            shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
-            sources.append(Source(i, shape, x.dtype, x.device, which, requires_grad=x.requires_grad))
-        elif getattr(x, "is_compileable", True) is False:
-            raise Unreadable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
-        else:
-            rest.append((i, leaf_key(x)))
+    found = [_source(i, x, padded.get(i, {}), dims, buckets, order) for i, x in enumerate(leaves)]
+    sources = [source for source in found if source is not None]
+    rest = [(i, leaf_key(x)) for i, (x, source) in enumerate(zip(leaves, found, strict=True)) if source is None]
     key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared
     open_sources = tuple(
         replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
@@ -277,6 +255,46 @@ def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
     if len(devices) > 1:
         raise Unreadable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
     return devices.pop() if devices else torch.device("cpu")
+
+
+def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAgreement) -> dict[int, Dim]:
+    """The dims of an argument that are padded in this call, counted from the front."""
+    for d in given:
+        if not -x.dim() <= d < x.dim():
+            raise ValueError(f"dim {d} of {place} is padded, which has {x.dim()} dims")
+    return {
+        d % x.dim(): dim
+        for d, dim in given.items()
+        if _is_padded(dim, x.shape[d], f"dim {d % x.dim()} of {place}", agreed)
+    }
+
+
+def _source(
+    leaf: int, x: Any, padded: Mapping[int, Dim], dims: tuple[Dim, ...], buckets: tuple[int, ...], order: dict[int, int]
+) -> Source | None:
+    """What is copied of a leaf into a static input; None where it is part of the key.
+
+    Args:
+        leaf: its number.
+        x: the leaf.
+        padded: which of its dims are padded.
+        dims, buckets: those of the call.
+        order: the number of each PaddedTensor's true sizes, by their identity.
+    """
+    if isinstance(x, PaddedTensor):
+        n = order[id(x._sizes)] if x._sizes is not None else -1
+        return Source(leaf, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad)
+    if isinstance(x, Tensor) and not isinstance(x, FIXED):
+        if type(x) is not Tensor:
+            raise Unreadable(f"an argument is a {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise Unreadable(f"an argument has the layout {x.layout}")
+        which = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
+        shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
+        return Source(leaf, shape, x.dtype, x.device, which, requires_grad=x.requires_grad)
+    if getattr(x, "is_compileable", True) is False:
+        raise Unreadable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
+    return None
 
 
 def _is_padded(dim: Dim, size: int, place: str, agreed: SizeAgreement) -> bool:
