@@ -6,32 +6,19 @@ from memory beside the graph instead: new ones are written there before a replay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.recordable import Numbered
 from subtensors.kernels.lists.launch import bits
 from subtensors.kernels.transfer import to_device
-
-
-class Numbered(Protocol):
-    """What makes a launch with live numbers: `KernelGroup`."""
-
-    @property
-    def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
-        """How they are computed from those of the call."""
-        ...
-
-    @property
-    def kinds(self) -> Sequence[type[float] | type[int]]:
-        """Of its live numbers, and of its tensors on the host."""
-        ...
 
 
 @dataclass

@@ -16,7 +16,7 @@ import subtensors as st
 from subtensors.dispatch import captures
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.dispatch.graph_capture import Recording
+from subtensors.dispatch.recording import Recording
 from subtensors.kernels.host_range import HostRange
 
 MIB = 1 << 20

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from subtensors.dispatch.fused_maths.columns import Addresses, Columns, written_overlap
 from subtensors.dispatch.fused_maths.trace import Returned, Trace
-from subtensors.dispatch.graph_capture import NotRecordable, recording_now
+from subtensors.dispatch.recordable import NotRecordable
+from subtensors.dispatch.recording import recording_now
 from subtensors.kernels.lists.torch_code import operands, write_torch
 
 Leaves = list[list[Any] | None]

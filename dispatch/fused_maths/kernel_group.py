@@ -23,8 +23,9 @@ from subtensors.dispatch.fused_maths.columns import (
 )
 from subtensors.dispatch.fused_maths.groups import Group, Leaves, MappedGroup, leaves_of
 from subtensors.dispatch.fused_maths.trace import Trace
-from subtensors.dispatch.graph_capture import NotRecordable, Recording, recording_now
 from subtensors.dispatch.graph_numbers import graph_numbers
+from subtensors.dispatch.recordable import NotRecordable
+from subtensors.dispatch.recording import Recording, recording_now
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.kernels import graph_lifetime
 from subtensors.kernels.current_device import current_stream

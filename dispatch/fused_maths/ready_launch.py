@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from subtensors.dispatch.fused_maths.columns import ColumnGuard, Columns, is_fixed
-from subtensors.dispatch.graph_capture import recording_now
+from subtensors.dispatch.recording import recording_now
 from subtensors.dispatch.sleeping import Sleep
 from subtensors.dispatch.tensor_guards import PlaceGuard
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from subtensors.dispatch import memory_private
 from subtensors.dispatch.fused_maths.calls import interprets_kernels
 from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.graph_capture import NotRecordable, recording_now
+from subtensors.dispatch.recordable import NotRecordable
+from subtensors.dispatch.recording import recording_now
 from subtensors.dispatch.tensor_guards import AddressGuard
 from subtensors.kernels import graph_lifetime
 from subtensors.kernels.current_device import current_stream

@@ -17,7 +17,8 @@ from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.fused_maths.calls import interprets_kernels, modes
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.dispatch.graph_capture import Launch, NotRecordable, Recording
+from subtensors.dispatch.recordable import NotRecordable
+from subtensors.dispatch.recording import Launch, Recording
 from subtensors.dispatch.sleeping import refuse_sleepers
 from subtensors.dispatch.tensor_guards import AddressGuard, MetadataGuard, PlaceGuard
 from subtensors.kernels.current_device import current_stream

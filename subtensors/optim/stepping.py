@@ -12,8 +12,8 @@ import torch
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.graph_capture import recording_now
 from subtensors.dispatch.graph_numbers import graph_numbers
+from subtensors.dispatch.recording import recording_now
 from subtensors.kernels.lists.launch import Prelude
 from subtensors.optim.averaged_weights import in_place_of
 from subtensors.optim.capture import Capture

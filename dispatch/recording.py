@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,104 +30,10 @@ from torch import Tensor
 
 from subtensors.dispatch import captures
 from subtensors.dispatch.errors import AddressError
+from subtensors.dispatch.recordable import NotRecordable, Recordable, Swept, Words
 from subtensors.dispatch.tapes import CudaTape, HostTape
 from subtensors.kernels.current_device import current_stream
 from subtensors.kernels.lists.launch import Prelude, bits
-
-Words = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Swept(Protocol):
-    """Tensors of given sizes that a launch sweeps over, wherever they are: `kernels.lists.launch.Grid` and its like."""
-
-    count: int
-    sizes: Words
-
-    @property
-    def table_size(self) -> int:
-        """How many numbers `rows` gives."""
-        ...
-
-    def rows(self, pointers: Words) -> Words:
-        """The table of these addresses."""
-        ...
-
-    def workspace(self, key: int) -> object:
-        """Memory of its own for launches of this number."""
-        ...
-
-    def forget(self, stream: int) -> None:
-        """Free the workspace of this number."""
-        ...
-
-    def launch(
-        self,
-        table: int,
-        scalars: int,
-        seed: int,
-        outputs: Sequence[Tensor],
-        stream: int,
-        workspace: int,
-        prelude: Prelude | None = None,
-    ) -> None:
-        """Launch with a table and numbers that are on the device at these addresses, after or with the prelude."""
-        ...
-
-
-class Recordable(Protocol):
-    """What makes a launch that can be recorded: `KernelGroup` and its like."""
-
-    @property
-    def grid(self) -> Swept:
-        """What it sweeps over."""
-        ...
-
-    @property
-    def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
-        """How its live numbers are computed."""
-        ...
-
-    @property
-    def kinds(self) -> Sequence[type[float] | type[int]]:
-        """Of its live numbers, and of its tensors on the host."""
-        ...
-
-    @property
-    def hosts(self) -> Sequence[int]:
-        """Which parameters are on the host."""
-        ...
-
-    @property
-    def observed(self) -> Collection[int]:
-        """The parameters whose versions autograd counts."""
-        ...
-
-    @property
-    def stores(self) -> Mapping[int, int]:
-        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
-        ...
-
-    @property
-    def is_seeded(self) -> bool:
-        """Does it round stochastically?"""
-        ...
-
-    @property
-    def seed(self) -> Tensor:
-        """Handed over where it does not."""
-        ...
-
-    def new_arenas(self) -> list[Tensor]:
-        """Memory for the outputs of a launch."""
-        ...
-
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """The launch as one that the next may be made together with; None where it is one by itself."""
-        ...
-
-
-class NotRecordable(Exception):
-    """These calls can't be replayed with live numbers and addresses; the message says why."""
 
 
 @dataclass
@@ -171,7 +76,7 @@ class Recording:
         >>> Recording(torch.device("cpu")).record(lambda: add(Elements([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):
         ...
-        subtensors.dispatch.graph_capture.NotRecordable: 1 torch ops an element
+        subtensors.dispatch.recordable.NotRecordable: 1 torch ops an element
     """
 
     def __init__(self, device: torch.device, has_ops: bool = False) -> None:
