@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -28,6 +29,9 @@ from subtensors.padded.padded_tensor import PaddedTensor
 Part = nn.Module | Tensor | torch.optim.Optimizer
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+_WITHOUT_NAMES = (types.BuiltinFunctionType, types.MethodType, functools.partial, Tensor, type, types.ModuleType)
+"""Kinds of objects whose attributes are not looked at for new ones."""
 
 _DEPTH = 3
 """How many steps from the program."""
@@ -55,11 +59,13 @@ class Reached:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         every, plain = _walked(program)
         names, functions = _names_used([x.value for x in every])
+        named = [(place, value) for f in functions for place, value in _named_by(f) if not _is_result(value)]
+        every += [_Found(value, place, None) for place, value in named if isinstance(value, Part)]
         found = [x for x in every if isinstance(x.value, Part) and _is_read(x, names)]
-        self.parts: list[Part] = [x.value for x in found]
+        self.parts: list[Part] = list({id(x.value): x.value for x in found}.values())
         plain = [x for x in plain if _is_named(x, names)]
         self.plain = [(x.place, x.value) for x in plain if x.place is not None]
-        self.plain += [pair for f in functions for pair in _plain_globals(f)]
+        self.plain += [(place, value) for place, value in named if is_plain(value)]
         self.plain += [pair for x in every for pair in _plain_of_classes(x.value, names)]
         """Where it finds plain values and functions, and which."""
         self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in every)
@@ -113,17 +119,22 @@ def _holders(x: Any) -> Iterator[Holder]:
     elif isinstance(x, (list, dict)):
         if len(x) <= _FEW:
             yield Holder(x, False)
-    elif not isinstance(x, (*_FUNCTIONS, Tensor, type, types.ModuleType, functools.partial)) and hasattr(x, "__dict__"):
+    elif not isinstance(x, _WITHOUT_NAMES) and hasattr(x, "__dict__"):
         yield Holder(vars(x), True)
 
 
 def _plain_of_classes(x: Any, names: Collection[str]) -> Iterator[tuple[Place, Any]]:
     """Where classes that are not torch's have plain values that code of the program names."""
+    for kind in _classes(x):
+        held = vars(kind)
+        yield from ((Place(held, name), value) for name, value in held.items() if name in names and is_plain(value))
+
+
+def _classes(x: Any) -> set[type]:
+    """A class, or that of an object, of a module those of all in it, and their bases, but for torch's."""
     modules = x.modules() if isinstance(x, nn.Module) else [x]
-    for kind in {kind for module in modules for kind in type(module).__mro__}:
-        if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
-            held = vars(kind)
-            yield from ((Place(held, name), value) for name, value in held.items() if name in names and is_plain(value))
+    kinds = {kind for part in modules for kind in (part if isinstance(part, type) else type(part)).__mro__}
+    return {kind for kind in kinds if kind.__module__ != "builtins" and not kind.__module__.startswith("torch.")}
 
 
 def _is_constant(x: Any, place: Place | None) -> bool:
@@ -134,7 +145,7 @@ def _is_constant(x: Any, place: Place | None) -> bool:
 def _is_one_of_few(within: Any, place: Place | None) -> bool:
     """Is a plain value that stands there one of its own, which code may be written for?"""
     if isinstance(within, types.FunctionType):
-        return place is not None and place.key is CELL
+        return place is not None and (place.key is CELL or place.is_attribute)
     return not isinstance(within, (list, dict)) or len(within) <= _FEW
 
 
@@ -162,7 +173,7 @@ def _is_named(found: _Found, names: Collection[str]) -> bool:
 
 
 def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType]]:
-    """The names in the code of some functions and of the methods of some objects that these lead to; all of these."""
+    """The names in the code of functions and of methods of objects, and of functions that these name; all of these."""
     todo = [x for x in values if isinstance(x, types.FunctionType)]
     modules = [module for x in values if isinstance(x, nn.Module) for module in x.modules()]
     kinds = {kind for x in (*values, *modules) for kind in type(x).__mro__} - {object, nn.Module}
@@ -173,19 +184,27 @@ def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType
             names |= _names_in(code) | _words_in(code)
         seen.update(todo)
         found = [f for kind in kinds for name, x in vars(kind).items() if name in names for f in _functions(x)]
-        todo = [f for f in found if f not in seen]
+        helpers = [x for f in todo for _, x in _named_by(f) if isinstance(x, types.FunctionType)]
+        found += [f for f in helpers if not _is_of_library(f.__module__)]
+        todo = [f for f in dict.fromkeys(found) if f not in seen]
         if not todo:
             return names, seen
 
 
-def _plain_globals(function: types.FunctionType) -> Iterator[tuple[Place, Any]]:
-    """Where a function reads plain values of its file; those of torch's own files are torch's."""
+def _named_by(function: types.FunctionType) -> Iterator[tuple[Place, Any]]:
+    """What a function names of its file, and of the classes and files named there; torch's own files are torch's."""
     function = inspect.unwrap(function)
-    held = function.__globals__
-    if not str(held.get("__name__")).startswith("torch."):
-        for name in _globals_read(function.__code__):
-            if name in held and is_plain(held[name]):
-                yield Place(held, name), held[name]
+    held, code = function.__globals__, function.__code__
+    if str(held.get("__name__")).startswith("torch."):
+        return
+    for name in _globals_read(code) & held.keys():
+        value = held[name]
+        yield Place(held, name), value
+        if isinstance(value, types.ModuleType):
+            yield from _of_file(value, code)
+        elif isinstance(value, (type, types.FunctionType)):
+            for within in _classes(value) if isinstance(value, type) else [value]:
+                yield from ((Place(vars(within), at), vars(within)[at]) for at in _names_in(code) & vars(within).keys())
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -211,10 +230,14 @@ def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
     if isinstance(x, nn.Module):
         for module in x.modules():
             yield from _attributes(module, _OF_MODULES)
+        yield from _of_classes(x)
     elif isinstance(x, types.FunctionType):
         for name in sorted(_names_in(x.__code__)):
-            if (value := x.__globals__.get(name)) is not None:
+            if isinstance(value := x.__globals__.get(name), types.ModuleType):
+                yield from _of_file(value, x.__code__)
+            elif value is not None:
                 yield Place(x.__globals__, name), value
+        yield from _attributes(x, frozenset())
         for cell in x.__closure__ or ():
             place = Place(cell, CELL)
             yield place, place.now()
@@ -231,13 +254,37 @@ def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
             items = list(x.items() if isinstance(x, dict) else enumerate(x))
             kept = [(key, part) for key, part in items if not _is_result(part)]
             yield from ((None if isinstance(x, tuple) else Place(x, key), part) for key, part in kept)
-    elif not isinstance(x, (type, types.ModuleType)) and hasattr(x, "__dict__"):
+    elif isinstance(x, type):
+        yield from _of_classes(x)
+    elif not isinstance(x, types.ModuleType) and hasattr(x, "__dict__"):
         if hasattr(x, "__wrapped__"):  # another bucketed program
             yield None, x.__wrapped__
         else:
             yield from _attributes(x, frozenset())
+            yield from _of_classes(x)
 
 
+def _of_classes(x: Any) -> Iterator[tuple[Place, Any]]:
+    """Tensors, modules and containers that are attributes of classes; `_plain_of_classes` finds the rest."""
+    for kind in _classes(x):
+        held = vars(kind)
+        kept = [(name, value) for name, value in held.items() if isinstance(value, (Tensor, nn.Module, list, dict))]
+        yield from ((Place(held, name, True), value) for name, value in kept if not name.startswith("__"))
+
+
+def _of_file(file: types.ModuleType, code: types.CodeType) -> Iterator[tuple[Place, Any]]:
+    """What a function's code may name of another file; nothing of a library."""
+    if not _is_of_library(file.__name__):
+        held = vars(file)
+        yield from ((Place(held, name, is_attribute=True), held[name]) for name in _names_in(code) & held.keys())
+
+
+def _is_of_library(name: str | None) -> bool:
+    """Is a file of this name one of those that have no state of programs?"""
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = frozenset({"torch", "numpy", "triton", "subtensors", *sys.stdlib_module_names})
 _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has, its parameters, buffers and modules among them: `State` looks after those."""
 
