@@ -27,6 +27,12 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     return table.get(op) or (op.decompose if op._can_decompose() else None)
 
 
+def default_device() -> torch.device | None:
+    """Where tensors are made that are given no device; None where nobody has set that. Checked on 2.11, 2.13."""
+    # Modes decide: what torch's own function asks of each takes longer than to know that there are none.
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
 def computation_dtype(*args: Any) -> torch.dtype:
     """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes

@@ -62,6 +62,18 @@ def test_static_inputs_hold_the_sources_and_zeros(
         assert torch.equal(target, wanted)
 
 
+def test_conjugates_and_negatives_are_loaded_as_what_they_stand_for(device: str) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton compiles where there is a GPU")
+    x = torch.randn(3, dtype=torch.complex64, device=device)
+    sources = [x, x.conj(), x.conj().imag, x[:2].conj()]
+    targets = [torch.ones(4, dtype=source.dtype, device=device) for source in sources]
+    sizes = torch.zeros(2, dtype=torch.int64, device=device)
+    Walk(targets, [[0], [0], [0], [1]], sizes)(sources, (3, 2))
+    for source, target in zip(sources, targets, strict=True):
+        assert target.tolist() == [*source.tolist(), *[0] * (4 - len(source))]
+
+
 @pytest.mark.gpu
 def test_one_compiled_kernel_serves_every_bucket() -> None:
     from subtensors.kernels.bucketed import inputs

@@ -105,8 +105,10 @@ class Walk:
         # A copy must live until the launch, or the next one would take its place.
         moved = []
         for source, width in zip(sources, self.bytes, strict=True):
-            # The walk is that of contiguous memory in whole words.
+            # The walk is that of contiguous memory in whole words, as they are there.
             whole = source if source.is_contiguous() else source.contiguous()
+            if whole.is_conj() or whole.is_neg():
+                whole = whole.resolve_conj().resolve_neg()
             if whole.data_ptr() % width:
                 whole = whole.clone()
             moved.append(whole)

@@ -20,9 +20,11 @@ from subtensors.bucketed.calls.outputs import Cut, Outputs
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.inside import bucketed_program
+from subtensors.dispatch import torch_private
 
 SETTINGS = (
-    torch.get_default_dtype, torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision,
+    torch.get_default_dtype, torch_private.default_device, torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
     torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.math_sdp_enabled,
 )  # fmt: skip
@@ -151,7 +153,7 @@ class Visits:
         if self._max_waste is not None and visit.elements[1] > self._max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return visit
-        if too_many := self._too_many_values(leaves, [place for place, _ in places]):
+        if too_many := self._too_many_values(leaves, [place for place, _ in places], style):
             return Visit(None, None, too_many, sizes=sizes)
 
         def call(leaves: Sequence[Any]) -> Any:
@@ -161,17 +163,22 @@ class Visits:
         visit.bucket = self._recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)
         return visit
 
-    def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str]) -> str:
+    def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str], style: CallStyle) -> str:
         """Which argument is another so often that it has no graphs from now on, in words; "" where none is."""
         if not self.are_bounded:
             return ""
-        others = [(x, place) for x, place in zip(leaves, places, strict=True) if not isinstance(x, Tensor)]
-        for x, place in others:
-            values, most = self._values.setdefault(place, set()), OBJECTS if is_by_identity(x) else VALUES
-            if leaf_key(x) not in values and len(values) >= most:
+        others = [
+            (leaf_key(x), place, OBJECTS if is_by_identity(x) else VALUES)
+            for x, place in zip(leaves, places, strict=True)
+            if not isinstance(x, Tensor)
+        ]
+        others += [(form, f"the structure of {name}", VALUES) for name, form in style.key if form is not None]
+        for key, place, most in others:
+            values = self._values.setdefault(place, set())
+            if key not in values and len(values) >= most:
                 return f"{place} had {most} values, each with graphs of its own: give a tensor, or max_graphs"
-        for x, place in others:
-            self._values[place].add(leaf_key(x))
+        for key, place, _ in others:
+            self._values[place].add(key)
         return ""
 
     def forget_values(self) -> None:

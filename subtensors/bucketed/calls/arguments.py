@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.kept_objects import is_by_identity
+from subtensors.bucketed.calls.object_keys import has_parts, object_key
 from subtensors.bucketed.calls.opened import opened_arguments
-from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
@@ -145,35 +144,19 @@ def leaf_key(x: Any) -> Any:
     """What of a leaf decides which reading it has."""
     kind = type(x)
     if kind is Tensor:
-        return x.shape, x.dtype, x.get_device(), x.requires_grad
+        return x.shape, x.dtype, x.get_device(), x.requires_grad, x.layout
     if kind is PaddedTensor:
         sizes = x._sizes
         known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
     if issubclass(kind, FIXED):
-        return kind, x.requires_grad, held_of(x) or id(x)
+        # A gradient is of the tensor itself, whatever others have its memory.
+        return kind, x.requires_grad, x.requires_grad and x.is_leaf and id(x), held_of(x) or id(x)
     if kind is float:
         return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
-    if is_by_identity(x):
+    if has_parts(x):
         return kind, x, object_key(x)
     return kind, x
-
-
-def object_key(x: Any) -> tuple[Any, ...]:
-    """What of an object that is told by its identity may be another later: plain values and tensors that it holds.
-
-    >>> options = type("Options", (), {})()
-    >>> options.scale = 2
-    >>> object_key(options)
-    (('scale', 2),)
-    """
-    held = getattr(x, "__dict__", {})
-    found = [(name, value) for name, value in held.items() if is_plain(value)]
-    tensors = [(name, value) for name, value in held.items() if isinstance(value, Tensor)]
-    if isinstance(x, torch.nn.Module):
-        tensors += [*x.named_parameters(), *x.named_buffers()]
-        found.append(("training", tuple([module.training for module in x.modules()])))
-    return *found, *[(name, id(value), value.requires_grad, held_of(value)) for name, value in tensors]
 
 
 def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -294,6 +277,8 @@ def _source(
         return Source(leaf, shape, x.dtype, x.device, which, requires_grad=x.requires_grad)
     if getattr(x, "is_compileable", True) is False:
         raise Unreadable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
+    if isinstance(x, Iterator):
+        raise Unreadable(f"an argument is a {type(x).__name__}, which gives its values once: give a list")
     return None
 
 

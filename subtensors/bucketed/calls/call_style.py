@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, TypeVar
@@ -77,7 +77,8 @@ class CallStyle:
             leaves: of the arguments, in the order of the parameters.
 
         Raises:
-            RuleError: it wrote to an object among them, which is as it was again, or to a container of the caller's.
+            RuleError: it wrote to an object among them, which is as it was again, or to a container of the caller's, or
+                it returns an iterator.
         """
         if self.order is not None:
             leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
@@ -94,6 +95,8 @@ class CallStyle:
             now, spec = flatten(args, kwargs)
             if spec != self.spec or not all(map(is_, now, leaves)):
                 raise RuleError("it writes to a container among its arguments, of which it has a copy")
+        if once := next((x for x in pytree.tree_leaves(result) if isinstance(x, Iterator)), None):
+            raise RuleError(f"it returns a {type(once).__name__}, which gives its values once: return a list")
         return result
 
 

@@ -91,7 +91,8 @@ class TrainedCall:
         """Load and replay."""
         self.random = torch_capture.random_place(self.bucket.device)
         outputs = self._replay(self.given)
-        del self.given
+        # Autograd holds what the backward reads, and lets go of it.
+        del self.given, self.sources, self.wanted
         self.ticket = self.clock.tick()
         cuts = outputs.cuts(self.reading.host)
         return [cuts[i]() for i in self.tensors_at]

@@ -1,0 +1,74 @@
+"""What of an argument that is told by its identity may be another later, and is a part of the graph's key."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.bucketed.calls.kept_objects import is_by_identity
+from subtensors.bucketed.state.constants import is_plain
+from subtensors.bucketed.state.held import held_of
+
+CODE = (types.FunctionType, types.MethodType, functools.partial)
+"""What is called, and has values of its own: in a closure, in the object of a method, as arguments."""
+
+_DEPTH = 2
+"""Steps from the argument: values in the containers and objects that it holds count, and nothing behind them."""
+_FEW = 100
+"""A container of more than that is data."""
+
+
+def has_parts(x: Any) -> bool:
+    """Does an argument have parts that may become others, while it stays what it is?"""
+    return isinstance(x, CODE) or is_by_identity(x)
+
+
+def object_key(x: Any) -> tuple[Any, ...]:
+    """Plain values, functions and tensors that an object holds, or a function reads, by where.
+
+    >>> options = type("Options", (), {})()
+    >>> options.scale, options.shifts = 2, [1.0, 3.0]
+    >>> object_key(options)
+    ((('scale',), 2), (('shifts', 0), 1.0), (('shifts', 1), 3.0))
+    """
+    return tuple(_keys(x, (), _DEPTH))
+
+
+def _keys(x: Any, at: tuple[Any, ...], depth: int) -> Iterator[Any]:
+    for name, value in _parts(x):
+        if isinstance(value, Tensor):
+            yield (*at, name), id(value), value.requires_grad, held_of(value)
+        elif is_plain(value) or isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            yield (*at, name), value
+        elif depth > 1 and (isinstance(value, (list, tuple, dict)) or has_parts(value)):
+            yield from _keys(value, (*at, name), depth - 1)
+
+
+def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(x, (list, tuple, dict)):
+        if len(x) <= _FEW:
+            yield from x.items() if isinstance(x, dict) else enumerate(x)
+        return
+    if isinstance(x, types.FunctionType):
+        yield from ((i, cell.cell_contents) for i, cell in enumerate(x.__closure__ or ()) if _is_full(cell))
+    elif isinstance(x, types.MethodType):
+        yield from (("self", x.__self__), ("function", x.__func__))
+        return
+    elif isinstance(x, functools.partial):
+        yield from (("function", x.func), ("arguments", x.args), ("named", x.keywords))
+    elif isinstance(x, torch.nn.Module):
+        yield "training", tuple([module.training for module in x.modules()])
+        yield from (*x.named_parameters(), *x.named_buffers())
+    yield from getattr(x, "__dict__", {}).items()
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
