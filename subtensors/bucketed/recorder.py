@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from subtensors.bucketed.fallbacks import said_in_a_line
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import State, leaves_behind
+from subtensors.bucketed.state.random_places import RandomPlaces
 from subtensors.bucketed.state.writes import Writes
 from subtensors.bucketed.training.followed_call import ReplayClock
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
@@ -184,6 +185,7 @@ class Recorder:
         if isinstance(bucket, TrainedBucket):
             result = self._first_followed(bucket, reading, leaves)
         else:
+            steps = StepsTaken(self.state)
             bucket.load(leaves, reading.sizes)
             # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
             with not_waiting() if bucket.pool is not None else nullcontext():
@@ -191,6 +193,11 @@ class Recorder:
             if obstacle := bucket.obstacle(leaves):
                 raise RuleError(obstacle)
             bucket.write_back(leaves)
+            if steps.any():
+                bucket.refusal = (
+                    "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
+                )
+                bucket.forget()
         self._note_writes(before)
         self.leaves_traces |= not torch.equal(place, torch_capture.random_place(bucket.device))
         self.state.optimizers.look()  # the first step makes their state
@@ -230,7 +237,8 @@ class Recorder:
         with torch.autograd.set_multithreading_enabled(False):
             result = opened_results(bucket.call(padded), set(map(id, bucket.others.values())))
             results, spec = pytree.tree_flatten(result)
-            results = [_unpadded(x) if isinstance(x, PaddedTensor) else x for x in results]
+            there = set(map(_memory, [*self.state.tensors(), *leaves, *bucket.callers_tensors()])) - {None}
+            results = [_own(x, there) for x in results]
         self._note_writes(before)
         with torch.no_grad():
             for own, x, version in copies:
@@ -257,9 +265,12 @@ class Recorder:
 
     def _record(self, bucket: Bucket) -> None:
         """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""
-        held = self.state.held()
+        held, random = self.state.held(), RandomPlaces()
         try:
             bucket.record()
+            if bucket.pool is not None and random.has_host_drawn():
+                random.go_back()
+                raise RuleError("it draws random numbers on the host, which a graph would repeat: draw on the device")
             if replaced := self.state.put_back(held):
                 raise RuleError(f"it replaces {replaced}, and a graph can only write to it")
         except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
@@ -362,7 +373,22 @@ class Recorder:
             torch.cuda.empty_cache()
 
 
-def _unpadded(x: PaddedTensor) -> Any:
-    """The real part in memory of its own, which the caller may write to."""
+def _own(x: Any, theirs: Collection[Any]) -> Any:
+    """A leaf of a result with its real part in memory of its own, which the caller may write to.
+
+    Args:
+        x: any leaf.
+        theirs: the memory of what the program was given and reads.
+    """
+    if not isinstance(x, PaddedTensor):
+        return x.clone() if isinstance(x, Tensor) and _memory(x) in theirs else x
     part = x.unpad()
     return [row.clone() for row in part] if isinstance(part, list) else part.clone()
+
+
+def _memory(x: Any) -> int | None:
+    """Where the memory of a tensor begins; None where there is none."""
+    try:
+        return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else None
+    except (RuntimeError, NotImplementedError):  # a sparse one, or a subclass of many
+        return None

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
-from subtensors.bucketed.calls.arguments import Reading, flatten, leaf_key, sharing
+from subtensors.bucketed.calls.arguments import FIXED, Reading, flatten, leaf_key, sharing
+from subtensors.bucketed.calls.kept_objects import is_by_identity, tensors_within
 from subtensors.bucketed.example import calls_to_warm, with_progress
 from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around, said_in_a_line
 from subtensors.bucketed.generation.generation import Generation, tokens_dim
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.stands_for import StandsFor
-from subtensors.bucketed.state.kept_state import kept_state, undone_where_it_raises
+from subtensors.bucketed.state.kept_state import kept_whole, undone_where_it_raises
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.training.inside import InsideCall, is_inside, opened
@@ -81,10 +82,10 @@ class Bucketed(StandsFor):
                 return self._fall_back(why, None, args, kwargs)
             leaves, spec = flatten(args, kwargs)
             shared = shared_key(self.state, leaves, spec, args, kwargs)
-            key = (shared, sharing(leaves), *map(leaf_key, leaves))
             try:
+                key = (shared, sharing(leaves), *map(leaf_key, leaves))
                 visit = self.visits.known.get(key)
-            except TypeError as error:  # an argument without a hash
+            except (TypeError, RuntimeError) as error:  # an argument without a hash, or without a shape
                 visit = Visit(None, None, f"an argument can't be part of a graph's key: {error}")
             if visit is None:
                 visit = self._read(key, leaves, args, kwargs)
@@ -228,7 +229,10 @@ class Bucketed(StandsFor):
                 args, kwargs = self._example
             calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
             devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
-            with kept_state(self.state, self.state.buffers(), devices):
+            self.state.refuse_sleepers()
+            there = [x for x in flatten(args, kwargs)[0] if isinstance(x, FIXED) or is_by_identity(x)]
+            others = [t for x in there for t in tensors_within(x)]
+            with kept_whole(self.state, others, devices):
                 for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm(leaves, given, named)
         return self

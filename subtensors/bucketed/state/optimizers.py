@@ -49,6 +49,26 @@ class Optimizers:
         """Their state."""
         return [x for x in self._entries() if isinstance(x, Tensor)]
 
+    def places(self) -> list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]]:
+        """Which tensors and numbers they hold now."""
+        return [
+            (opt, {p: dict(entry) for p, entry in opt.state.items()}, [dict(group) for group in opt.param_groups])
+            for opt in self._found
+        ]
+
+    def go_back(self, to: list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]]) -> None:
+        """Hold again what `places` gave; the values of tensors are as they are."""
+        for opt, states, groups in to:
+            for p in [p for p in opt.state if p not in states]:
+                del opt.state[p]
+            for p, before in states.items():
+                entry = opt.state[p]
+                for name in [name for name in entry if name not in before]:
+                    del entry[name]
+                entry.update({name: x for name, x in before.items() if entry.get(name) is not x})
+            for group, options in zip(opt.param_groups, groups, strict=True):
+                group.update({name: x for name, x in options.items() if group.get(name) is not x})
+
     def _entries(self) -> list[Any]:
         return list(chain.from_iterable(map(_VALUES, chain.from_iterable(opt.state.values() for opt in self._found))))
 

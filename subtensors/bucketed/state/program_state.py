@@ -157,12 +157,22 @@ class State:
         return [t for t in self._tensors if not (t.requires_grad or isinstance(t, nn.Parameter))]
 
     def at_risk(self) -> list[Tensor]:
-        """Of those what a run must put back: buffers of modules, and else what the program was seen to write to.
+        """What a run must put back: buffers of modules, and else what the program was seen to write to.
 
         The tensors that an object holds beside its modules may be all of its data.
         """
-        loose = set(map(id, self.loose)) if self._written is not None else set()
-        return [t for t in self.buffers() if id(t) not in loose or id(t) in (self._written or ())]
+        buffers = self.buffers()
+        if self._written is None:
+            return buffers
+        sure = set(map(id, buffers)) - set(map(id, self.loose)) | self._written
+        return [t for t in self._tensors if id(t) in sure]
+
+    def stepped(self) -> list[Tensor]:
+        """What steps of the program's optimizers write to; nothing where it has none."""
+        if not self.optimizers.are_there():
+            return []
+        trained = [t for t in self._tensors if t.requires_grad and t.is_leaf]
+        return [*trained, *self.optimizers.tensors()]
 
     def aliases(self, kept: Collection[int] = ()) -> dict[int, nn.Parameter]:
         """Leaves of their own over the memory of the modules' parameters, by the id of what each stands for.

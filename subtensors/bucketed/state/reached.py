@@ -134,7 +134,8 @@ def _classes(x: Any) -> set[type]:
     """A class, or that of an object, of a module those of all in it, and their bases, but for torch's."""
     modules = x.modules() if isinstance(x, nn.Module) else [x]
     kinds = {kind for part in modules for kind in (part if isinstance(part, type) else type(part)).__mro__}
-    return {kind for kind in kinds if kind.__module__ != "builtins" and not kind.__module__.startswith("torch.")}
+    # Where a class says of its objects where they are from, it is no text.
+    return {kind for kind in kinds if not f"{kind.__module__}.".startswith(("builtins.", "torch."))}
 
 
 def _is_constant(x: Any, place: Place | None) -> bool:
