@@ -15,7 +15,7 @@ def on_side_stream(stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     Args:
         stream: which; a new one by default.
     """
-    current, side = torch.cuda.current_stream(), stream or torch.cuda.Stream()
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream() if stream is None else stream
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield
