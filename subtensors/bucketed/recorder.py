@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.calls.arguments import Reading, padded_leaves
+from subtensors.bucketed.calls.callers_own import callers_own
 from subtensors.bucketed.calls.opened import opened_results
 from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.fallbacks import said_in_a_line
@@ -32,7 +33,6 @@ from subtensors.dispatch import autograd_private, torch_capture
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.graph_pool import GraphPool
 from subtensors.kernels.repeated_launch import not_waiting
-from subtensors.padded.padded_tensor import PaddedTensor
 
 _log = logging.getLogger("subtensors.bucketed")
 
@@ -237,8 +237,7 @@ class Recorder:
         with torch.autograd.set_multithreading_enabled(False):
             result = opened_results(bucket.call(padded), set(map(id, bucket.others.values())))
             results, spec = pytree.tree_flatten(result)
-            there = set(map(_memory, [*self.state.tensors(), *leaves, *bucket.callers_tensors()])) - {None}
-            results = [_own(x, there) for x in results]
+            results = callers_own(results, [*self.state.tensors(), *leaves, *bucket.callers_tensors()])
         self._note_writes(before)
         with torch.no_grad():
             for own, x, version in copies:
@@ -371,24 +370,3 @@ class Recorder:
                 bucket.forget()
         if self.pools:
             torch.cuda.empty_cache()
-
-
-def _own(x: Any, theirs: Collection[Any]) -> Any:
-    """A leaf of a result with its real part in memory of its own, which the caller may write to.
-
-    Args:
-        x: any leaf.
-        theirs: the memory of what the program was given and reads.
-    """
-    if not isinstance(x, PaddedTensor):
-        return x.clone() if isinstance(x, Tensor) and _memory(x) in theirs else x
-    part = x.unpad()
-    return [row.clone() for row in part] if isinstance(part, list) else part.clone()
-
-
-def _memory(x: Any) -> int | None:
-    """Where the memory of a tensor begins; None where there is none."""
-    try:
-        return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else None
-    except (RuntimeError, NotImplementedError):  # a sparse one, or a subclass of many
-        return None
