@@ -18,6 +18,7 @@ from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, s
 from subtensors.dispatch.autograd_private import prepares_backward
 from subtensors.dispatch.dispatcher_private import is_transformed, is_transforming
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.meeting_types import RULED
 from subtensors.dispatch.op_classes import functional_form, is_in_place
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate
@@ -206,6 +207,22 @@ def _note(missing: NeedsValues) -> None:
     fallbacks[missing.op] += 1
     if fallbacks[missing.op] == 1:
         _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
+
+
+def called_beside_others(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with tensors that have rules of their own among its arguments."""
+    _note(NeedsValues(getattr(func, "__name__", func), "it has an operand with rules of its own"))
+    return _on_values(func, args, kwargs)
+
+
+def stays_whole(x: Any) -> bool:
+    """Has a tensor rules of its own, which no pass over chunks follows? That is said once."""
+    if type(x) not in RULED:
+        return False
+    fallbacks["chunk"] += 1
+    if fallbacks["chunk"] == 1:
+        _log.warning("chunk of a %s, which has rules of its own: what follows runs whole", type(x).__name__)
+    return True
 
 
 def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

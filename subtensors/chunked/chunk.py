@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from subtensors.chunked.calls import stays_whole
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked
 from subtensors.chunked.division import known_policy, policy
 from subtensors.chunked.traced_chunk import traced_chunk
@@ -25,7 +26,8 @@ def chunk(
     """Have what follows `x` run chunk by chunk along a dim, so that nothing of it is ever there in full.
 
     Args:
-        x: a tensor of any dtype, with at least one dim.
+        x: a tensor of any dtype, with at least one dim. A PaddedTensor is returned as it is, with a warning: its rules
+            run whole.
         dim: the dim whose rows are chunked.
         chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
             long as the region's values and the free memory allow.
@@ -54,6 +56,8 @@ def chunk(
         >>> weight.grad.shape
         torch.Size([50, 4])
     """
+    if stays_whole(x):
+        return x  # type: ignore[return-value]
     if torch.compiler.is_compiling():
         traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
         return traced

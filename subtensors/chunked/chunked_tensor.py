@@ -7,12 +7,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from subtensors.chunked.calls import asks_the_tensor_itself, called, dispatched, refuse_transformed
+from subtensors.chunked.calls import (
+    asks_the_tensor_itself,
+    called,
+    called_beside_others,
+    dispatched,
+    refuse_transformed,
+)
 from subtensors.chunked.division import known_policy
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
 from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.dispatcher_private import is_transforming
 from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.meeting_types import RECORDED, RULED
 from subtensors.dispatch.region.axis import Axis, Policy
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.evaluation import evaluate, passes_for
@@ -96,6 +103,8 @@ class ChunkedTensor(RecordedTensor):
     ) -> Any:
         if asks_the_tensor_itself(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if len(types) > 1 and not RULED.isdisjoint(types):
+            return called_beside_others(func, args, kwargs or {})
         return called(cls, func, args, kwargs or {})
 
     @classmethod
@@ -114,6 +123,8 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
+    if type(x) in RULED:
+        raise TypeError(f"a ChunkedTensor is made of a plain tensor, and a {type(x).__name__} has rules of its own")
     if is_transforming():
         refuse_transformed(x)
     dims = x.ndim
@@ -170,5 +181,6 @@ def _ops(value: Value) -> int:
     return len(seen)
 
 
+RECORDED.update({RecordedTensor, ChunkedTensor})
 for _kind in (RecordedTensor, ChunkedTensor):
     dynamo_private.compile_methods_only_inlined(_kind)

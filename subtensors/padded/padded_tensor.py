@@ -13,6 +13,7 @@ from torch import Tensor
 
 from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.meeting_types import RECORDED, RULED
 from subtensors.dispatch.padded.gradient_padding import Arrival
 from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
@@ -206,6 +207,8 @@ class PaddedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if len(types) > 1 and not RECORDED.isdisjoint(types):
+            return NotImplemented
         if torch.compiler.is_dynamo_compiling():
             # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -303,3 +306,4 @@ def _rebuild(
 
 
 dynamo_private.compile_methods_only_inlined(PaddedTensor)
+RULED.add(PaddedTensor)
