@@ -19,7 +19,7 @@ from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, w
 from subtensors.dispatch.region.axis import Layout
 from subtensors.dispatch.region.cells import Cell
 from subtensors.dispatch.region.graph import Value, leaf_value, recording
-from subtensors.dispatch.region.lowering import LinearLogits, is_input, linear_logits, whole_input
+from subtensors.dispatch.region.linear_logits import LinearLogits, is_input, linear_logits, whole_input
 from subtensors.dispatch.region.rules.table import record
 
 aten = torch.ops.aten
