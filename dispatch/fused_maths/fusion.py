@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +23,15 @@ from subtensors.dispatch.fused_maths.columns import (
     Columns,
     Elements,
     Repeated,
-    addresses_of,
     distinct,
-    written_overlap,
 )
-from subtensors.dispatch.fused_maths.groups import Group, Leaves, MappedGroup, TorchGroup
+from subtensors.dispatch.fused_maths.groups import Group, MappedGroup, TorchGroup
 from subtensors.dispatch.fused_maths.kernel_group import KernelGroup
+from subtensors.dispatch.fused_maths.plan import Plan, part_of
 from subtensors.dispatch.fused_maths.refusals import name_of
 from subtensors.dispatch.fused_maths.routes import Route, route_of, routes_of
 from subtensors.dispatch.fused_maths.trace import Trace, trace
 from subtensors.kernels.collector import uncollected
-from subtensors.kernels.lists.compilation import compile_together
 from subtensors.kernels.lists.launch import Exchange, Kernels, Prelude, Tiling
 from subtensors.kernels.lists.program import Scalar
 from subtensors.kernels.lists.tuning import default_tiling, tune, tuned_tiling
@@ -41,51 +39,6 @@ from subtensors.kernels.lists.tuning import default_tiling, tune, tuned_tiling
 logger = logging.getLogger("subtensors.fused")
 
 SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each element, or update it outside"
-
-
-@dataclass
-class _Plan:
-    """The groups of one call, good for every later call whose tensors are alike."""
-
-    guards: list[ColumnGuard]
-    groups: list[tuple[list[int], Group]]
-    """Which elements, and how they run."""
-    mapped: MappedGroup
-    """What runs instead when elements of several groups share memory that is written: they take turns."""
-    is_compiled: bool = False
-    """Was Triton asked for its kernels?"""
-
-    def __post_init__(self) -> None:
-        traces = [group.trace for _, group in self.groups if isinstance(group, TorchGroup | KernelGroup)]
-        # What the function itself writes, where a group runs that, is not known.
-        is_known = len(self.groups) == len(traces) > 1
-        self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
-        self._compared: tuple[list[int], bool] = [], False
-
-    def match(self, columns: Columns) -> Addresses | None:
-        """Where these columns are, as far as that took a look at them; None when the plan is not for them."""
-        addresses: Addresses = []
-        for guard, column in zip(self.guards, columns, strict=True):
-            if not guard.matches(column, addresses):
-                return None
-        return addresses
-
-    def compile(self) -> None:
-        """Have the kernels of all groups compiled at once, the first time."""
-        if not self.is_compiled:
-            self.is_compiled = True
-            compile_together([group.grid for _, group in self.groups if isinstance(group, KernelGroup)])
-
-    def groups_overlap(self, columns: Columns) -> bool:
-        """Does a group write memory of another one?"""
-        if not self._written:
-            return False
-        addresses = [a for column in columns for a in addresses_of(column)]
-        if addresses != self._compared[0]:
-            self._compared = addresses, written_overlap(columns, self._written)
-            if self._compared[1]:
-                logger.info("runs as %s", self.mapped.describe())
-        return self._compared[1]
 
 
 class Fusion:
@@ -119,7 +72,7 @@ class Fusion:
         """How often the function was traced."""
         self._traces: dict[Any, Trace] = {}
         self._kernels: dict[Any, Kernels] = {}
-        self._plans: dict[Any, list[_Plan]] = {}
+        self._plans: dict[Any, list[Plan]] = {}
         self._edition = object()
         """Another one whenever kernels were replaced."""
 
@@ -167,10 +120,7 @@ class Fusion:
         elif group is not None:
             leaves = group.run(columns, numbers, addresses)
         else:
-            leaves = _merge(
-                [(indices, group.run(_part(columns, indices), numbers)) for indices, group in plan.groups],
-                len(columns[0]),
-            )
+            leaves = plan.run_groups(columns, numbers)
         result = plan.groups[0][1].returned
         if not leaves:
             return result.unflatten([None] * result.num_leaves)
@@ -187,7 +137,7 @@ class Fusion:
         if plan.groups_overlap(columns):
             return "\n".join([*lines, f"  {plan.mapped.describe()}"])
         for indices, group in plan.groups:
-            lines.append("  " + group.explain(_part(columns, indices)).replace("\n", "\n  "))
+            lines.append("  " + group.explain(part_of(columns, indices)).replace("\n", "\n  "))
         return "\n".join(lines)
 
     def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:
@@ -263,7 +213,7 @@ class Fusion:
         columns = call.columns(self.name)
         return self._trace(call, route_of([c[0] for c in columns], columns))
 
-    def _plan(self, call: Call, columns: Columns) -> tuple[_Plan, Addresses]:
+    def _plan(self, call: Call, columns: Columns) -> tuple[Plan, Addresses]:
         """The plan that fits, and where the columns are as far as that took a look at it."""
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
@@ -279,7 +229,7 @@ class Fusion:
         return plan, [None] * len(columns)
 
     @uncollected()
-    def _make_plan(self, call: Call, columns: Columns) -> _Plan:
+    def _make_plan(self, call: Call, columns: Columns) -> Plan:
         reason = ""
         if dispatcher_private.is_transforming():
             reason = "a transform of torch.func or forward-mode differentiation is under way"
@@ -296,12 +246,12 @@ class Fusion:
             routes = {route: sorted(indices) for route, indices in merged.items()}
         groups: list[tuple[list[int], Group]] = []
         for route, indices in routes.items():
-            part = columns if len(indices) == count else _part(columns, indices)
+            part = columns if len(indices) == count else part_of(columns, indices)
             groups.append((indices, self._make_group(call, route, part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
         mapped = MappedGroup(self._apply_to(call), "groups of elements overlap in memory")
-        return _Plan([ColumnGuard(c) for c in columns], groups, mapped)
+        return Plan([ColumnGuard(c) for c in columns], groups, mapped)
 
     def _make_group(self, call: Call, route: Route, columns: Columns) -> Group:
         mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")
@@ -350,21 +300,6 @@ class Fusion:
             return self.function(*args, **kwargs)
 
         return apply
-
-
-def _part(columns: Columns, indices: list[int]) -> Columns:
-    return [Repeated(c[: len(indices)]) if isinstance(c, Repeated) else [c[i] for i in indices] for c in columns]
-
-
-def _merge(parts: list[tuple[list[int], Leaves]], count: int) -> Leaves:
-    """The results of several groups in the order of all elements."""
-    merged: Leaves = [None if leaf is None else [None] * count for leaf in parts[0][1]]
-    for indices, leaves in parts:
-        for whole, leaf in zip(merged, leaves, strict=True):
-            if whole is not None and leaf is not None:
-                for index, value in zip(indices, leaf, strict=True):
-                    whole[index] = value
-    return merged
 
 
 def _as_elements(leaf: list[Any]) -> Any:
