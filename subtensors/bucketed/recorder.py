@@ -21,7 +21,7 @@ from subtensors.bucketed.calls.opened import opened_results
 from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.fallbacks import said_in_a_line
 from subtensors.bucketed.report.statistics import Statistics
-from subtensors.bucketed.state.kept_state import kept_state
+from subtensors.bucketed.state.kept_state import kept_state, undone_where_it_raises
 from subtensors.bucketed.state.program_state import State, leaves_behind
 from subtensors.bucketed.state.random_places import RandomPlaces
 from subtensors.bucketed.state.writes import Writes
@@ -182,22 +182,12 @@ class Recorder:
         self._make_room(bucket)
         bucket.allocate()
         before, place = self.state.versions(), torch_capture.random_place(bucket.device)
-        if isinstance(bucket, TrainedBucket):
-            result = self._first_followed(bucket, reading, leaves)
-        else:
-            steps = StepsTaken(self.state)
-            bucket.load(leaves, reading.sizes)
-            # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-            with not_waiting() if bucket.pool is not None else nullcontext():
-                result = bucket.run_once(reading.host)
-            if obstacle := bucket.obstacle(leaves):
-                raise RuleError(obstacle)
-            bucket.write_back(leaves)
-            if steps.any():
-                bucket.refusal = (
-                    "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
-                )
-                bucket.forget()
+        # What it keeps meanwhile is gone before a capture takes memory.
+        with undone_where_it_raises(self.state, bucket.callers_tensors(), bucket.device):
+            if isinstance(bucket, TrainedBucket):
+                result = self._first_followed(bucket, reading, leaves)
+            else:
+                result = self._first_unfollowed(bucket, reading, leaves)
         self._note_writes(before)
         self.leaves_traces |= not torch.equal(place, torch_capture.random_place(bucket.device))
         self.state.optimizers.look()  # the first step makes their state
@@ -212,6 +202,23 @@ class Recorder:
         self._note_recorded(bucket)
         if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:
             self._captures_unrun.setdefault(reading.family_key, bucket.pool.held_bytes() <= held)
+        return result
+
+    def _first_unfollowed(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+        """The program on static inputs, where autograd does not follow."""
+        steps = StepsTaken(self.state)
+        bucket.load(leaves, reading.sizes)
+        # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
+        with not_waiting() if bucket.pool is not None else nullcontext():
+            result = bucket.run_once(reading.host)
+        if obstacle := bucket.obstacle(leaves):
+            raise RuleError(obstacle)
+        bucket.write_back(leaves)
+        if steps.any():
+            bucket.refusal = (
+                "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
+            )
+            bucket.forget()
         return result
 
     def _note_recorded(self, bucket: Bucket) -> None:

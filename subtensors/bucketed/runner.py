@@ -21,7 +21,7 @@ from subtensors.bucketed.generation.generation import Generation, tokens_dim
 from subtensors.bucketed.recorder import Recorder
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.stands_for import StandsFor
-from subtensors.bucketed.state.kept_state import kept_whole, undone_where_it_raises
+from subtensors.bucketed.state.kept_state import kept_whole
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.followed_call import Replayed, TrainedCall
 from subtensors.bucketed.training.inside import InsideCall, is_inside, opened
@@ -195,8 +195,7 @@ class Bucketed(StandsFor):
         assert bucket is not None
         assert reading is not None
         try:
-            with undone_where_it_raises(self.state, bucket.callers_tensors(), bucket.device):
-                result = self.recorder.first_answer(bucket, reading, leaves)
+            result = self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
             bucket.refusal = said_in_a_line(error)
             if bucket.is_allocated:
