@@ -181,3 +181,18 @@ def test_structures_without_end_have_graphs_for_so_many(device: str, counted: Co
     assert counted.recorded == 128
     assert sum(run.stats().fallbacks.values()) == 6
     assert "the structure of batch had 128 values" in next(iter(run.stats().fallbacks))
+
+
+def test_sparse_gradients_are_added_up(device: str) -> None:
+    ours, theirs = (nn.Embedding(10, 3, sparse=True, dtype=torch.float64, device=device) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    run = st.bucketed(lambda x: ours(x).softmax(0), DIMS)
+    for n in (5, 6, 20, 5):
+        words = torch.randint(0, 10, (n,), device=device)
+        run(words).square().sum().backward()
+        theirs(words).softmax(0).square().sum().backward()
+        for p in (ours.weight, theirs.weight):
+            assert p.grad is not None
+            assert p.grad.is_sparse
+        assert_same(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())  # type: ignore[union-attr]
+    assert not any("nbytes" in reason for reason in run.stats().fallbacks)

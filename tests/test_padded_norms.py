@@ -74,3 +74,15 @@ def test_running_statistics_learn_of_real_elements(name: str, compiled: bool, de
             )
             torch.testing.assert_close(given, alone)
     assert not padded_calls.fallbacks
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 6)])
+def test_running_statistics_are_as_precise_as_the_values(shape: tuple[int, ...]) -> None:
+    kinds = [nn.BatchNorm1d, *([nn.InstanceNorm1d] if len(shape) == 3 else [])]
+    for kind in kinds:
+        ours, theirs = (kind(3, track_running_stats=True, dtype=torch.float64) for _ in range(2))
+        for _ in range(3):
+            x = torch.randn(shape, dtype=torch.float64)
+            ours(st.pad(x, {-1 if kind is nn.InstanceNorm1d else 0: SEQ}, value=NAN))
+            theirs(x)
+        torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-14, atol=0)

@@ -96,7 +96,7 @@ def batch_norm(call: Call) -> Padded:
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
         count = _count(x, over)
-        unbiased = squares * (count / (count - 1))
+        unbiased = squares * count / (count - 1)  # in the dtype of the squares, not torch's default one
         for running, seen in ((average.dense, mean), (spread.dense, unbiased)):
             with torch.no_grad():
                 running.lerp_(seen.detach().flatten().to(running.dtype), call["momentum"])
@@ -116,7 +116,7 @@ def instance_norm(call: Call) -> Padded:
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
         count = _count(x, over)
-        for running, seen in ((average.dense, mean), (spread.dense, squares * (count / (count - 1)))):
+        for running, seen in ((average.dense, mean), (spread.dense, squares * count / (count - 1))):
             dims = (x.dims[0], *static_dims([x.shape[1]]))
             samples = Padded(seen.detach().reshape(x.shape[:2]), dims, x.sizes)
             with torch.no_grad():

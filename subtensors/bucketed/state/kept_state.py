@@ -97,8 +97,8 @@ class _Before:
         found = {id(t): t for t in [*state.at_risk(), *state.buffers(), *gradients, *state.stepped(), *others]}
         kept, self._left_out, room = {id(t): t for t in whatever}, list[Tensor](), ROOM
         awake = [t for t in found.values() if id(t) not in kept and not isinstance(t, Asleep)]
-        for t in sorted(awake, key=lambda t: t.nbytes):
-            if (room := room - t.nbytes) >= 0:
+        for t in sorted(awake, key=_nbytes):
+            if (room := room - _nbytes(t)) >= 0:
                 kept[id(t)] = t
             elif not t.is_inference():
                 self._left_out.append(t)
@@ -133,3 +133,8 @@ class _Values:
         with torch.no_grad():
             for t, values in zip(self.tensors, self._kept, strict=True):
                 t.copy_(values)
+
+
+def _nbytes(t: Tensor) -> int:
+    """The bytes of a copy; of a sparse one, which doesn't say, as if it were dense."""
+    return t.numel() * t.element_size()
