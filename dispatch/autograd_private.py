@@ -47,18 +47,25 @@ def unseen_writes(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.backward` or `torch.autograd.grad` for a type that overrides torch's functions. Checked on 2.11, 2.13.
+    """`Tensor.backward`, `torch.autograd.backward` or `grad` for a type that overrides torch's functions.
 
-    Torch hands both to the type, which can only go on with its overrides switched off; then the backward of an autograd
+    Torch hands them to the type, which can only go on with its overrides switched off; then the backward of an autograd
     function that a user wrote would meet the type with its ops taken apart. Edges of the graph are no type's.
+    Checked on 2.11, which hands the second to no type, and 2.13.
 
     Args:
-        function: one of the two.
+        function: one of the three.
         args, kwargs: as torch hands them to `__torch_function__`.
     """
-    if function is torch.Tensor.backward:
+    if function is not torch.autograd.grad:
         words = {{"gradient": "grad_tensors"}.get(name, name): value for name, value in kwargs.items()}
-        return torch.autograd.backward(*args, **words)
+        roots = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
+        if isinstance(given := words.get("inputs"), torch.Tensor):
+            words["inputs"] = [given]
+        if words.get("inputs"):
+            words["inputs"] = list(map(_edge, words["inputs"]))
+        # An edge does not know if it is of a scalar, whose gradient may be left out.
+        return torch.autograd.backward([_edge(x) for x in roots], *args[1:], **words)
     outputs, inputs = ([x] if isinstance(x, torch.Tensor) else list(x) for x in args)
     if kwargs.get("is_grads_batched") or not all(getattr(x, "requires_grad", True) for x in (*outputs, *inputs)):
         with torch._C.DisableTorchFunctionSubclass():

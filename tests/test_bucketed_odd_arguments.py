@@ -13,6 +13,7 @@ import torch
 from bucketed_rows import DIMS, SEQ, assert_same, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
@@ -196,3 +197,41 @@ def test_sparse_gradients_are_added_up(device: str) -> None:
             assert p.grad.is_sparse
         assert_same(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())  # type: ignore[union-attr]
     assert not any("nbytes" in reason for reason in run.stats().fallbacks)
+
+
+class Scaled(torch.autograd.Function):
+    """x w, with three times the gradient of x, so that nothing else can be taken for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return gradients[0] * w * 3, (gradients[0] * x).sum(0)
+
+
+FUNCTIONS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "an autograd function": lambda net, x: Scaled.apply(x, net.bias),  # type: ignore[no-untyped-call]
+    "and what follows it": lambda net, x: net(Scaled.apply(x, net.bias)).softmax(0),  # type: ignore[no-untyped-call]
+    "a reentrant checkpoint": lambda net, x: checkpoint(net, x, use_reentrant=True).softmax(0),
+    "a checkpoint": lambda net, x: checkpoint(net, x, use_reentrant=False).softmax(0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_ask_an_argument_itself_for_its_gradient_have_it(device: str, name: str) -> None:
+    ours, theirs = (nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    run = st.bucketed(lambda x: FUNCTIONS[name](ours, x), DIMS)
+    for n in (5, 6, 20, 5):
+        x = rows(n, device).requires_grad_()
+        y = x.detach().clone().requires_grad_()
+        run(x).square().sum().backward()
+        FUNCTIONS[name](theirs, y).square().sum().backward()
+        assert_same(x.grad, y.grad)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_same(p.grad, q.grad)
+    assert bool(run.stats().fallbacks) == (name == "a reentrant checkpoint")

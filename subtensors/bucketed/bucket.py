@@ -23,6 +23,7 @@ from subtensors.dispatch.size_factors import padded_dim, static_dims
 from subtensors.kernels.bucketed.inputs import InputLoad
 from subtensors.kernels.current_device import launching_on
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
+from subtensors.padded.wrapping import wrapped
 
 Call = Callable[[Sequence[Any]], Any]
 """Runs the program on the leaves of a call."""
@@ -176,7 +177,8 @@ class Bucket:
                     padded_dim(n, symbols[k]) if k >= 0 else static_dims([n])[0]
                     for n, k in zip(static.shape, source.which, strict=True)
                 ]
-                leaves[source.leaf] = wrap(Padded(static, tuple(dims), own, fill=0))
+                # Autograd functions of the program's own ask the argument itself whether it wants a gradient.
+                leaves[source.leaf] = wrapped(Padded(static, tuple(dims), own, fill=0))
             else:
                 leaves[source.leaf] = static
         versions = [static._version for static in statics]

@@ -112,7 +112,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if answer is not NotImplemented:
         return answer
     name = getattr(func, "__name__", "")
-    if func is Tensor.backward or func is torch.autograd.grad:
+    if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
         return run_backward(func, args, kwargs)
     if name in _OF_THE_WRAPPER or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
         if name == "__get__" and _attribute(func) == "layout":
