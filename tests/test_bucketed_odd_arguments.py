@@ -235,3 +235,42 @@ def test_functions_that_ask_an_argument_itself_for_its_gradient_have_it(device: 
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_same(p.grad, q.grad)
     assert bool(run.stats().fallbacks) == (name == "a reentrant checkpoint")
+
+
+class Slotted:
+    """Has no dict of its attributes."""
+
+    __slots__ = ("count", "rows")
+
+    def __init__(self, rows: Tensor, count: float) -> None:
+        self.rows, self.count = rows, count
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_results_in_slots_sets_and_functions_are_those_of_the_call(device: str, follows: bool) -> None:
+    weight = torch.ones(3, dtype=torch.float64, device=device, requires_grad=follows)
+
+    def softmax(x: Tensor) -> Tensor:
+        return x.softmax(0) * weight
+
+    ways: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+        (lambda rows: Slotted(rows, 3), lambda result: result.rows),
+        (lambda rows: {rows}, lambda result: next(iter(result))),
+        (lambda rows: lambda: rows, lambda result: result()),
+        (lambda rows: functools.partial(torch.mul, rows), lambda result: result(1)),
+    ]
+    for held, taken in ways:
+        run = st.bucketed(lambda x, held=held: held(softmax(x)), DIMS)
+        for n in (5, 6, 20, 5):
+            x = rows(n, device)
+            assert type(taken(run(x))) is Tensor
+            assert_same(taken(run(x)), softmax(x))
+
+
+@torch.no_grad()
+def test_slots_of_an_argument_are_read_in_each_call(device: str) -> None:
+    run, held = st.bucketed(lambda x, held: x.softmax(0) * held.count, DIMS), Slotted(rows(1, device), 1.0)
+    for i in range(4):
+        held.count = 1.0 + i // 2
+        x = rows(5, device)
+        torch.testing.assert_close(run(x, held), x.softmax(0) * held.count)

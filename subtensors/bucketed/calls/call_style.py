@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.arguments import flatten, unflatten
 from subtensors.bucketed.calls.kept_objects import KeptObjects, is_by_identity
+from subtensors.bucketed.calls.object_keys import parts_of
 from subtensors.bucketed.calls.opened import opened_arguments
 from subtensors.dispatch.errors import RuleError
 
@@ -97,7 +101,18 @@ class CallStyle:
                 raise RuleError("it writes to a container among its arguments, of which it has a copy")
         if once := next((x for x in pytree.tree_leaves(result) if isinstance(x, Iterator)), None):
             raise RuleError(f"it returns a {type(once).__name__}, which gives its values once: return a list")
+        if hidden := next((x for x in pytree.tree_leaves(result) if _hides_tensors(x)), None):
+            raise RuleError(f"it returns a {type(hidden).__name__} with tensors in it: return a container")
         return result
+
+
+def _hides_tensors(x: Any) -> bool:
+    """Does a leaf of a result hold tensors where none can be put in their place?"""
+    if isinstance(x, functools.partial):
+        return any(isinstance(part, Tensor) for part in pytree.tree_leaves((x.args, x.keywords)))
+    if isinstance(x, types.FunctionType):
+        return any(isinstance(value, Tensor) for _, value in parts_of(x))
+    return isinstance(x, (set, frozenset)) and any(isinstance(part, Tensor) for part in x)
 
 
 AS_GIVEN = CallStyle(None, None, None, 0, ())

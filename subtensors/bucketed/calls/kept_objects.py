@@ -23,6 +23,22 @@ def is_by_identity(x: Any) -> bool:
     return hasattr(x, "__dict__")
 
 
+def attributes_of(x: Any) -> dict[str, Any]:
+    """The attributes that an object itself has, those of its slots among them.
+
+    >>> class Point:
+    ...     __slots__ = ("x", "y")
+    >>> point = Point()
+    >>> point.x = 1
+    >>> attributes_of(point)
+    {'x': 1}
+    """
+    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [name for held in slots for name in ([held] if isinstance(held, str) else held)]
+    found = {name: getattr(x, name) for name in names if name != "__dict__" and hasattr(x, name)}
+    return found | getattr(x, "__dict__", {})
+
+
 class KeptObjects:
     """The attributes of some objects as they are now, and the contents of the lists and dicts among these.
 

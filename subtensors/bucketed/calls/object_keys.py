@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.kept_objects import is_by_identity
+from subtensors.bucketed.calls.kept_objects import attributes_of, is_by_identity
 from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
 
@@ -25,7 +25,8 @@ _FEW = 100
 
 def has_parts(x: Any) -> bool:
     """Does an argument have parts that may become others, while it stays what it is?"""
-    return isinstance(x, CODE) or is_by_identity(x)
+    is_slotted = type(x).__hash__ is object.__hash__ and hasattr(type(x), "__slots__")
+    return isinstance(x, CODE) or is_by_identity(x) or is_slotted
 
 
 def object_key(x: Any) -> tuple[Any, ...]:
@@ -40,7 +41,7 @@ def object_key(x: Any) -> tuple[Any, ...]:
 
 
 def _keys(x: Any, at: tuple[Any, ...], depth: int) -> Iterator[Any]:
-    for name, value in _parts(x):
+    for name, value in parts_of(x):
         if isinstance(value, Tensor):
             yield (*at, name), id(value), value.requires_grad, held_of(value)
         elif is_plain(value) or isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -49,7 +50,8 @@ def _keys(x: Any, at: tuple[Any, ...], depth: int) -> Iterator[Any]:
             yield from _keys(value, (*at, name), depth - 1)
 
 
-def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
+def parts_of(x: Any) -> Iterator[tuple[Any, Any]]:
+    """What an object, a container or something that is called holds itself, and where."""
     if isinstance(x, (list, tuple, dict)):
         if len(x) <= _FEW:
             yield from x.items() if isinstance(x, dict) else enumerate(x)
@@ -64,7 +66,7 @@ def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(x, torch.nn.Module):
         yield "training", tuple([module.training for module in x.modules()])
         yield from (*x.named_parameters(), *x.named_buffers())
-    yield from getattr(x, "__dict__", {}).items()
+    yield from attributes_of(x).items()
 
 
 def _is_full(cell: types.CellType) -> bool:

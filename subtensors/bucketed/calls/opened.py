@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.calls.kept_objects import attributes_of
+
 
 class Opened:
     """An object by its attributes, as pytrees see it; put together it is a new object of its kind."""
@@ -73,7 +75,7 @@ def _opened(tree: Any, is_open: Callable[[Any, list[Any]], bool]) -> Any:
         if isinstance(x, (Tensor, torch.nn.Module, type)):
             return x
         held = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} if dataclasses.is_dataclass(x) else {}
-        held |= getattr(x, "__dict__", {})
+        held |= attributes_of(x)
         if not held:
             return x
         attributes = {name: pytree.tree_map(visit, value) for name, value in held.items()}
