@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-_BY_IDENTITY: Any = object.__hash__
+BY_IDENTITY: Any = object.__hash__
+"""Of a class whose objects are equal to none but themselves."""
 
 MANY = 10_000
 """Parts of an object that leads to more of them are not looked for."""
@@ -18,7 +19,7 @@ MANY = 10_000
 def is_by_identity(x: Any) -> bool:
     """Is it an object with attributes that is equal to none but itself?"""
     kind = type(x)
-    if kind.__hash__ is not _BY_IDENTITY or issubclass(kind, (type, types.FunctionType, Tensor)):
+    if kind.__hash__ is not BY_IDENTITY or issubclass(kind, (type, types.FunctionType, Tensor)):
         return False
     return hasattr(x, "__dict__")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.kept_objects import attributes_of, is_by_identity
+from subtensors.bucketed.calls.kept_objects import BY_IDENTITY, attributes_of, is_by_identity
 from subtensors.bucketed.state.constants import is_plain
 from subtensors.bucketed.state.held import held_of
 
@@ -25,7 +25,7 @@ _FEW = 100
 
 def has_parts(x: Any) -> bool:
     """Does an argument have parts that may become others, while it stays what it is?"""
-    is_slotted = type(x).__hash__ is object.__hash__ and hasattr(type(x), "__slots__")
+    is_slotted = type(x).__hash__ is BY_IDENTITY and hasattr(type(x), "__slots__")
     return isinstance(x, CODE) or is_by_identity(x) or is_slotted
 
 
