@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bucketed_rows import SEQ, assert_same, rows
+from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
@@ -162,3 +164,25 @@ def test_a_step_in_a_call_without_gradients_has_the_numbers_of_the_call(device: 
             assert_same(run(x), plain(x))
             torch.testing.assert_close(ours.all(), theirs.all(), rtol=1e-9, atol=1e-12)
     assert run.stats().hits == 0
+
+
+@torch.no_grad()
+def test_other_threads_may_draw_while_a_program_is_captured(device: str, counted: Counted) -> None:
+    done = threading.Event()
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+            torch.rand(1)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        run = st.bucketed(nn.Sequential(nn.Softmax(0), nn.Dropout(0.5)).eval(), {0: {0: SEQ}})
+        for n in (5, 6, 20, 7):
+            x = rows(n, device)
+            assert_same(run(x), x.softmax(0))
+    finally:
+        done.set()
+        thread.join()
+    assert (counted.recorded, run.stats().fallbacks) == (2, {})

@@ -274,7 +274,8 @@ class Recorder:
         held, random = self.state.held(), RandomPlaces()
         try:
             bucket.record()
-            if bucket.pool is not None and random.has_host_drawn():
+            # Other threads draw there too.
+            if bucket.pool is not None and self.state.reached.draws and random.has_host_drawn():
                 random.go_back()
                 raise RuleError("it draws random numbers on the host, which a graph would repeat: draw on the device")
             if replaced := self.state.put_back(held):

@@ -33,6 +33,12 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _WITHOUT_NAMES = (types.BuiltinFunctionType, types.MethodType, functools.partial, Tensor, type, types.ModuleType)
 """Kinds of objects whose attributes are not looked at for new ones."""
 
+_DRAWS = frozenset(
+    "rand randn rand_like randn_like randint randperm random uniform uniform_ normal normal_ bernoulli bernoulli_ "
+    "choice choices sample shuffle permutation randrange gauss standard_normal multinomial random_ exponential_".split()
+)
+"""Functions of torch, Python and NumPy."""
+
 _DEPTH = 3
 """How many steps from the program."""
 _MANY = 1000
@@ -70,6 +76,9 @@ class Reached:
         """Where it finds plain values and functions, and which."""
         self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in every)
         self.names = names
+        called = {getattr(x.value, "__name__", "") for x in every}
+        self.draws = not _DRAWS.isdisjoint(names | {name for name in called if isinstance(name, str)})
+        """Does code of it name what draws random numbers?"""
         self.holders = [holder for x in every if _is_named(x, names) for holder in _holders(x.value)]
         """Whose attributes it reads, and small containers."""
         for x in found:
