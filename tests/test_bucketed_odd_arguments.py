@@ -234,7 +234,8 @@ def test_functions_that_ask_an_argument_itself_for_its_gradient_have_it(device: 
         assert_same(x.grad, y.grad)
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_same(p.grad, q.grad)
-    assert bool(run.stats().fallbacks) == (name == "a reentrant checkpoint")
+    if "checkpoint" not in name:
+        assert not run.stats().fallbacks
 
 
 class Slotted:
