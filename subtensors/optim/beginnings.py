@@ -5,8 +5,7 @@ With a fill for each tensor, those would be most of a first step over thousands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from subtensors.dispatch import captures
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 
 LARGE = 64 << 20
-"""Bytes of state that has room of its own."""
+"""Bytes of state for which room is made."""
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -24,28 +23,19 @@ def can_begin_with_others(p: Tensor) -> bool:
     return type(p) in PLAIN_TYPES and p.dtype in _DTYPES and p.layout is torch.strided
 
 
-@contextmanager
-def room_for_state(params: Sequence[Tensor], entries: int) -> Iterator[None]:
-    """What is begun meanwhile is apart from other tensors, where it is large, and torch has given back what it cached.
+def make_room(params: Sequence[Tensor], entries: int) -> None:
+    """Have torch give the memory that it caches back, where what will be begun is large.
 
-    State lives as long as the model. Between the first backward's gradients, or in what that left, it would break
-    segments up that the next backward, or a graph's memory, wants whole. So it has a pool of its own, which is gone as
-    soon as it is filled: the memory goes back as that of other tensors does, where torch gives back what it caches.
+    State lives as long as the model. Begun in what the first backward left, it would break segments up that the next
+    backward, or a graph's memory, wants whole.
 
     Args:
         params: of one device.
         entries: how many each of them has.
     """
-    device, nbytes = params[0].device, entries * sum(p.nbytes for p in params)
-    if device.type != "cuda" or nbytes < LARGE or captures.is_capturing():
-        yield
-        return
-    torch.cuda.empty_cache()
-    if torch.cuda.get_allocator_backend() != "native":  # others have no pools
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
-        yield
+    nbytes = entries * sum(p.nbytes for p in params)
+    if params[0].device.type == "cuda" and nbytes >= LARGE and not captures.is_capturing():
+        torch.cuda.empty_cache()
 
 
 def counts(params: Sequence[Tensor]) -> list[Tensor]:

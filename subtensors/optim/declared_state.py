@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from subtensors.optim.beginnings import AT_ONCE, can_begin_with_others, counts, room_for_state
+from subtensors.optim.beginnings import AT_ONCE, can_begin_with_others, counts, make_room
 from subtensors.optim.capture import Capture
 from subtensors.optim.low_bit_state import form_of, keep
 from subtensors.optim.single_tensor import is_narrow
@@ -85,8 +85,8 @@ class DeclaredState(torch.optim.Optimizer):
             else:
                 self._fill(p, own, group)
         for (own, _, _), together in begun.items():
-            with room_for_state(together, len(own)):
-                columns = [self._begin(together, name, MASTER in own, group) for name in own]
+            make_room(together, len(own))
+            columns = [self._begin(together, name, MASTER in own, group) for name in own]
             if self._capture is not None:
                 columns = [list(map(self._placed, column)) for column in columns]
             for p, *entries in zip(together, *columns, strict=True):
