@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +26,18 @@ class Held:
     def __init__(self, held: Any) -> None:
         self.held = held
 
+    def count(self) -> Tensor:
+        return counted_in(self.held)
+
+
+class Slotted:
+    """The same without a dict of attributes."""
+
+    __slots__ = ("calls", "held")
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.calls = held, 0
+
 
 def zero(device: str) -> Tensor:
     return torch.zeros(3, dtype=torch.float64, device=device)
@@ -32,6 +47,10 @@ def counted_in(t: Tensor) -> Tensor:
     return t.add_(1)
 
 
+def closing_over(t: Tensor) -> Callable[[], Tensor]:
+    return lambda: counted_in(t)
+
+
 TRACES: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any]]] = {
     # What is given, and what is done with it.
     "an object's tensor": (lambda device: Held(zero(device)), lambda given: given.held.add_(1)),
@@ -39,6 +58,10 @@ TRACES: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any]]] = {
         lambda device: Held([Held({"count": zero(device)})]),
         lambda given: given.held[0].held["count"].add_(1),
     ),
+    "an object's slot": (lambda device: Slotted(zero(device)), lambda given: given.held.add_(1)),
+    "a closure": (lambda device: closing_over(zero(device)), lambda given: given()),
+    "a method's object": (lambda device: Held(zero(device)).count, lambda given: given()),
+    "a partial's argument": (lambda device: functools.partial(counted_in, zero(device)), lambda given: given()),
     "a module's buffer": (
         lambda device: nn.BatchNorm1d(3, dtype=torch.float64, device=device),
         lambda given: given.num_batches_tracked.add_(1),
@@ -50,13 +73,26 @@ TRACES: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any]]] = {
 }
 
 
+def two_alike(device: str) -> list[nn.Linear]:
+    """Layers with the same weights."""
+    layer = nn.Linear(3, 3, dtype=torch.float64, device=device)
+    return [layer, copy.deepcopy(layer)]
+
+
 def tensors_of(x: Any) -> list[Tensor]:
     """Those that one of the arguments above holds."""
     if isinstance(x, Tensor):
         return [x.detach().as_subclass(Tensor)]
     if isinstance(x, nn.Module):
         return [*x.buffers()]
-    inner = [x.held] if isinstance(x, Held) else x.values() if isinstance(x, dict) else x
+    if isinstance(x, types.FunctionType):
+        inner: Any = [cell.cell_contents for cell in x.__closure__ or ()]
+    elif isinstance(x, types.MethodType):
+        inner = [x.__self__]
+    elif isinstance(x, functools.partial):
+        inner = x.args
+    else:
+        inner = [x.held] if isinstance(x, (Held, Slotted)) else x.values() if isinstance(x, dict) else x
     return [] if isinstance(inner, str) else [t for part in inner for t in tensors_of(part)]
 
 
@@ -84,8 +120,7 @@ def test_a_trace_is_left_once_a_call_where_a_weight_is_replaced(what: str, devic
 
         return program
 
-    nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
+    nets = two_alike(device)
     ours, theirs = make(device), make(device)
     run, plain = st.bucketed(program_of(nets[0]), DIMS), program_of(nets[1])
     for i in range(5):
@@ -151,8 +186,7 @@ def twice(program: Any, followed: list[Tensor]) -> Any:
 @pytest.mark.parametrize("what", TRACES)
 def test_a_trace_is_left_once_a_call_that_autograd_follows(what: str, device: str) -> None:
     make, leave = TRACES[what]
-    nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
+    nets = two_alike(device)
 
     def program_of(net: nn.Module) -> Any:
         def program(x: Tensor, given: Any) -> Tensor:
@@ -177,8 +211,7 @@ def test_a_trace_is_left_once_a_call_that_autograd_follows(what: str, device: st
 @pytest.mark.parametrize("what", TRACES)
 def test_a_trace_is_left_once_a_step(what: str, device: str) -> None:
     make, leave = TRACES[what]
-    nets = [nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
+    nets = two_alike(device)
 
     def step_of(net: nn.Module) -> Any:
         optimizer = st.optim.SGD(net.parameters(), lr=0.125)
@@ -199,3 +232,17 @@ def test_a_trace_is_left_once_a_step(what: str, device: str) -> None:
     for i, n in enumerate((5, 6, 20, 5, 18)):
         assert_alike_at_once([(run, ours), (plain, theirs)], rows(n, device), seed=i)
         assert_same(nets[0].weight.detach(), nets[1].weight.detach())
+
+
+@torch.no_grad()
+def test_attributes_in_slots_are_written_once_a_call(device: str) -> None:
+    def program(x: Tensor, given: Slotted) -> Tensor:
+        given.calls += 1
+        return x.softmax(0) * given.calls
+
+    run, ours, theirs = st.bucketed(program, DIMS), Slotted(None), Slotted(None)
+    for n in (5, 6, 20, 5):
+        x = rows(n, device)
+        assert_same(run(x, ours), program(x, theirs))
+        assert ours.calls == theirs.calls
+    assert "a Slotted, which a graph holds" in next(iter(run.stats().fallbacks))

@@ -104,7 +104,7 @@ class Row:
 
 def to_json(row: Measured) -> str:
     """A row of any benchmark as one line of JSON."""
-    return json.dumps(asdict(row))  # type: ignore[call-overload]
+    return json.dumps(asdict(row))  # type: ignore[call-overload]  # a protocol can't say that it is a dataclass
 
 
 def from_json(kind: type[R], line: str) -> R:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.arguments import Reading
-from subtensors.bucketed.calls.kept_objects import is_by_identity, tensors_within
+from subtensors.bucketed.calls.object_keys import callers_tensors, has_parts
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import Compiled
 from subtensors.bucketed.compilation.families import CodeOfFamilies
@@ -55,7 +55,7 @@ class Bucket:
         copied = {source.leaf for source in reading.sources}
         self.others = {i: x for i, x in enumerate(leaves) if i not in copied}
         self.count = len(leaves)
-        self.holds_callers = any(isinstance(x, Tensor) or is_by_identity(x) for x in self.others.values())
+        self.holds_callers = any(isinstance(x, Tensor) or has_parts(x) for x in self.others.values())
         """Is something among the arguments that the program may write to where it lies?"""
         self.statistics = BucketStatistics(
             {dim.name: bucket for dim, bucket in zip(reading.dims, reading.buckets, strict=True)},
@@ -112,9 +112,7 @@ class Bucket:
 
     def callers_tensors(self) -> Iterator[Tensor]:
         """Those that the program reads where they lie."""
-        for x in self.others.values():
-            if isinstance(x, Tensor) or is_by_identity(x):
-                yield from tensors_within(x)
+        return callers_tensors(self.others.values())
 
     @property
     def leaves_traces(self) -> bool:

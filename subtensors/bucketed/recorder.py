@@ -234,7 +234,7 @@ class Recorder:
     def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
         padded = padded_leaves(leaves, reading, bucket.device)
-        copies = [(own, x, x._dense._version) for own, x in zip(leaves, padded, strict=True) if x is not own]
+        copies = [(own, x, Writes([x])) for own, x in zip(leaves, padded, strict=True) if x is not own]
         before, steps = self.state.versions(), StepsTaken(self.state)
         arguments = Writes(padded[source.leaf] for source in reading.sources)
         theirs = Writes(bucket.callers_tensors())
@@ -247,8 +247,8 @@ class Recorder:
             results = callers_own(results, [*self.state.tensors(), *leaves, *bucket.callers_tensors()])
         self._note_writes(before)
         with torch.no_grad():
-            for own, x, version in copies:
-                if x._dense._version != version:
+            for own, x, writes in copies:
+                if writes.any():
                     own.copy_(x.unpad())
             bucket.load(leaves, reading.sizes)
         roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
@@ -271,11 +271,11 @@ class Recorder:
 
     def _record(self, bucket: Bucket) -> None:
         """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""
-        held, random = self.state.held(), RandomPlaces()
+        held, random = self.state.held(), RandomPlaces() if self.state.reached.draws else None
         try:
             bucket.record()
             # Other threads draw there too.
-            if bucket.pool is not None and self.state.reached.draws and random.has_host_drawn():
+            if bucket.pool is not None and random is not None and random.has_host_drawn():
                 random.go_back()
                 raise RuleError("it draws random numbers on the host, which a graph would repeat: draw on the device")
             if replaced := self.state.put_back(held):

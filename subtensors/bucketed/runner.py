@@ -14,7 +14,7 @@ from torch import Tensor
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
 from subtensors.bucketed.calls.arguments import FIXED, Reading, flatten, leaf_key, sharing
-from subtensors.bucketed.calls.kept_objects import is_by_identity, tensors_within
+from subtensors.bucketed.calls.object_keys import callers_tensors
 from subtensors.bucketed.example import calls_to_warm, with_progress
 from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around, said_in_a_line
 from subtensors.bucketed.generation.generation import Generation, tokens_dim
@@ -229,8 +229,8 @@ class Bucketed(StandsFor):
             calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
             devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
             self.state.refuse_sleepers()
-            there = [x for x in flatten(args, kwargs)[0] if isinstance(x, FIXED) or is_by_identity(x)]
-            others = [t for x in there for t in tensors_within(x)]
+            there = [x for x in flatten(args, kwargs)[0] if isinstance(x, FIXED) or not isinstance(x, Tensor)]
+            others = list(callers_tensors(there))
             with kept_whole(self.state, others, devices):
                 for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm(leaves, given, named)

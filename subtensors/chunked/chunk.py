@@ -57,7 +57,7 @@ def chunk(
         torch.Size([50, 4])
     """
     if stays_whole(x):
-        return x  # type: ignore[return-value]
+        return x  # type: ignore[return-value]  # which stands for a chunked one
     if torch.compiler.is_compiling():
         traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
         return traced

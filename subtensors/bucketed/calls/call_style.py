@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.arguments import flatten, unflatten
-from subtensors.bucketed.calls.kept_objects import KeptObjects, is_by_identity
-from subtensors.bucketed.calls.object_keys import parts_of
+from subtensors.bucketed.calls.kept_objects import KeptObjects
+from subtensors.bucketed.calls.object_keys import has_parts, parts_of
 from subtensors.bucketed.calls.opened import opened_arguments
 from subtensors.dispatch.errors import RuleError
 
@@ -87,7 +87,7 @@ class CallStyle:
         if self.order is not None:
             leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
         args, kwargs = unflatten(leaves, self.spec, self.count, self.names)
-        objects = KeptObjects(filter(is_by_identity, leaves))
+        objects = KeptObjects(x.__self__ if isinstance(x, types.MethodType) else x for x in leaves if has_parts(x))
         try:
             result = program(*args, **kwargs)
         except BaseException:  # who comes here may run the program otherwise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -11,9 +11,6 @@ from torch import Tensor
 
 BY_IDENTITY: Any = object.__hash__
 """Of a class whose objects are equal to none but themselves."""
-
-MANY = 10_000
-"""Parts of an object that leads to more of them are not looked for."""
 
 
 def is_by_identity(x: Any) -> bool:
@@ -56,42 +53,35 @@ class KeptObjects:
     def __init__(self, objects: Iterable[Any]) -> None:
         self._kept: list[tuple[str, Any, Any]] = []
         for x in objects:
-            held = vars(x)
-            for part in (held, *held.values()):
+            held = attributes_of(x)
+            self._kept.append((type(x).__name__, x, held))
+            for part in held.values():
                 if type(part) in (dict, list):
                     self._kept.append((type(x).__name__, part, part.copy()))
 
     def put_back(self) -> str:
         """Undo what was written since: the class of the first object that was written to, "" where none was."""
         written = ""
-        for name, now, before in self._kept:
-            if not _is_same(now, before):
-                written = written or name
-                now.clear()
-                now.update(before) if isinstance(now, dict) else now.extend(before)
+        for name, part, before in self._kept:
+            is_container = type(part) in (dict, list)
+            if _is_same(part if is_container else attributes_of(part), before):
+                continue
+            written = written or name
+            if is_container:
+                part.clear()
+                part.update(before) if isinstance(part, dict) else part.extend(before)
+            else:
+                _set_attributes(part, before)
         return written
 
 
-def tensors_within(x: Any) -> Iterator[Tensor]:
-    """The tensors that an object leads to by attributes, lists, tuples and dicts.
-
-    >>> import torch
-    >>> cache = types.SimpleNamespace(layers=[{"count": torch.zeros(2)}])
-    >>> [*tensors_within(cache)]
-    [tensor([0., 0.])]
-    """
-    todo, seen = [x], {id(x)}
-    while todo and len(seen) < MANY:
-        part = todo.pop()
-        if isinstance(part, Tensor):
-            yield part
-            continue
-        inner = [*part.values()] if isinstance(part, dict) else [*part] if isinstance(part, (list, tuple)) else []
-        if not isinstance(part, (type, types.ModuleType, types.FunctionType)):
-            inner += getattr(part, "__dict__", {}).values()
-        new = {id(value): value for value in inner if id(value) not in seen}
-        seen |= new.keys()
-        todo += new.values()
+def _set_attributes(x: Any, to: dict[str, Any]) -> None:
+    now = attributes_of(x)
+    for name in now.keys() - to.keys():
+        object.__delattr__(x, name)
+    for name, value in to.items():
+        if name not in now or now[name] is not value:
+            object.__setattr__(x, name, value)
 
 
 def _is_same(now: Any, before: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _DEPTH = 2
 """Steps from the argument: values in the containers and objects that it holds count, and nothing behind them."""
 _FEW = 100
 """A container of more than that is data."""
+_MANY = 10_000
+"""Of an argument that leads to more parts the others are not looked for."""
 
 
 def has_parts(x: Any) -> bool:
@@ -50,10 +52,39 @@ def _keys(x: Any, at: tuple[Any, ...], depth: int) -> Iterator[Any]:
             yield from _keys(value, (*at, name), depth - 1)
 
 
-def parts_of(x: Any) -> Iterator[tuple[Any, Any]]:
-    """What an object, a container or something that is called holds itself, and where."""
+def callers_tensors(leaves: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that a program which is given these may read and write where they lie.
+
+    Args:
+        leaves: of the arguments, without those that are copied.
+
+    Example:
+        >>> cache = type("Cache", (), {})()
+        >>> cache.layers = [{"count": torch.zeros(2)}]
+        >>> [*callers_tensors([cache, 3])]
+        [tensor([0., 0.])]
+    """
+    todo = [x for x in leaves if isinstance(x, Tensor) or has_parts(x)]
+    seen = set(map(id, todo))
+    while todo and len(seen) < _MANY:
+        part = todo.pop()
+        if isinstance(part, Tensor):
+            yield part
+        elif not isinstance(part, (type, types.ModuleType)):
+            new = {id(value): value for _, value in parts_of(part, _MANY) if id(value) not in seen}
+            seen |= new.keys()
+            todo += new.values()
+
+
+def parts_of(x: Any, most: int = _FEW) -> Iterator[tuple[Any, Any]]:
+    """What an object, a container or something that is called holds itself, and where.
+
+    Args:
+        x: the object.
+        most: a container of more is data, and has none.
+    """
     if isinstance(x, (list, tuple, dict)):
-        if len(x) <= _FEW:
+        if len(x) <= most:
             yield from x.items() if isinstance(x, dict) else enumerate(x)
         return
     if isinstance(x, types.FunctionType):
