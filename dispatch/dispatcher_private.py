@@ -43,7 +43,7 @@ def restored_autocast(keys: tuple[Any, Any]) -> Any:
 
 
 def without_modes() -> Any:
-    """A context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.13."""
+    """A context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.11, 2.13."""
     return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
 
 

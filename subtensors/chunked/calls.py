@@ -42,12 +42,14 @@ def asks_the_tensor_itself(func: Callable[..., Any]) -> bool:
     return func in _OF_THE_TENSOR_ITSELF or (getter and func not in _GETTERS_OF_VIEWS)
 
 
-def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def called(
+    kind: type[RecordedTensor], func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a function of torch with chunked tensors among its arguments.
 
     Args:
         kind: the type of what stays chunked.
-        func: as torch's overriding protocol gives it.
+        func, types: as torch's overriding protocol gives them.
         args, kwargs: its arguments.
 
     Returns:
@@ -59,6 +61,9 @@ def called(kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any
     """
     if is_transforming():
         refuse_transformed((args, kwargs))
+    if len(types) > 1 and not RULED.isdisjoint(types):
+        _note(NeedsValues(getattr(func, "__name__", func), "it has an operand with rules of its own"))
+        return _on_values(func, args, kwargs)
     if func in BY_KERNELS:
         try:
             result = BY_KERNELS[func](kind, *args, **kwargs)
@@ -207,12 +212,6 @@ def _note(missing: NeedsValues) -> None:
     fallbacks[missing.op] += 1
     if fallbacks[missing.op] == 1:
         _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
-
-
-def called_beside_others(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch with tensors that have rules of their own among its arguments."""
-    _note(NeedsValues(getattr(func, "__name__", func), "it has an operand with rules of its own"))
-    return _on_values(func, args, kwargs)
 
 
 def stays_whole(x: Any) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from subtensors.chunked.calls import (
     asks_the_tensor_itself,
     called,
-    called_beside_others,
     dispatched,
     refuse_transformed,
 )
@@ -103,9 +102,7 @@ class ChunkedTensor(RecordedTensor):
     ) -> Any:
         if asks_the_tensor_itself(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if len(types) > 1 and not RULED.isdisjoint(types):
-            return called_beside_others(func, args, kwargs or {})
-        return called(cls, func, args, kwargs or {})
+        return called(cls, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
