@@ -183,7 +183,7 @@ class Recording:
 
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if group.is_seeded else group.seed
-            stream = current_stream(self.device) if self.device.type == "cuda" else 0
+            stream = current_stream(self.device)
             group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
         self._tape.take(run)

@@ -178,7 +178,7 @@ class KernelGroup(Group):
         Returns:
             The memory of the outputs.
         """
-        stream = current_stream(self.device) if self.is_cuda else 0
+        stream = current_stream(self.device)
         if not is_capturing:
             self.stream = stream
         hosts = [columns[i][0].item() for i in self.hosts]

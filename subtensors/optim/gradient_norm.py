@@ -159,7 +159,7 @@ class _Sweep:
             graph_lifetime.keep_with_graph((self.grid, table, self._own))
         else:
             self._places, self._table = places, table
-            self._stream = current_stream(self.device) if is_cuda else 0
+            self._stream = current_stream(self.device)
         return Prelude(self.grid, table, self._stream)
 
 

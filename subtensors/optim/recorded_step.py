@@ -75,7 +75,7 @@ class RecordedStep:
         """What each group held in the last step, where it is enough to see the same objects again; else nothing."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
-        self.stream = _stream(self.device)
+        self.stream = current_stream(self.device)
         self.paths = [number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
         taken = [step_signature(optimizer, group, self.device) for group in optimizer.param_groups]
         self.signatures = [signature for signature, _, _ in taken]
@@ -188,7 +188,7 @@ class RecordedStep:
                 return "state moved"
         if _modes() != self.modes:
             return "a mode of torch changed"
-        if self.stream != _stream(self.device):
+        if self.stream != current_stream(self.device):
             return "the current stream is another one"
         if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
             return "a loss scale came or went"
@@ -263,10 +263,6 @@ _SCALES = ("grad_scale", "found_inf")
 def _modes() -> tuple[Any, ...]:
     """The modes of torch that decide the maths; whether autograd records does not, within a step."""
     return modes()[1:]
-
-
-def _stream(device: torch.device) -> int:
-    return current_stream(device) if device.type == "cuda" else 0
 
 
 def _present(gradients: Gradients) -> list[Tensor]:
