@@ -109,7 +109,7 @@ def masked_norm(
 
     Example:
         >>> x = torch.tensor([[3.0, 5.0, float("nan")]])
-        >>> masked_norm(x, 1, None, None, 0.0, [Extent(1, torch.tensor(2))]).y
+        >>> masked_norm(x, 1, None, None, 0.0, [Extent(1, torch.tensor(2))]).y.round()
         tensor([[-1.,  1.,  0.]])
     """
     return norms.Normed(

@@ -36,8 +36,8 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
         >>> theirs.step()
         >>> ours = st.optim.convert(theirs)
         >>> ours.step()
-        >>> type(ours).__name__, w.tolist(), int(ours.state[w]["step"])
-        ('Adam', [0.5, 0.5], 2)
+        >>> type(ours).__name__, w.detach(), int(ours.state[w]["step"])
+        ('Adam', tensor([0.5000, 0.5000]), 2)
     """
     cls = _counterpart(type(optimizer))
     given = recorded(options)

@@ -28,7 +28,7 @@ def newton_schulz(x: Tensor, coefficients: Coefficients, steps: int, scale: floa
 
     Example:
         >>> x = torch.tensor([[[0.6, 0.0], [0.0, -0.8]]])
-        >>> newton_schulz(x, (1.5, -0.5, 0.0), steps=10)
+        >>> newton_schulz(x, (1.5, -0.5, 0.0), steps=10).round()
         tensor([[[ 1.,  0.],
                  [ 0., -1.]]])
 

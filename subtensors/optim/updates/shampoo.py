@@ -66,10 +66,8 @@ class Shampoo(MatrixOptimizer):
         >>> opt = st.optim.Shampoo([w], lr=0.5, eps=1e-12)
         >>> w.grad = torch.tensor([[3.0, 0.0], [0.0, -0.1]])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([[-0.5000,  0.0000],
-                [ 0.0000,  0.5000]], requires_grad=True)
+        >>> w.detach().diag()
+        tensor([-0.5000,  0.5000])
 
     Source: Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (2018), Algorithm 1, with the
     exponent of its Algorithm 2; Anil et al., "Scalable Second Order Optimization for Deep Learning" (2021) for
@@ -199,9 +197,8 @@ def matrix_power(a: Tensor, exponent: float, eps: float) -> Tensor:
         Like `a`.
 
     Example:
-        >>> matrix_power(torch.tensor([[[4.0, 0.0], [0.0, 16.0]]]), -0.5, 1e-12)
-        tensor([[[0.5000, 0.0000],
-                 [0.0000, 0.2500]]])
+        >>> matrix_power(torch.tensor([[[4.0, 0.0], [0.0, 16.0]]]), -0.5, 1e-12).diagonal(dim1=1, dim2=2)
+        tensor([[0.5000, 0.2500]])
     """
     values, vectors = torch.linalg.eigh(a)
     power: Tensor = (vectors * (values.clamp(min=0) + eps).pow(exponent).unsqueeze(-2)) @ vectors.mT
