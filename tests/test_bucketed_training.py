@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from reordered_sums import orders
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -247,17 +249,21 @@ def test_a_whole_step_is_one_graph(device: str, make: str) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_autocast_and_a_loss_scale(device: str, autocast: bool) -> None:
-    net, alone, exact = Net(device).float(), Net(device).float(), Net(device)
+    net, exact = Net(device).float(), Net(device)
+    plain = [(Net(device).float(), order) for order in orders()]
     run = st.bucketed(net, DIMS)
     scaler = torch.amp.GradScaler(device, init_scale=128.0)
     for n in (5, 20, 6, 17, 8):
         batch = tokens(n, device), tokens(n, device)
-        for model in (run, alone):
-            with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                loss = model(*batch)
-            scaler.scale(loss).backward()
+        for model, order in [(run, nullcontext()), *plain]:
+            with order:
+                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                    loss = model(*batch)
+                scaler.scale(loss).backward()
         (128 * exact(*batch)).backward()
-        assert error(net, exact) <= 1.5 * error(alone, exact)
+        # Masked softmax and mean are several ops where torch's are one: a rounding of the gradients more.
+        rounding = torch.finfo(torch.float32).eps * norm(exact)
+        assert error(net, exact) <= 1.5 * max(error(model, exact) for model, _ in plain) + rounding
     stats = run.stats()
     assert stats.hits == 3
     assert not stats.fallbacks
@@ -267,6 +273,11 @@ def error(net: nn.Module, exact: nn.Module) -> float:
     """How far the gradients of one are from those of the other."""
     pairs = zip(net.parameters(), exact.parameters(), strict=True)
     return sum(float((p.grad - q.grad).square().sum()) for p, q in pairs if q.grad is not None) ** 0.5  # type: ignore[operator]
+
+
+def norm(net: nn.Module) -> float:
+    """Return the Euclidean norm of all gradients."""
+    return sum(float(p.grad.square().sum()) for p in net.parameters() if p.grad is not None) ** 0.5
 
 
 def test_an_earlier_loss_may_be_alive(device: str) -> None:

@@ -55,7 +55,7 @@ def measure(case: str, variant: str, tiny: bool, device: str) -> VaryingRow:
         host_ms=median(hosts),
         **{name: ours.get(name) for name in OF_A_RUNNER},
         reserved_mb=reserved,
-        error=_error(way.first or way.answer, VARIANTS["eager"].make, model, asked, requests[:3]),
+        error=error_over_plain(way.first or way.answer, VARIANTS["eager"].make, model, asked, requests[:3]),
         setting=Setting.now(device, tiny),
     )  # fmt: skip
 
@@ -101,10 +101,18 @@ def _of_runner(way: Way, case: Case, requests: list[Tensor], device: str) -> dic
     return found
 
 
-def _error(
+def error_over_plain(
     answer: Answer, plainly: Callable[[nn.Module, Case], Way], model: nn.Module, case: Case, requests: list[Tensor]
 ) -> float:
-    """The largest error against float64, over the plain model's; of tokens that of the first one's scores."""
+    """Return the largest error against float64 divided by the plain model's; of tokens, that of the first one's scores.
+
+    Args:
+        answer: what is judged; it calls `model`.
+        plainly: makes the plain program of a model.
+        model: is in float64 afterwards.
+        case: what is asked of the model.
+        requests: the inputs.
+    """
     eager = plainly(model, case)
     plain = eager.first or eager.answer
     answers, own = ([way(request).double() for request in requests] for way in (answer, plain))
