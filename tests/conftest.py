@@ -103,6 +103,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_runtest_setup() -> None:
+    """Seed torch before each test, so that what a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 def pytest_runtest_teardown() -> None:
     """Forget compiled code after each test, so that no test counts another's recompilations."""
     if "torch._dynamo" in sys.modules:
