@@ -1,26 +1,32 @@
 # Every target makes its own environment once, in .venv. To use one that you already have, name its Python:
 #   make test PYTHON=/path/to/python
+# Another version of torch, with the triton and numpy that pip gives it, has an environment of its own, .venv-2.15.0:
+#   make test TORCH=2.15.0
+VENV := .venv$(if $(TORCH),-$(TORCH))
 ifeq ($(origin PYTHON),undefined)
-PYTHON := .venv/bin/python
-READY := .venv/.ready
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
 endif
 
-.PHONY: help demo test lint bench docs memcheck
+.PHONY: help demo test test-all lint bench docs memcheck
 
 help:
 	@echo "make demo    train a small GPT with plain PyTorch and with subtensors, side by side"
-	@echo "make test    the whole suite, examples of docstrings and pages included"
+	@echo "make test    the suite, examples of docstrings and pages included; TORCH=2.15.0 on that version"
+	@echo "make test-all    and the tests that take long"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   the optimizers beside their peers (needs a CUDA device)"
 	@echo "make docs    docs/ as HTML, in out/docs"
 	@echo "make memcheck    the tests of lent memory and replays under compute-sanitizer (needs a CUDA device)"
 
 # torch goes in first and pinned; the package then builds with torch's own setuptools, so a later run needs no network.
-.venv/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python3 is %s, and 3.11 is needed" % sys.version)'
-	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,docs]'
+	python3 -m venv $(VENV)
+	grep -v -E '^($(if $(TORCH),torch|numpy|setuptools,#))' constraints.txt > $(VENV)/constraints.txt
+	$(if $(TORCH),echo torch==$(TORCH) >> $(VENV)/constraints.txt)
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch 'setuptools>=77'
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -28,6 +34,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(PYTHON) -m pytest -q -n 2
+
+test-all: $(READY)
+	$(PYTHON) -m pytest -q -n 2 -m ""
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -5,14 +5,11 @@ One function each, with the versions checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch._dynamo
 
 _AUTOCAST = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def dispatch_keys() -> tuple[Any, Any]:
@@ -60,11 +57,6 @@ def is_traced(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
         return True
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
-
-
-def run_by_the_compiler(function: F) -> F:
-    """A function that the compiler runs as it stands, on its stand-ins, without reading its source. Checked on 2.13."""
-    return torch._dynamo.allow_in_graph(function)  # type: ignore[no-any-return]
 
 
 def is_transforming() -> bool:

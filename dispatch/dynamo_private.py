@@ -1,66 +1,134 @@
-"""What torch keeps private of how Dynamo answers for tensors, with the versions checked."""
+"""What torch keeps private of Dynamo: how it answers for tensors of our types, and what it leaves out.
+
+Nothing here happens at import. What changes Dynamo is a rule of a type (`compiler_rules.py`), put in place when
+compiled code first meets a tensor of it. Each rule looks for what it needs and raises `MissingInternal` where this
+torch has it no longer; compiled code then breaks its graph at such tensors.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+_log = logging.getLogger(__name__)
+
+
+class MissingInternal(RuntimeError):
+    """Something private of torch that this version of it does not have, or has otherwise."""
+
+
+def break_graph(reason: str, at: object) -> NoReturn:
+    """Have Dynamo, which is tracing, break its graph here.
+
+    Args:
+        reason: what is said where no break is allowed.
+        at: what it traces.
+    """
+    from torch._dynamo import exc
+
+    if (unimplemented := getattr(exc, "unimplemented", None)) is not None:
+        unimplemented(gb_type="A type of subtensors", context=str(at), explanation=reason, hints=[])
+    raise getattr(exc, "Unsupported", RuntimeError)(reason)
+
+
+def _replace(owner: Any, names: Sequence[str], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of a class of Dynamo's by what `wrap` makes of it.
+
+    Args:
+        owner: the class.
+        names: what versions of torch call the method, the newest first.
+        wrap: takes the method that is there.
+    """
+    name = next((name for name in names if name in vars(owner)), None)
+    if name is None:
+        raise MissingInternal(f"{owner.__name__} has no method {' or '.join(names)}")
+    method = vars(owner)[name]
+    setattr(owner, name, functools.wraps(method)(wrap(method)))
+
+
+_READS_ATTRIBUTE = ("tp_getattro_impl", "var_getattr")  # since 2.14; before
+_HAS_LENGTH = ("sq_length_impl", "sq_length", "method___len__")  # since 2.15; since 2.13; before
+
+
+def _value(variable: Any) -> Any:
+    """The stand-in that Dynamo traces a tensor with; None where it has none."""
+    return variable.proxy.node.meta.get("example_value")
 
 
 def answer_in_compiler(
     kind: type[torch.Tensor],
     answer: Callable[[torch.Tensor, str, tuple[Any, ...], dict[str, Any]], Any],
-    attributes: Sequence[str],
-    methods: Sequence[str],
-    functions: Sequence[str],
+    attributes: Collection[str],
+    methods: Collection[str],
+    functions: Collection[str],
 ) -> None:
-    """Let Dynamo ask for what it would say of tensors of a type by itself. Checked on 2.11, 2.13.
+    """Replace what Dynamo itself says of the geometry of tensors of a type. Checked on 2.11 - 2.15.
 
     Args:
         kind: the type.
         answer: given a stand-in of that type, a name and constant arguments, what to say: constants.
-        attributes: what it is asked for, of the attributes of a tensor.
-        methods: and of the methods.
+        attributes: the attributes of a tensor that it is asked for.
+        methods: the methods.
         functions: those of the methods that are functions of torch, too.
     """
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    def asking(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            tensor = variable.proxy.node.meta.get("example_value")
-            if not isinstance(tensor, kind):
-                return rule(variable, tx, *args, **kwargs)
-            constants = [a.as_python_constant() for a in args]
-            named = {key: a.as_python_constant() for key, a in kwargs.items()}
-            return VariableTracker.build(tx, answer(tensor, name, tuple(constants), named))
+    def reply(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        constants = tuple([a.as_python_constant() for a in args])
+        named = {key: a.as_python_constant() for key, a in kwargs.items()}
+        return VariableTracker.build(tx, answer(_value(variable), name, constants, named))
 
-        return asked
+    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def read(variable: Any, tx: Any, name: str) -> Any:
+            if name in attributes and isinstance(_value(variable), kind):
+                return reply(variable, tx, name, (), {})
+            return rule(variable, tx, name)
 
-    def asked_of(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return read
+
+    def calls(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def call(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in methods and isinstance(_value(variable), kind):
+                return reply(variable, tx, name, args, kwargs)
+            return rule(variable, tx, name, args, kwargs)
+
+        return call
+
+    def counts(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def length(variable: Any, tx: Any) -> Any:
+            if isinstance(_value(variable), kind):
+                return reply(variable, tx, "__len__", (), {})
+            return rule(variable, tx)
+
+        return length
+
+    def handles(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             variable = [*args, *kwargs.values()][0].realize()
-            if isinstance(variable, TensorVariable) and isinstance(variable.proxy.node.meta.get("example_value"), kind):
-                return variable.call_method(tx, name, [], {})
-            return handler(function, tx, *args, **kwargs)
+            if isinstance(variable, TensorVariable) and isinstance(_value(variable), kind):
+                return reply(variable, tx, name, (), {})
+            return rule(function, tx, *args, **kwargs)
 
-        return asked
+        return handle
 
-    rules = {f"method_attr_{name}": name for name in attributes} | {f"method_{name}": name for name in methods}
-    rules |= {"sq_length": "__len__"} if hasattr(TensorVariable, "sq_length") else {}  # since 2.13
-    for rule, name in rules.items():
-        setattr(TensorVariable, rule, asking(name, getattr(TensorVariable, rule)))
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    for name in functions:
-        handlers[getattr(torch, name)] = asked_of(name, handlers[getattr(torch, name)])
+    replaced = {getattr(torch, name): handles(name, handlers[getattr(torch, name)]) for name in functions}
+    _replace(TensorVariable, _READS_ATTRIBUTE, reads)
+    _replace(TensorVariable, ("call_method",), calls)
+    _replace(TensorVariable, _HAS_LENGTH, counts)
+    handlers.update(replaced)
 
 
 def list_in_compiler(kind: type[torch.Tensor], attribute: str) -> None:
-    """Let Dynamo take an attribute of tensors of a type for the list of what is in them. Checked on 2.11, 2.13.
+    """Let Dynamo take an attribute of tensors of a type for the list of what is in them. Checked on 2.11 - 2.15.
 
     Args:
         kind: the type, which can be iterated over in compiled code.
@@ -70,16 +138,19 @@ def list_in_compiler(kind: type[torch.Tensor], attribute: str) -> None:
     from torch._dynamo.variables.lists import ListVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
-    def listed(variable: Any, tx: Any) -> Any:
-        if not isinstance(variable.proxy.node.meta.get("example_value"), kind):
-            return None
-        return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
+    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def read(variable: Any, tx: Any, name: str) -> Any:
+            if name == attribute and isinstance(_value(variable), kind):
+                return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
+            return rule(variable, tx, name)
 
-    setattr(TensorVariable, f"method_attr_{attribute}", listed)
+        return read
+
+    _replace(TensorVariable, _READS_ATTRIBUTE, reads)
 
 
 def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
-    """Let Dynamo not take `.grad` of a tensor of a type, or of what is in it, for None. Checked on 2.11, 2.13.
+    """Let Dynamo not take `.grad` of a tensor of a type, or of what is in it, for None. Checked on 2.11 - 2.15.
 
     The graph breaks at that of a tensor of the type. What is in it would still be what compiled code was given for it
     after the break, so that is an error.
@@ -88,27 +159,27 @@ def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
         kind: the type.
         reason: what is said of it.
     """
-    from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.tensor import TensorVariable
 
-    rule = getattr(TensorVariable, "method_attr_grad", None)
+    def holder_of(variable: Any) -> Any:
+        nodes = [a for a in variable.proxy.node.args[:1] if isinstance(a, torch.fx.Node)]
+        return nodes[0].meta.get("example_value") if nodes else None
 
-    def is_kind(node: torch.fx.Node) -> bool:
-        return isinstance(node.meta.get("example_value"), kind)
+    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def read(variable: Any, tx: Any, name: str) -> Any:
+            if name == "grad" and isinstance(_value(variable), kind):
+                break_graph(reason, variable)
+            if name == "grad" and isinstance(holder_of(variable), kind):
+                raise RuntimeError(reason)
+            return rule(variable, tx, name)
 
-    def gradient(variable: Any, tx: Any) -> Any:
-        node = variable.proxy.node
-        if is_kind(node):
-            unimplemented(gb_type=f".grad of a {kind.__name__}", context=str(variable), explanation=reason, hints=[])
-        if any(isinstance(holder, torch.fx.Node) and is_kind(holder) for holder in node.args[:1]):
-            raise RuntimeError(reason)
-        return None if rule is None else rule(variable, tx)
+        return read
 
-    setattr(TensorVariable, "method_attr_grad", gradient)  # noqa: B010 (mypy takes no assignment to a method)
+    _replace(TensorVariable, _READS_ATTRIBUTE, reads)
 
 
 def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
-    """Let Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11, 2.13.
+    """Let Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
 
     It would write a call that no subclass is asked about.
 
@@ -116,44 +187,65 @@ def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
         kind: the type.
         reason: what is said where no break is allowed.
     """
-    from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables import builtin
 
     owner: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # since 2.13
-    method = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
-    rule = getattr(owner, method)
 
-    def call_setattr(variable: Any, tx: Any, tensor: Any, name: Any, value: Any) -> Any:
-        is_moved = getattr(tensor, "class_type", None) is kind and name.is_python_constant()
-        if is_moved and name.as_python_constant() == "data":
-            unimplemented(gb_type=f".data = of a {kind.__name__}", context=str(tensor), explanation=reason, hints=[])
-        return rule(variable, tx, tensor, name, value)
+    def sets(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def call_setattr(variable: Any, tx: Any, tensor: Any, name: Any, value: Any) -> Any:
+            is_moved = getattr(tensor, "class_type", None) is kind and name.is_python_constant()
+            if is_moved and name.as_python_constant() == "data":
+                break_graph(reason, tensor)
+            return rule(variable, tx, tensor, name, value)
 
-    setattr(owner, method, call_setattr)
+        return call_setattr
+
+    _replace(owner, ("_call_setattr", "call_setattr"), sets)
 
 
-def show_gradients(kinds: Collection[type[torch.Tensor]]) -> None:
-    """Let compiled code read `.grad` of tensors of these types as of torch's own. Checked on 2.11, 2.13.
+def show_gradients(kind: type[torch.Tensor]) -> None:
+    """Let compiled code read `.grad` of tensors of a type as of torch's own. Checked on 2.11 - 2.15.
 
     Dynamo breaks the graph at it for every subclass.
     """
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 
-    rule = TensorWithTFOverrideVariable.var_getattr
+    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def read(variable: Any, tx: Any, name: str) -> Any:
+            if name == "grad" and variable.class_type is kind:
+                return getattr(TensorVariable, rule.__name__)(variable, tx, name)
+            return rule(variable, tx, name)
 
-    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
-        if name == "grad" and variable.class_type in kinds:
-            return TensorVariable.var_getattr(variable, tx, name)
-        return rule(variable, tx, name)
+        return read
 
-    setattr(TensorWithTFOverrideVariable, "var_getattr", var_getattr)  # noqa: B010 (as above)
+    _replace(TensorWithTFOverrideVariable, _READS_ATTRIBUTE, reads)
+
+
+def pass_as_plain(kind: type[torch.Tensor]) -> None:
+    """Let compiled code hand tensors of a type to aten ops, which its first call refuses else. Checked on 2.11 - 2.15.
+
+    2.11 does not look.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
+    if known is not None:
+        runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Note on a tensor that its address is constant, as `torch._dynamo.mark_static_address` does.
+
+    That would load the compiler. Checked on 2.11 - 2.15.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def call_eagerly(function: Callable[..., Any], reason: str) -> None:
     """Have Dynamo break the graph at a call of this function, and compile nothing that it calls. Checked on 2.11, 2.13.
 
-    `torch.compiler.disable` does that with a wrapper, which takes each call some microseconds.
+    `torch.compiler.disable` does that with a wrapper, which takes each call some microseconds, and loads the compiler.
 
     Args:
         function: written in Python.
@@ -169,10 +261,13 @@ def compile_only_inlined(function: Callable[..., Any]) -> None:
 
     Checked on 2.11, 2.13.
     """
-    from torch._C._dynamo import eval_frame
+    try:
+        from torch._C._dynamo import eval_frame
 
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError, TypeError) as error:
+        _log.debug("%s may be compiled where a graph breaks, which takes time: %s", function.__qualname__, error)
 
 
 def compile_methods_only_inlined(kind: type) -> None:
@@ -195,12 +290,20 @@ def is_symbolic(value: Any) -> bool:
     return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)
 
 
-def tell_operands_apart() -> None:
+def tell_operands_apart() -> bool:
     """Let Dynamo call `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, where it says `Tensor.matmul(tensor, a)`.
 
-    That is what it says of `tensor @ a`, too; of other operators it tells which stood first. Checked on 2.11, 2.13.
+    That is what it says of `tensor @ a`, too; of other operators it tells which stood first. Checked on 2.11 - 2.15.
+
+    Returns:
+        whether it will.
     """
     from torch._dynamo.variables import builtin
 
-    builtin.populate_builtin_to_tensor_fn_map()
-    builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
+    try:
+        builtin.populate_builtin_to_tensor_fn_map()
+        builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
+    except AttributeError as error:
+        _log.warning("torch %s: st.chunk in compiled code breaks the graph: %s", torch.__version__, error)
+        return False
+    return True

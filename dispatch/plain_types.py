@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from subtensors.dispatch import dynamo_private, torch_private
+from subtensors.dispatch import compiler_rules, dynamo_private
 
 PLAIN_TYPES: set[type[torch.Tensor]] = {torch.Tensor, torch.nn.Parameter}
 """Exactly these types, not their subclasses: a subclass may mean something else by its memory."""
 
 
-def read_as_plain(kind: type[torch.Tensor]) -> None:
-    """Count a subclass of ours among them, here and in torch."""
+def read_as_plain(kind: type[torch.Tensor], reason: str) -> None:
+    """Count a subclass of ours among them, here and in compiled code.
+
+    Args:
+        kind: the class.
+        reason: why compiled code can't set `.data` of such a tensor.
+    """
     PLAIN_TYPES.add(kind)
-    torch_private.treat_as_plain(kind)
+    compiler_rules.on_first_compile(
+        kind,
+        partial(dynamo_private.pass_as_plain, kind),
+        partial(dynamo_private.show_gradients, kind),
+        partial(dynamo_private.break_at_moves, kind, reason),
+    )
 
 
 def detached(x: torch.Tensor) -> torch.Tensor:
@@ -24,6 +36,3 @@ def detached(x: torch.Tensor) -> torch.Tensor:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.detach(x)
-
-
-dynamo_private.show_gradients(PLAIN_TYPES)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
-
-# Torch imports its compiler at the first op that a dispatch mode sees, some seconds on a cold machine: they
-# belong to importing this package, not to the first step of a training run.
-import torch._dynamo
 from torch._ops import OpOverload
 from torch.optim import optimizer as _optimizers
+
+if TYPE_CHECKING:
+    import sympy
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
@@ -70,6 +69,8 @@ class LiveNumbers:
         if expression in self.symbols:
             index = self.symbols.index(expression)
             return lambda values: values[index]
+        import sympy
+
         names = {symbol: sympy.Symbol(f"x{i}") for i, symbol in enumerate(self.symbols)}
         source = PythonPrinter().doprint(expression.xreplace(names))
         arguments = ", ".join(f"x{i}" for i in range(len(self.symbols)))
@@ -135,21 +136,19 @@ def is_in_compiler() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
-def treat_as_plain(kind: type[torch.Tensor]) -> None:
-    """Count a subclass that is read as a plain tensor among the types that torch treats as one.
+@cache
+def take_foreach_paths(kind: type[torch.Tensor]) -> None:
+    """Let torch.optim take its foreach and fused paths for tensors of a subclass, as it does for its own.
 
-    Compiled code checks the types that it hands to aten ops at its first call, and refuses others (2.13; 2.11 does not
-    check); torch.optim takes its foreach and fused paths for some types alone. Checked on 2.11, 2.13.
+    For a type that is read as a plain tensor, when the first tensor of it is made. Checked on 2.11 - 2.15.
     """
-    from torch._functorch._aot_autograd import runtime_wrappers
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    optimizer._foreach_supported_types.append(kind)
-    _foreach_utils._foreach_supported_types.append(kind)  # type: ignore[arg-type]
-    known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
-    if known is not None:
-        runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]
+    for module in (optimizer, _foreach_utils):
+        known = getattr(module, "_foreach_supported_types", None)
+        if known is not None and kind not in known:
+            known.append(kind)
 
 
 def is_tracing() -> bool:
@@ -179,11 +178,3 @@ _ASK_NAMES = {
 }
 
 _COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def runs_outside_of_graphs(function: F) -> F:
-    """A function at which compiled code breaks its graph, to run it as it stands."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]

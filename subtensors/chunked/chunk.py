@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from subtensors.chunked import opaque_program as _op  # noqa: F401  (registers the op of compiled programs)
 from subtensors.chunked.calls import stays_whole
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked
 from subtensors.chunked.division import known_policy, policy
-from subtensors.chunked.traced_chunk import traced_chunk
 
 
 def chunk(
@@ -59,6 +59,8 @@ def chunk(
     if stays_whole(x):
         return x  # type: ignore[return-value]  # which stands for a chunked one
     if torch.compiler.is_compiling():
+        from subtensors.chunked.traced_chunk import traced_chunk  # which loads the compiler
+
         traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
         return traced
     return chunked(x, dim, known_policy(chunks, rows, memory_limit, accumulate, compile))

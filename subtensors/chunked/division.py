@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-
-import torch
+import string
 
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.region.axis import Policy
@@ -35,9 +33,13 @@ def policy(
 known_policy = functools.lru_cache(maxsize=64, typed=True)(policy)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _bytes(limit: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
-    if match is None or match[2].upper() not in _UNITS:
+    """The bytes that a text names; in steps that a compiler can trace."""
+    text = limit.strip()
+    number = text.rstrip(string.ascii_letters)
+    unit = text[len(number) :].upper()
+    number = number.rstrip()
+    digits = number.replace(".", "", 1)
+    if not (digits.isascii() and digits.isdigit() and number[-1:] != "." and unit in _UNITS):
         raise ValueError(f'memory_limit is bytes, or text such as "1GiB" or "500MB"; got {limit!r}')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(float(number) * _UNITS[unit])

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import optree
 import torch
 
 from subtensors.dispatch.fused_maths.columns import Elements
 from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.fused_maths.fused_op import call_opaque, register
+from subtensors.fused_maths import fused_op as _op  # noqa: F401  (registers the ops of compiled calls)
 from subtensors.kernels.lists.launch import Tiling
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.tree_structure import first_difference
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_fusions: WeakValueDictionary[int, Fusion] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def fusion_of(number: int) -> Fusion:
+    """The fusion that has a number, by which compiled code names it."""
+    return _fusions[number]
 
 
 class Fused(Generic[P, R]):
@@ -31,7 +41,8 @@ class Fused(Generic[P, R]):
         self.function = function
         self.fusion = Fusion(function)
         functools.update_wrapper(self, function)
-        self._key = register(self.fusion)
+        self._key = next(_numbers)
+        _fusions[self._key] = self.fusion
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do the maths to every element of the lists among the arguments."""
@@ -43,6 +54,8 @@ class Fused(Generic[P, R]):
 
     def _compiling(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The call as `torch.compile` traces it: one op on the lists, or the maths itself when it returns tensors."""
+        from subtensors.fused_maths.traced_call import call_opaque  # which loads the compiler
+
         values = [*args, *kwargs.values()]
         names = (None,) * len(args) + tuple(kwargs)
         if not call_opaque(self._key, values, names):

@@ -7,11 +7,12 @@ guarded with the layout of a packed list and with each element of another.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from subtensors.dispatch import dynamo_private
+from subtensors.dispatch import compiler_rules, dynamo_private
 from subtensors.dispatch.errors import RuleError
 
 _ATTRIBUTES = "shape ndim dtype device layout is_cuda".split()
@@ -22,13 +23,16 @@ _FUNCTIONS = "numel is_floating_point is_complex".split()
 
 def teach_compiler(kind: type[torch.Tensor]) -> None:
     """Make compiled code see the elements of lists of this type in what it asks of their geometry."""
-    dynamo_private.answer_in_compiler(kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS)
-    dynamo_private.list_in_compiler(kind, "tensors")
     dynamo_private.compile_methods_only_inlined(kind)
-    dynamo_private.break_at_gradients(
-        kind,
+    reason = (
         "compiled code is given stand-ins for the elements of a TensorList, which have no .grad: give it the gradients "
-        "as a list of their own, or the parameters as a plain list",
+        "as a list of their own, or the parameters as a plain list"
+    )
+    compiler_rules.on_first_compile(
+        kind,
+        partial(dynamo_private.answer_in_compiler, kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS),
+        partial(dynamo_private.list_in_compiler, kind, "tensors"),
+        partial(dynamo_private.break_at_gradients, kind, reason),
     )
 
 

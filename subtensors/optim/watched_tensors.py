@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from subtensors.dispatch import dynamo_private
 from subtensors.dispatch.plain_types import read_as_plain
+from subtensors.dispatch.torch_private import take_foreach_paths
 from subtensors.optim.watched_state import Changes
 
 _CHANGES = "_changes"
@@ -106,6 +107,8 @@ def watch(tensors: Iterable[Tensor], changes: Changes) -> None:
         >>> changes.mark is before
         False
     """
+    for kind in _OWN:
+        take_foreach_paths(kind)
     for t in tensors:
         vars(t)[_CHANGES] = changes
         t.__class__ = _WATCHED[type(t)]
@@ -128,5 +131,5 @@ def _unwatched_alias(t: Tensor) -> Tensor:
 
 
 for _kind in _OWN:
-    read_as_plain(_kind)
-    dynamo_private.break_at_moves(_kind, "what moves a packed parameter, or its gradient, is marked outside of a graph")
+    dynamo_private.compile_methods_only_inlined(_kind)
+    read_as_plain(_kind, "what moves a packed parameter, or its gradient, is marked outside of a graph")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import dynamo_private
+from subtensors.dispatch import compiler_rules, dynamo_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.meeting_types import RECORDED, RULED
 from subtensors.dispatch.padded.gradient_padding import Arrival
@@ -305,5 +305,14 @@ def _rebuild(
     return out
 
 
+def _run_whole_in_graphs() -> None:
+    """Have compiled code call what reads a PaddedTensor's parts on its stand-ins, and not look into it."""
+    from subtensors.padded import wrapping
+
+    for function in (wrapping.dense_of, wrapping.mask_of, wrapping.count_of):
+        torch.compiler.allow_in_graph(function)
+
+
 dynamo_private.compile_methods_only_inlined(PaddedTensor)
+compiler_rules.on_first_compile(PaddedTensor, _run_whole_in_graphs)
 RULED.add(PaddedTensor)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.padded.gradient_padding import Arrival
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.size_factors import size_of
@@ -73,7 +72,6 @@ class Wrap(torch.autograd.Function):
         return (followed(gradient).dense if isinstance(gradient, PaddedTensor) else gradient), None
 
 
-@dispatcher_private.run_by_the_compiler
 def dense_of(x: PaddedTensor) -> Tensor:
     """`PaddedTensor.dense`."""
     dense = followed(x).dense
@@ -81,7 +79,6 @@ def dense_of(x: PaddedTensor) -> Tensor:
     return dense
 
 
-@dispatcher_private.run_by_the_compiler
 def mask_of(x: PaddedTensor) -> Tensor:
     """`PaddedTensor.mask`."""
     mask = value_of(x).mask()
@@ -90,7 +87,6 @@ def mask_of(x: PaddedTensor) -> Tensor:
     return mask.expand(x._dense.shape).clone()
 
 
-@dispatcher_private.run_by_the_compiler
 def count_of(x: PaddedTensor, dim: int) -> Tensor:
     """`PaddedTensor.count`."""
     if not -x._dense.dim() <= dim < x._dense.dim():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.byte_sizes import in_units, parse_bytes
-from subtensors.dispatch import captures, torch_private
+from subtensors.dispatch import captures, dynamo_private
 from subtensors.dispatch.errors import AddressError
 from subtensors.dispatch.sleeping import Census, Sleep, memory_of
 from subtensors.kernels.address import bytes_at
@@ -246,7 +246,6 @@ class Arena(Constructors):
                 self._sleep.wake()
             captures.when_idle(self._contents.close)
 
-    @torch_private.runs_outside_of_graphs
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """A tensor of this layout, filled with a value where one is given."""
         refuse_capture(self.device)
@@ -279,6 +278,9 @@ class Arena(Constructors):
                 f"{shape} in this Arena is held by C++ code, such as an autograd graph that saved it, which would read "
                 f"memory that is gone: run backward() or delete its result"
             )
+
+
+dynamo_private.call_eagerly(Arena._carve, "a tensor in an Arena is made outside of graphs")
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -99,7 +99,8 @@ class StaticAddressTensor(_ReadAsPlain):
     def data(self) -> Tensor:  # type: ignore[override]
         """The same memory as a plain tensor that autograd does not watch."""
         with torch._C.DisableTorchFunctionSubclass():
-            return super().data
+            # Compiled code has no words for the attribute of another class.
+            return Tensor.detach(self) if torch.compiler.is_compiling() else super().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -132,7 +133,6 @@ class StaticAddressTensor(_ReadAsPlain):
         return _rebuild, _parts(self)
 
 
-@torch_private.runs_outside_of_graphs
 def static(t: Tensor) -> StaticAddressTensor:
     """The values of `t` at an address that never moves.
 
@@ -215,7 +215,8 @@ def of_memory(t: Tensor) -> StaticAddressTensor:
     """A StaticAddressTensor that is an alias of `t`, whose memory must never move."""
     with torch._C.DisableTorchFunctionSubclass():
         out = Tensor._make_subclass(StaticAddressTensor, t)
-    torch._dynamo.mark_static_address(out)
+    dynamo_private.mark_static_address(out)
+    torch_private.take_foreach_paths(StaticAddressTensor)
     return out
 
 
@@ -346,8 +347,8 @@ class _Placed(torch.autograd.Function):
 
 
 torch.serialization.add_safe_globals([_rebuild])
-read_as_plain(StaticAddressTensor)
+read_as_plain(StaticAddressTensor, f".data = would move a StaticAddressTensor: {COPY}")
 dynamo_private.compile_methods_only_inlined(StaticAddressTensor)
-dynamo_private.break_at_moves(StaticAddressTensor, f".data = would move a StaticAddressTensor: {COPY}")
+dynamo_private.call_eagerly(static, "a static tensor is made outside of graphs, which would make it at each replay")
 # Sharing memory between processes moves it, so that a copy is what is shared.
 ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))
