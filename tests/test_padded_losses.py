@@ -104,3 +104,11 @@ def test_a_causal_language_models_loss_is_that_of_each_rows_next_tokens() -> Non
     expected = F.cross_entropy(torch.cat([row[:-1] for row in rows]), torch.cat([c[1:] for c in classes]))
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(torch.autograd.grad(actual, rows), torch.autograd.grad(expected, rows))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_weight_of_classes_may_be_the_one_tensor_that_is_padded(soft: bool) -> None:
+    scores, classes = torch.randn(5, C, dtype=torch.float64), torch.randint(0, C, (5,))
+    target = torch.randn(5, C, dtype=torch.float64).softmax(1) if soft else classes
+    actual = F.cross_entropy(scores, target, weight=st.pad(W, {0: SEQ}, value=math.nan))
+    torch.testing.assert_close(actual, F.cross_entropy(scores, target, weight=W))

@@ -72,7 +72,7 @@ FUNCTIONS = frozenset(
     instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax lp_pool1d lp_pool2d lp_pool3d
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss
     triplet_margin_loss multi_margin_loss multilabel_margin_loss
-    multilabel_soft_margin_loss grid_sample linear_cross_entropy kl_div
+    multilabel_soft_margin_loss grid_sample kl_div
     multi_head_attention_forward gumbel_softmax local_response_norm unfold nll_loss normalize pad gaussian_nll_loss
     poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
     tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss

@@ -39,6 +39,8 @@ def classes(call: Call) -> Any:
     at = 0 if x.dim() == 1 else 1
     if x.is_padded(at) and (call["weight"] is not None or call.get("label_smoothing")):
         raise refuse(call, "the classes themselves are padded, and weighted or smoothed over")
+    if call["weight"] is not None and call["weight"].padded_dims:
+        raise refuse(call, "the weight of the classes is padded")
     if target.dense.is_floating_point():
         return _by_probabilities(call, x, target, at)
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]

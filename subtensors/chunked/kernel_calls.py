@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subtensors.chunked.picked_rows import each_row, one_row, picked_rows, selected_rows
 from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
+from subtensors.dispatch import linear_cross_entropy as torchs
 from subtensors.dispatch.plain_types import PLAIN_TYPES
 from subtensors.dispatch.region.cells import Cell, LinearCell
 from subtensors.dispatch.region.evaluation import evaluate
@@ -57,6 +58,20 @@ def _cross_entropy(
         if loss is not None:
             return loss
     return _entropy_of(kind, cell.value, target, weight, reduction, ignore_index, label_smoothing)
+
+
+def _linear_cross_entropy(
+    kind: Kind,
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    **named: Any,
+) -> Tensor | None:
+    """`F.linear_cross_entropy`: a linear layer and its cross entropy, in chunks of the rows whatever `options` say."""
+    try:
+        return torchs.composed(input, linear_weight, target, **named)
+    except torchs.NotComposed:
+        return None
 
 
 def _nll_loss(
@@ -185,6 +200,7 @@ BY_KERNELS: dict[Any, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
+    **({} if torchs.FUNCTION is None else {torchs.FUNCTION: _linear_cross_entropy}),
     torch.logsumexp: _logsumexp,
     Tensor.logsumexp: _logsumexp,
     torch.special.logsumexp: _logsumexp,

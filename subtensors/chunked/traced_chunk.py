@@ -23,6 +23,7 @@ from subtensors.chunked.program_text import ProgramText, Step, merged
 from subtensors.chunked.traced_calls import REFUSED, VIEWS, constant_name, elsewhere, what_becomes
 from subtensors.dispatch.dynamo_private import tell_operands_apart
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.linear_cross_entropy import composed
 from subtensors.dispatch.region.axis import Policy
 
 _log = logging.getLogger(__name__)
@@ -117,6 +118,8 @@ def _called(function: Callable[..., Any], callee: str, name: str, args: tuple[An
         raise RuleError(
             f"{name} on chunked values: their gradient goes to the tensor that was chunked; call it on that"
         )
+    if name == "linear_cross_entropy":
+        return composed(*args, **kwargs)
     if name.endswith("_") and not name.endswith("__"):
         bare = name[:-1]
         return _written(getattr(Tensor, bare, None), f"Tensor.{bare}", name, args, kwargs)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch import dispatcher_private, torch_private
 from subtensors.dispatch.autograd_private import run_backward
 from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.padded import composites, rules
 from subtensors.dispatch.padded.inexpressible import Inexpressible
@@ -137,6 +138,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(func, (torch.ScriptMethod, torch.ScriptFunction)):
             return _scripted(func, args, kwargs)
         return REWRITTEN[func](*args, **kwargs) if func in REWRITTEN else _by_rules(func, args, kwargs)
+    except TooManyDims:
+        raise
     except RuleError as missing:
         if name == "__setitem__" and isinstance(args[0], PaddedTensor):
             from subtensors.padded.assignment import assign

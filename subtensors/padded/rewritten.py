@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from subtensors.dispatch import linear_cross_entropy as torchs
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded.padded_value import plain
+from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.true_sizes import together
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.wrapping import followed
+from subtensors.padded.wrapping import followed, wrapped
 from subtensors.padded.writes import write_view
+
+_log = logging.getLogger("subtensors.padded")
 
 
 def embedding_bag(
@@ -59,6 +66,59 @@ def embedding_bag(
     return total / size.clamp(min=1) if mode == "mean" else total
 
 
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    """A linear layer and its cross entropy; by torch's own chunks where `options` ask for them."""
+    named: dict[str, Any] = {"linear_bias": linear_bias, "weight": weight, "ignore_index": ignore_index}
+    if options is not None:
+        known = (linear_weight, linear_bias, weight)
+        if label_smoothing == 0 and linear_weight.dim() == 2 and not any(isinstance(x, PaddedTensor) for x in known):
+            loss = _in_torchs_chunks(input, linear_weight, target, reduction, {**named, "options": options})
+            if loss is not None:
+                return loss
+        _note_options()
+    return torchs.composed(input, linear_weight, target, **named, reduction=reduction, label_smoothing=label_smoothing)
+
+
+def _in_torchs_chunks(
+    input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, named: dict[str, Any]
+) -> Tensor | None:
+    """Torch's own function on storages whose padding adds nothing; None where more than the rows is padded."""
+    x, wanted = (followed(t) if isinstance(t, PaddedTensor) else plain(t) for t in (input, target))
+    if x.dim() != 2 or x.is_padded(1) or wanted.dim() < 1 or any(d > 0 for d in wanted.padded_dims):
+        return None
+    sizes = together([t.sizes for t in (x, wanted) if t.sizes is not None])
+    rows = met([x.dims[0], wanted.dims[0]], sizes)
+    is_soft = wanted.dense.is_floating_point()
+    padding = 0 if is_soft else -100 if named["ignore_index"] is None else named["ignore_index"]
+    states = x.tamed() if x.dims[0] == rows else Padded(x.dense, (rows, x.dims[1]), sizes).filled(0)
+    targets = Padded(wanted.dense, (rows, *wanted.dims[1:]), sizes).filled(padding)
+    x.sends_zero()
+    # The mean over probabilities is that over rows, those of padding among them.
+    by_hand = is_soft and reduction == "mean"
+    assert torchs.FUNCTION is not None
+    loss = torchs.FUNCTION(states, linear_weight, targets, reduction="sum" if by_hand else reduction, **named)
+    if by_hand:
+        real = Padded(targets, (rows, *wanted.dims[1:]), sizes).mask()
+        return loss / (len(targets) if real is None else real.sum())
+    return wrapped(result(loss, [rows], sizes).gradient_masked()) if reduction == "none" else loss
+
+
+@functools.cache
+def _note_options() -> None:
+    _log.warning("linear_cross_entropy of a PaddedTensor passes options over here: its logits are there in full")
+
+
 def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A copy of a tensor with other values where a view lies."""
 
@@ -79,6 +139,7 @@ def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = 
 
 REWRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.embedding_bag: embedding_bag,
+    **({} if torchs.FUNCTION is None else {torchs.FUNCTION: linear_cross_entropy}),
     **dict.fromkeys([torch.select_scatter, Tensor.select_scatter], _scattered(torch.select)),
     **dict.fromkeys([torch.slice_scatter, Tensor.slice_scatter], _scattered(_slice)),
     **dict.fromkeys([torch.diagonal_scatter, Tensor.diagonal_scatter], _scattered(torch.diagonal)),
