@@ -36,6 +36,9 @@ def wait_for_triton() -> None:
 
 @cache
 def _preparations() -> list[Future[None]]:
+    # Two threads that import Triton at the same time may each see the other's modules half made.
+    from subtensors.kernels import triton_or_none  # noqa: F401
+
     return [_COMPILERS.submit(_read_itself), _COMPILERS.submit(_load_driver)]
 
 

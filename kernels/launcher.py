@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from subtensors.kernels.triton_or_none import triton
-
 Launch = Callable[..., None]
 """Called with the kernel's arguments and `stream`, the number of one of the current device."""
 
@@ -21,11 +19,14 @@ def launcher(compiled: Any, programs: int) -> Launch:
         compiled: what `kernel[grid](...)` and `kernel.warmup(...)` return.
         programs: at least one.
     """
+    from subtensors.kernels.triton_or_none import triton
+
+    knobs = triton.knobs
     described = compiled[(programs, 1, 1)]
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(*arguments: Any, stream: int) -> None:
-        if _has_hooks():
+        if _has_hooks(knobs.runtime):
             described(*arguments, stream=stream)
         else:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
@@ -33,8 +34,7 @@ def launcher(compiled: Any, programs: int) -> Launch:
     return launch
 
 
-def _has_hooks() -> bool:
+def _has_hooks(runtime: Any) -> bool:
     """Is Triton to tell anyone of launches? What it calls is a chain with a list of `calls`, a function, or None."""
-    runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

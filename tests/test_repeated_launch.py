@@ -13,7 +13,7 @@ import torch
 
 from subtensors.kernels import compiler_threads, repeated_launch
 from subtensors.kernels.extents import Extent
-from subtensors.kernels.padded import masked_norm, masked_ops
+from subtensors.kernels.padded import masked_norm, masked_norm_tiles, masked_ops
 from subtensors.kernels.repeated_launch import BeingCompiled, RepeatedLaunch, not_waiting
 
 ON_GPU = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, data_ptr=lambda: 64)
@@ -129,8 +129,8 @@ def test_a_kernel_without_a_reference_is_waited_for(kernel: PretendKernel) -> No
 
 @pytest.mark.gpu
 def test_a_norm_is_its_reference_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = RepeatedLaunch(masked_norm.norm_kernel, has_reference=True)
-    monkeypatch.setattr(masked_norm, "launch_norm", launch)
+    launch = RepeatedLaunch(masked_norm_tiles.norm_kernel, has_reference=True)
+    monkeypatch.setattr(masked_norm, "launch_norm", lambda: launch)
     x = torch.randn(3, 7, 24, device="cuda", dtype=torch.float64)
     w, b = torch.randn(2, 24, device="cuda", dtype=torch.float64)
     extents = [Extent(1, torch.tensor(5, device="cuda")), Extent(0, torch.tensor([0, 2], device="cuda")[1])]

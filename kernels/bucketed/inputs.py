@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.bucketed.input_tiles import load_inputs_kernel
 from subtensors.kernels.compiler_threads import compiled_beside
 from subtensors.kernels.current_device import current_stream, launching_on
 from subtensors.kernels.launcher import Launch, launcher
@@ -115,6 +114,8 @@ class Walk:
         arguments = (tuple([t.data_ptr() for t in moved]), *self._fixed, sizes, self._end, *self._constants)
         if self._launcher is None:
             if self._kernel is None:
+                from subtensors.kernels.bucketed.input_tiles import load_inputs_kernel
+
                 with launching_on(self._device):
                     load_inputs_kernel[(self.programs,)](*arguments)
                 return
@@ -130,6 +131,8 @@ def _compiled(constants: tuple[Any, ...], device: torch.device, sizes: int) -> F
 
 
 def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Any:
+    from subtensors.kernels.bucketed.input_tiles import load_inputs_kernel
+
     dims, widths, _ = constants
     each = (_ANY,) * len(widths)
     shapes = tuple((_ANY,) * len(which) for which in dims)

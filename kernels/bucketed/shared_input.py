@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subtensors.kernels.bucketed.shared_input_tiles import products_kernel
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extent_ops import define
 
@@ -72,6 +71,8 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) ->
 
 def launched(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tiling: Tiling) -> list[Tensor]:
     """The same by the kernel; arguments as of `products`, with rows of x in one piece and contiguous weights."""
+    from subtensors.kernels.bucketed.shared_input_tiles import products_kernel
+
     outs = [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
     missing = range(MOST - len(weights))
     widths = [w.shape[0] for w in weights] + [0 for _ in missing]

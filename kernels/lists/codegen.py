@@ -8,15 +8,11 @@ import linecache
 from dataclasses import dataclass
 from typing import Any
 
-from subtensors.kernels import tile_math
-from subtensors.kernels.libdevice import libdevice
-from subtensors.kernels.lists import blockwise_tiles
 from subtensors.kernels.lists.program import Extent, Program
 from subtensors.kernels.lists.segment_writer import ARGUMENTS, SegmentWriter, function_source
 from subtensors.kernels.lists.segments import Segment
 from subtensors.kernels.lists.source_text import renumbered
 from subtensors.kernels.lists.tile_writer import TileWriter
-from subtensors.kernels.triton_or_none import tl, triton
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,11 @@ _serial = itertools.count()
 
 @functools.lru_cache(maxsize=256)
 def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
+    from subtensors.kernels import tile_math
+    from subtensors.kernels.libdevice import libdevice
+    from subtensors.kernels.lists import blockwise_tiles
+    from subtensors.kernels.triton_or_none import tl, triton
+
     # Programs of several dtypes have segments in common, which Triton then compiles once.
     # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
     filename = f"<subtensors {name} {next(_serial)}>"

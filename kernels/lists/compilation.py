@@ -14,7 +14,6 @@ import torch
 
 from subtensors.kernels.collector import uncollected
 from subtensors.kernels.lists.launch import Grid
-from subtensors.kernels.triton_or_none import triton
 
 
 @uncollected()
@@ -30,6 +29,8 @@ def compile_together(grids: Sequence[Grid]) -> None:
         grid.kernels.are_compiled = True
 
     def compile_all() -> None:
+        from subtensors.kernels.triton_or_none import triton
+
         with ThreadPoolExecutor(len(kernels)) as pool, triton.AsyncCompileMode(pool):
             for grid, kernel in kernels:
                 with torch.cuda.device(grid.device):

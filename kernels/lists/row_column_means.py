@@ -18,9 +18,7 @@ from torch import Tensor
 from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.lists.lowering import TRITON_TYPES
-from subtensors.kernels.lists.row_column_tiles import mean_columns, mean_rows
 from subtensors.kernels.transfer import to_device
-from subtensors.kernels.triton_or_none import tl
 
 ROWS = 32
 """Rows a program of the first kernel."""
@@ -46,6 +44,9 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
         (rows, 1) tensors and (1, columns) tensors, in float64 for float64 and otherwise in float32. Those of all
         matrices follow each other in memory.
     """
+    from subtensors.kernels.lists.row_column_tiles import mean_columns, mean_rows
+    from subtensors.kernels.triton_or_none import tl
+
     device, dtype = matrices[0].device, matrices[0].dtype
     kind = arithmetic_dtype(dtype)
     shapes = np.asarray([x.shape for x in matrices], dtype=np.int64).reshape(-1, 2)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.lists.codegen import Kernel
-from subtensors.kernels.lists.square_sum_tiles import square_sum, square_sum_then
 from subtensors.kernels.transfer import to_device
 
 BLOCK = 2048
@@ -134,6 +133,8 @@ class SquareSum:
             workspace: which workspace to use; launches that may run at the same time want different ones.
             prelude: nothing.
         """
+        from subtensors.kernels.lists.square_sum_tiles import square_sum
+
         with launching_on(self.device):
             square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
 
@@ -168,6 +169,8 @@ class Prelude:
             seed: addresses.
             count: how many tensors it takes.
         """
+        from subtensors.kernels.lists.square_sum_tiles import square_sum_then
+
         with launching_on(self.sweep.device):
             square_sum_then[(self.sweep.programs,)](
                 *self.sweep.arguments(self._address, self.workspace),

@@ -20,7 +20,6 @@ import torch
 
 from subtensors.kernels.lists.launch import Tiling
 from subtensors.kernels.lists.program import Program
-from subtensors.kernels.triton_or_none import triton
 
 logger = logging.getLogger("subtensors.tuning")
 
@@ -40,8 +39,15 @@ def cache_folder() -> Path:
 
 def signature_of(program: Program, device: torch.device) -> str:
     """A name for what a choice depends on: the program but not what it is called, the compiler, the kind of device."""
-    text = "\n".join([str(replace(program, name="")), triton.__version__, kind_of(device)])
+    text = "\n".join([str(replace(program, name="")), _compiler_version(), kind_of(device)])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _compiler_version() -> str:
+    from subtensors.kernels.triton_or_none import triton
+
+    version: str = triton.__version__
+    return version
 
 
 def kind_of(device: torch.device) -> str:
@@ -73,7 +79,7 @@ def row_of(program: Program, device: torch.device, best: Tiling, times: dict[Til
         "warps": best.warps,
         "candidates": [{**asdict(tiling), "seconds": time} for tiling, time in times.items()],
         "device": kind_of(device),
-        "triton": triton.__version__,
+        "triton": _compiler_version(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "program": str(program),

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on
-from subtensors.kernels.losses.gradient_updates import compensated_add_kernel
-from subtensors.kernels.triton_or_none import triton
 
 BLOCK = 2048
 
@@ -42,10 +40,12 @@ def compensated_add_by_kernel(partial: Tensor, total: Tensor, lost: Tensor, firs
         lost: bfloat16, of that shape.
         first: nothing was added yet, and `total` and `lost` hold nothing.
     """
+    from subtensors.kernels.losses.gradient_updates import compensated_add_kernel
+
     count = partial.numel()
     if count:
         with launching_on(total.device):
-            compensated_add_kernel[(triton.cdiv(count, BLOCK),)](partial, total, lost, count, FIRST=first, BLOCK=BLOCK)
+            compensated_add_kernel[(-(-count // BLOCK),)](partial, total, lost, count, FIRST=first, BLOCK=BLOCK)
 
 
 def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -> None:

@@ -6,23 +6,36 @@ is its weight over the weights of all rows, or its weight where the losses are s
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.kernels.losses.hard_rows_tiles import hard_loss_kernel, hard_rows_kernel
 from subtensors.kernels.repeated_launch import RepeatedLaunch
-
-find_hard_rows = RepeatedLaunch(hard_rows_kernel)
-add_hard_rows = RepeatedLaunch(hard_loss_kernel)
 
 BLOCK, WARPS = 8192, 32
 """What was fastest on an H200, of 16384 rows."""
 
 MOST = 2**16
 """Rows that one program goes through; with more the logits take far longer than the host does."""
+
+
+@cache
+def launch_hard_rows() -> RepeatedLaunch:
+    """The launch of the kernel that weighs the rows."""
+    from subtensors.kernels.losses.hard_rows_tiles import hard_rows_kernel
+
+    return RepeatedLaunch(hard_rows_kernel)
+
+
+@cache
+def launch_hard_loss() -> RepeatedLaunch:
+    """The launch of the kernel that adds the rows' losses."""
+    from subtensors.kernels.losses.hard_rows_tiles import hard_loss_kernel
+
+    return RepeatedLaunch(hard_loss_kernel)
 
 
 class HardRows(NamedTuple):
@@ -56,7 +69,7 @@ def hard_rows_by_kernel(
     hard = torch.empty(count + 1, dtype=torch.int64, device=target.device)
     numbers = torch.empty(2 * count + 2, dtype=torch.float32, device=target.device)
     weights, shares, totals = numbers.split_with_sizes((count, count, 2))
-    find_hard_rows(
+    launch_hard_rows()(
         1,
         (target, target if class_weight is None else class_weight, hard, weights, shares, totals),
         *(target.stride(0), count, classes, ignore_index),
@@ -80,7 +93,7 @@ def hard_loss_by_kernel(rows: HardRows, top: Tensor, total: Tensor, picked: Tens
     """
     count, loss = rows.target.shape[0], torch.empty((), dtype=torch.float32, device=top.device)
     tensors = (rows.target, rows.weight, rows.totals, top, total, picked, loss)
-    add_hard_rows(1, tensors, count, MEAN=mean, **_tile(count))
+    launch_hard_loss()(1, tensors, count, MEAN=mean, **_tile(count))
     return loss
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.current_device import launching_on
-from subtensors.kernels.losses.gradient_updates import scale_kernel
 
 BLOCK, PROGRAMS = 4096, 1024
 
@@ -33,6 +32,8 @@ def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
 
 def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
     """The same by the Triton kernel."""
+    from subtensors.kernels.losses.gradient_updates import scale_kernel
+
     if tensor.numel():
         with launching_on(tensor.device):
             scale_kernel[(PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=PROGRAMS, BLOCK=BLOCK)

@@ -7,6 +7,7 @@ against, and what runs on a CPU and in float64; it makes temporaries of the bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,11 +15,15 @@ from torch import Tensor
 
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.losses.cross_entropy import GradientFactors, RowTerms, Statistics, Targets
-from subtensors.kernels.losses.softmax_gradient import gradient_kernel, softmax_gradient_kernel, statistics_kernel
 from subtensors.kernels.repeated_launch import RepeatedLaunch
-from subtensors.kernels.triton_or_none import triton
 
-softmax_gradient = RepeatedLaunch(softmax_gradient_kernel)
+
+@cache
+def launch_softmax_gradient() -> RepeatedLaunch:
+    """The launch of the kernel that takes whole rows."""
+    from subtensors.kernels.losses.softmax_gradient import softmax_gradient_kernel
+
+    return RepeatedLaunch(softmax_gradient_kernel)
 
 
 class Block(NamedTuple):
@@ -176,10 +181,12 @@ class KernelOps:
 
     def fold(self, block: Block, statistics: Statistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
+        from subtensors.kernels.losses.softmax_gradient import statistics_kernel
+
         rows, columns = block.logits.shape
         mine = statistics.rows(*block.rows)
         with launching_on(block.logits.device):
-            statistics_kernel[(triton.cdiv(rows, STATISTICS.rows),)](
+            statistics_kernel[(-(-rows // STATISTICS.rows),)](
                 *self._operands(block),
                 *(mine.top, mine.total, mine.picked, mine.summed),
                 *(rows, block.first_column, columns, *self.numbers),
@@ -189,6 +196,8 @@ class KernelOps:
 
     def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
+        from subtensors.kernels.losses.softmax_gradient import gradient_kernel
+
         rows, columns = block.logits.shape
         mine, seen = factors.rows(*block.rows), statistics.rows(*block.rows)
         on_softmax = mine.on_softmax
@@ -196,7 +205,7 @@ class KernelOps:
             on_softmax = on_softmax + mine.on_square * seen.log_normaliser()
         shape = self._shape(GRADIENT, columns)
         with launching_on(into.device):
-            gradient_kernel[(rows, triton.cdiv(columns, shape["BLOCK"]))](
+            gradient_kernel[(rows, -(-columns // shape["BLOCK"]))](
                 *self._operands(block),
                 *(into, into.stride(0), seen.top, seen.total, on_softmax, mine.on_target, mine.on_all),
                 *(block.first_column, columns, *self.numbers),
@@ -209,7 +218,7 @@ class KernelOps:
         rows, columns = logits.shape
         soft, weight, hard = self._of_targets(logits, self.terms.targets)
         # Slices of what there is of each row would take the host longer than the launch.
-        softmax_gradient(
+        launch_softmax_gradient()(
             rows,
             (logits, soft, weight, hard, *statistics, *factors),
             *(logits.stride(0), soft.stride(0), block.first_row, columns, *self.numbers),

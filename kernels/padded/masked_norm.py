@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,16 +23,21 @@ from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan
-from subtensors.kernels.padded.masked_norm_tiles import norm_backward_kernel, norm_kernel
 from subtensors.kernels.repeated_launch import RepeatedLaunch
-
-launch_norm = RepeatedLaunch(norm_kernel, has_reference=True)
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
 
 WARPS = 8
 """Warps of the backward that a multiprocessor runs at a time, whose programs add up the gradients of the parameters."""
+
+
+@cache
+def launch_norm() -> RepeatedLaunch:
+    """The launch of the forward's kernel."""
+    from subtensors.kernels.padded.masked_norm_tiles import norm_kernel
+
+    return RepeatedLaunch(norm_kernel, has_reference=True)
 
 
 class Normed(NamedTuple):
@@ -103,7 +109,7 @@ def masked_norm_forward(
     if not x.numel():
         return Normed(y, means.zero_(), scales.zero_())
     high, wide, many = layout.whole_rows()
-    launch_norm(
+    launch_norm()(
         layout.rows[0] * -(-layout.rows[1] // high), (x, _or(weight, x), _or(bias, x), y, means, scales),
         layout.slot_arguments(extents), layout.rows[1], layout.columns[1],
         STATICS=layout.statics, ROW_SLOTS=layout.row_slots, EPS=float(eps), FILL=float(fill), RMS=is_rms,
@@ -127,6 +133,8 @@ def masked_norm_backward(
         The gradients of `x`, zero in padding, and in the dtype of the arithmetic those of weight and bias; the latter
         two are sums over the real rows, of the normalized shape.
     """
+    from subtensors.kernels.padded.masked_norm_tiles import norm_backward_kernel
+
     if math.prod(x.shape[x.dim() - normalized :]) > LONGEST:
         return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, extents, is_rms)
     x, layout = plan(x.contiguous(), range(x.dim() - normalized, x.dim()), extents, whole_columns=True)

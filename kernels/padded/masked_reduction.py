@@ -19,7 +19,6 @@ from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.current_device import launching_on, multiprocessors
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
-from subtensors.kernels.padded.masked_reduction_tiles import merge_kernel, reduction_backward_kernel, reduction_kernel
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
@@ -192,6 +191,8 @@ def masked_reduction_forward(
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """`masked_reduction` by its kernels; arguments as there."""
+    from subtensors.kernels.padded.masked_reduction_tiles import merge_kernel, reduction_kernel
+
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
         return _as_bool(
@@ -271,6 +272,8 @@ def masked_reduction_backward(
     Returns:
         The gradient of `x`, zero in padding.
     """
+    from subtensors.kernels.padded.masked_reduction_tiles import reduction_backward_kernel
+
     x, layout = plan(x, dims, extents)
     g = _scaled(gradient, reduced, kind, p, correction).contiguous()
     result = torch.empty_like(x)

@@ -19,7 +19,6 @@ from torch import Tensor
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan, with_strides_of
-from subtensors.kernels.padded.masked_softmax_tiles import softmax_backward_kernel, softmax_kernel
 
 ONE_PASS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
@@ -53,6 +52,8 @@ def masked_softmax_forward(
     x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """`masked_softmax` by its kernel; arguments as there."""
+    from subtensors.kernels.padded.masked_softmax_tiles import softmax_kernel
+
     x, layout = plan(x, [dim], extents)
     y = torch.empty_like(x)
     if not x.numel():
@@ -81,6 +82,8 @@ def masked_softmax_backward(
     Returns:
         The gradient of the input, zero in padding.
     """
+    from subtensors.kernels.padded.masked_softmax_tiles import softmax_backward_kernel
+
     y, layout = plan(y, [dim], extents)
     gradient = with_strides_of(gradient, y)
     result = torch.empty_like(y)

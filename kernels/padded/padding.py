@@ -18,7 +18,6 @@ from torch import Tensor
 from subtensors.kernels.current_device import launching_on
 from subtensors.kernels.extents import Extent, normalized, real_mask
 from subtensors.kernels.padded.masked_layout import TILE
-from subtensors.kernels.padded.padding_tiles import pad_kernel
 from subtensors.kernels.transfer import to_device
 
 Dim3 = tuple[int, "int | Tensor", int]
@@ -148,6 +147,8 @@ def _launch(
     unpad: bool,
 ) -> None:  # fmt: skip
     """Run the kernel over every element of `padded`."""
+    from subtensors.kernels.padded.padding_tiles import pad_kernel
+
     if not padded.numel():
         return
     columns = dims[-1][0] if dims else 1
