@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from subtensors.dispatch.op_classes import OpClass, op_class
@@ -61,10 +64,11 @@ def _elsewhere(name: str) -> str:
     return next((f"{home}.{name}" for home, space in homes.items() if hasattr(space, name)), "")
 
 
-def _itself(name: str) -> str:
-    return name
+def _name_of(function: Callable[..., Any]) -> str:
+    return function.__name__
 
 
 what_becomes = torch.compiler.assume_constant_result(_what_becomes)
 elsewhere = torch.compiler.assume_constant_result(_elsewhere)
-constant_name = torch.compiler.assume_constant_result(_itself)
+name_of = torch.compiler.assume_constant_result(_name_of)
+"""The name of a function. The compiler itself may say that of the code which a decorator put around it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from subtensors.chunked.opaque_program import chunked_program, put
 from subtensors.chunked.program_text import ProgramText, Step, merged
-from subtensors.chunked.traced_calls import REFUSED, VIEWS, constant_name, elsewhere, what_becomes
+from subtensors.chunked.traced_calls import REFUSED, VIEWS, elsewhere, name_of, what_becomes
 from subtensors.dispatch.dynamo_private import tell_operands_apart
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.linear_cross_entropy import composed
@@ -76,7 +76,7 @@ class TracedChunk:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = constant_name(func.__name__)
+        name = name_of(func)
         if name == "__getitem__" and isinstance(args[1], TracedChunk):
             args = (args[1], args[0])  # of `a[b]` the compiler gives a tensor first
         if name == "__rmatmul__":
