@@ -256,6 +256,26 @@ def test_formulas_of_one_operand_give_what_torch_gives(
     assert check(lowering, maths, Elements(values.unbind()), tiling=ONE_TILE) is not None
 
 
+BEYOND: list[Maths] = [
+    lambda x, n: x.clamp(-2, 3),
+    lambda x, n: x.clamp(2, 300),
+    lambda x, n: x.clamp_min(300),
+    lambda x, n: x.clamp_max(-200),
+    lambda x, n: x.clamp(n, 5),
+    lambda x, n: x.clamp_max(n),
+]
+
+
+@each_lowering
+@pytest.mark.parametrize("maths", BEYOND)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_integers_clamped_to_what_they_cannot_hold_are_what_torch_gives(
+    lowering: Lowering, maths: Maths, dtype: torch.dtype
+) -> None:
+    for number in (-2, 2, 300):
+        check(lowering, maths, Elements([special_values(dtype)]), number)
+
+
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(BINARY))
 def test_formulas_of_two_operands_give_what_torch_gives(
     lowering: Lowering, names: list[str], dtype: torch.dtype

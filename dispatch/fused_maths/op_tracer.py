@@ -18,7 +18,7 @@ from subtensors.dispatch.fused_maths.refusals import ADVICE, refuse, refuse_op, 
 from subtensors.dispatch.fused_maths.stand_ins import EXAMPLES, SHAPES, Cell, Traced
 from subtensors.dispatch.op_classes import OpClass, functional_form, op_class
 from subtensors.kernels.lists import blockwise
-from subtensors.kernels.lists.lowering import INTEGERS, can_lower
+from subtensors.kernels.lists.lowering import INTEGERS, can_lower, may_exceed_dtype
 from subtensors.kernels.lists.program import REDUCTIONS, Extent, Instruction, Parameter, Ref, Scalar, call_form
 
 aten = torch.ops.aten
@@ -83,6 +83,8 @@ class OpTracer(TorchDispatchMode):
         if instruction is None and op_class(func) is OpClass.FACTORY and not self.depth:
             refuse(*_OWN_SHAPE)
         decomposition = torch_private.decomposition_of(func)
+        if instruction is not None and may_exceed_dtype(instruction):
+            decomposition = None  # it may not do what torch's own kernel does
         if decomposition is not None:
             recorded = len(self.instructions)
             try:

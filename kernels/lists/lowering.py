@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from subtensors.kernels.lists.program import Extent, Instruction
+from subtensors.kernels.lists.program import Extent, Instruction, Scalar
 
 
 class Text(str):
@@ -237,7 +237,23 @@ def can_lower(instruction: Instruction) -> bool:
     if name == "pow" and compute in INTEGERS:
         exponent = instruction.args[1]
         return isinstance(exponent, int) and exponent in (1, 2, 3)
-    return True
+    return not may_exceed_dtype(instruction)
+
+
+def may_exceed_dtype(instruction: Instruction) -> bool:
+    """Whether integers are clamped to a number that their dtype may not hold.
+
+    Some versions of torch ignore such a number, some wrap it round, and some raise an error.
+    """
+    if instruction.name not in ("clamp", "clamp_min", "clamp_max") or instruction.compute not in INTEGERS:
+        return False
+    info = torch.iinfo(instruction.compute)
+    for bound in instruction.args[1:]:
+        if isinstance(bound, Scalar) and instruction.compute != torch.int64:
+            return True
+        if isinstance(bound, int) and not info.min <= bound <= info.max:
+            return True
+    return False
 
 
 def register(dtype: torch.dtype, extent: Extent) -> torch.dtype:
