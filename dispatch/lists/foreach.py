@@ -49,6 +49,8 @@ class Row:
     options: tuple[str, ...] = ()
     in_place: bool = True
     functional: bool = True
+    is_of_order: bool = False
+    """Whether it compares values. Torch refuses complex ones, for a list by another kind of error than for a tensor."""
 
 
 _ROWS = [
@@ -57,8 +59,8 @@ _ROWS = [
     Row("sub", ("input", "other"), {"LL": "List", "LS": "Scalar"}, ("alpha",)),
     Row("mul", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
     Row("div", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
-    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False),
-    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False),
+    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False, is_of_order=True),
+    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False, is_of_order=True),
     Row("clamp_min", ("input", "min"), {"LL": "List", "LS": "Scalar"}),
     Row("clamp_max", ("input", "max"), {"LL": "List", "LS": "Scalar"}),
     Row("pow", ("input", "exponent"), {"LL": "List", "LS": "Scalar", "SL": "ScalarAndTensor"}),
@@ -156,7 +158,9 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
     signatures = list(zip(*[[(t.dtype, t.device, t.layout, type(t)) for t in x] for x in lists], strict=True))
     distinct = set(signatures)
     for signature in distinct:
-        for _, device, layout, kind in signature:
+        for dtype, device, layout, kind in signature:
+            if target.row.is_of_order and dtype.is_complex:
+                return None
             if layout is not torch.strided or kind not in PLAIN_TYPES:
                 return None
             if "0" in kinds and (values[-1].device != device or values[-1].dtype != signature[0][0]):
