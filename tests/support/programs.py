@@ -117,20 +117,20 @@ class _Shadows(TorchDispatchMode):
         super().__init__()
 
     def of(self, tensor: Tensor) -> list[Tensor]:
-        """The shadows of a tensor, itself where it holds no floats."""
-        if not tensor.is_floating_point():
+        """The shadows of a tensor, itself where it holds neither floats nor complex numbers."""
+        if not _is_rounded(tensor):
             return [tensor] * (1 + PERTURBED)
         if id(tensor) not in self.shadows:
-            self.shadows[id(tensor)] = tensor, [tensor.to(torch.float64, copy=True) for _ in range(1 + PERTURBED)]
+            self.shadows[id(tensor)] = tensor, [tensor.to(_wide(tensor), copy=True) for _ in range(1 + PERTURBED)]
         return self.shadows[id(tensor)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = [[self.of(a)[k] if isinstance(a, Tensor) else a for a in args] for k in range(1 + PERTURBED)]
         plain = func(*args, **kwargs)
-        if not isinstance(plain, Tensor) or not plain.is_floating_point():
+        if not isinstance(plain, Tensor) or not _is_rounded(plain):
             return plain
-        keywords = {k: torch.float64 if v in _FLOATS and k == "dtype" else v for k, v in kwargs.items()}
+        keywords = {k: _wide(plain) if v in _PRECISIONS and k == "dtype" else v for k, v in kwargs.items()}
         name = func._schema.name.rpartition("::")[2]
         exact = func.is_view or (name in _EXACT and (name != "copy_" or _widens(args[1].dtype, plain.dtype)))
         exact |= name == "_to_copy" and _widens(args[0].dtype, plain.dtype)
@@ -139,8 +139,8 @@ class _Shadows(TorchDispatchMode):
             given = {key: self.of(v)[k] if isinstance(v, Tensor) else v for key, v in keywords.items()}
             terms = _terms(name, shadow_args, given) if name in _FUSED else None
             shadow = func(*shadow_args, **given)
-            if shadow.dtype != torch.float64:
-                shadow = shadow.to(torch.float64)
+            if shadow.dtype != _wide(plain):
+                shadow = shadow.to(_wide(plain))
             if k and not exact:
                 info = torch.finfo(plain.dtype)
                 # A sum of n numbers by halves rounds each of them log2 n times.
@@ -149,8 +149,9 @@ class _Shadows(TorchDispatchMode):
                 size = shadow.abs() if terms is None else terms
                 step = (size + info.smallest_normal) * info.eps * depth
                 sign = 1 - 2 * ((k - 1 & self.rounded).bit_count() % 2)
+                moved = shadow + step * sign * (1 + 1j if plain.is_complex() else 1)
                 # A finite truth stays finite: what overflows is left to the plain run.
-                shadow.copy_(torch.where(shadow.isfinite(), shadow + step * sign, shadow))
+                shadow.copy_(torch.where(shadow.isfinite(), moved, shadow))
             results.append(shadow)
         self.rounded += not exact
         if plain is not args[0]:
@@ -158,12 +159,21 @@ class _Shadows(TorchDispatchMode):
         return plain
 
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PRECISIONS = {torch.float64: 3, torch.float32: 2, torch.float16: 1, torch.bfloat16: 1}
+_PRECISIONS |= {torch.complex128: 3, torch.complex64: 2, torch.complex32: 1}
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of the truth about a tensor."""
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
-    order = {torch.float64: 3, torch.float32: 2, torch.float16: 1, torch.bfloat16: 1, torch.bool: 0}
-    return source == target or order.get(source, 9) < order[target]
+    return source == target or {torch.bool: 0, **_PRECISIONS}.get(source, 9) < _PRECISIONS[target]
 
 
 @dataclass(frozen=True)
@@ -174,17 +184,19 @@ class Expected:
     shadows: list[Tensor]
 
     def check(self, actual: Tensor, slack: float = 0, per_element: bool = False, lost: float = 0) -> None:
-        """Raise AssertionError where `actual` is further from the truth than rounding explains."""
+        """Raise AssertionError where `actual` is further from the truth than rounding explains.
+
+        Roundings of a complex number are of the size of that, not of each part.
+        """
         plain = self.plain
         assert actual.dtype == plain.dtype
         assert actual.shape == plain.shape
-        if not plain.is_floating_point():
-            parts = [torch.view_as_real(t) if t.is_complex() else t for t in (actual, plain)]
-            assert torch.equal(*parts), f"{actual} is not {plain}"
+        if not _is_rounded(plain):
+            assert torch.equal(actual, plain), f"{actual} is not {plain}"
             return
         info = torch.finfo(plain.dtype)
-        got, truth = actual.double(), self.shadows[0]
-        errors = torch.stack([(s - truth).abs() for s in (plain.double(), *self.shadows[1:])]).nan_to_num(0, 0, 0)
+        got, found, truth = actual.to(_wide(plain)), plain.to(_wide(plain)), self.shadows[0]
+        errors = torch.stack([(s - truth).abs() for s in (found, *self.shadows[1:])]).nan_to_num(0, 0, 0)
         unit = truth.abs().clamp(min=info.smallest_normal) * info.eps
         # Luck in one element says nothing about its neighbours: roundings are counted over the whole tensor.
         roundings = (errors / unit).nan_to_num(0, 0, 0)
@@ -192,7 +204,7 @@ class Expected:
         right = (got - truth).abs() <= (1.5 * worst + 1 + slack) * unit
         # Where torch itself overflows, a kernel that works in higher precision may not; or it agrees.
         right |= (got - truth).abs() <= 2 * lost
-        for agreed in (plain.double(), truth):
+        for agreed in (found, truth):
             right |= (got == agreed) | (got.isnan() & agreed.isnan())
         assert right.all(), (
             f"off by {((got - truth).abs() / unit)[~right].tolist()} roundings where torch is by "
