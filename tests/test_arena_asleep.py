@@ -92,7 +92,7 @@ UNASKED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("use", UNASKED)
 def test_what_asks_no_subclass_is_refused_too_while_released(device: str, use: str) -> None:
     arena = st.Arena(device)

@@ -71,7 +71,6 @@ def transforms(x: Tensor) -> dict[str, Callable[[Callable[[Tensor], Tensor]], An
     }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", ["grad", "vmap", "jvp", "jacrev", "forward mode"])
 def test_transforms_see_the_program_itself(device: str, name: str, trained: bool) -> None:

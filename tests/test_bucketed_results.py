@@ -124,7 +124,7 @@ def test_a_copy_has_a_copy_of_the_program_and_no_graphs(device: str) -> None:
     assert model.run.stats().hits == 2
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("way", ["script", "trace"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_scripted_modules_are_programs_too(device: str, way: str, trained: bool) -> None:

@@ -111,7 +111,6 @@ def entropy(x: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w), torch.zeros(4, dtype=torch.int64))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, differentiated_forward])
 @pytest.mark.parametrize("loss", [squares, entropy])
 def test_transforms_of_functions_are_refused_clearly(loss: Any, transform: Any) -> None:

@@ -139,7 +139,6 @@ def test_transforms_of_torch_func_are_refused_clearly(transformed: Callable[[Any
         lambda t: torch.func.jvp(lambda t: st.pad(t, {1: SEQ}).sum(), (t,), (t,)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_padding_within_a_transform_is_refused_clearly(transformed: Callable[[Tensor], Any]) -> None:
     with pytest.raises(st.RuleError, match="pad before"):
         transformed(torch.randn(2, 5))
