@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 SEQ = st.Dim("seq", max=256, buckets=64)
 LAYERS = 3
 NORMS = 1 + 2 * LAYERS
-VIEWS = ("view", "expand", "transpose", "t", "slice", "select", "unsqueeze")
+VIEWS = ("view", "expand", "transpose", "t", "slice", "select", "unsqueeze", "detach", "alias")
 
 
 def bert() -> Any:
@@ -93,4 +93,4 @@ def test_a_convolutional_net_over_a_padded_batch_does_what_it_does_over_a_whole_
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     plain = ops(lambda images: [model(pixel_values=images).logits], [torch.zeros(4, 3, 32, 32)])
     # One image stands in for those that are padding where an op might not take their values.
-    assert ours - plain == Counter(["arange", "lt", "where", "detach"])
+    assert ours - plain == Counter(["arange", "lt", "where"])
