@@ -11,6 +11,7 @@ import torch
 from torch.autograd import grad_mode
 
 from subtensors.dispatch.dispatcher_private import dispatch_keys
+from subtensors.dispatch.internals import requires
 
 
 def take_new_accumulator(leaf: torch.Tensor) -> None:
@@ -26,6 +27,7 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
+@requires("torch._C._FunctionBase.maybe_clear_saved_tensors", otherwise=lambda ctx: list(ctx.saved_tensors))
 def taken_from(ctx: Any) -> list[torch.Tensor]:
     """What a node of autograd's graph kept for its backward, and lets go of now unless the graph is retained.
 
@@ -36,6 +38,7 @@ def taken_from(ctx: Any) -> list[torch.Tensor]:
     return kept
 
 
+@requires("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 @contextmanager
 def unseen_writes(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Autograd doesn't count what is written to some tensors meanwhile. Checked on 2.11, 2.13.
@@ -105,6 +108,7 @@ def passes_gradients_on(function: object) -> bool:
     return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
 
 
+@requires("torch.Tensor._backward_hooks")
 def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
     """Have a leaf call hooks with its gradient, as `register_hook` would, but of a table that many leaves share.
 
@@ -119,6 +123,7 @@ def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch
     tensor._backward_hooks = hooks  # type: ignore[assignment]
 
 
+@requires("torch._C._autograd._top_saved_tensors_default_hooks", otherwise=lambda: True)
 def saves_through_hooks() -> bool:
     """Are there hooks on what autograd saves, such as those of activation checkpointing? Checked on 2.11, 2.13.
 
@@ -131,6 +136,12 @@ def saves_through_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+@requires(
+    "torch._C.DispatchKey",
+    "torch._C.DispatchKeySet",
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._EnableTorchFunction",
+)
 @contextmanager
 def as_called_outside() -> Iterator[None]:
     """In here, as nowhere else in an op's implementation, autograd records and subclasses see functions of torch.

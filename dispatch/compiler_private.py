@@ -9,11 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from subtensors.dispatch.internals import requires
+
 OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph", "disable")
 """Those of `torch.compile` that a traced graph has a use for, or no need of."""
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
+@requires("torch._inductor.async_compile.maybe_warm_pool", otherwise=lambda options: None)
 def start_workers(options: dict[str, Any]) -> None:
     """Have the processes that compile kernels start meanwhile: it takes them seconds. Checked on 2.11, 2.13.
 
@@ -27,17 +30,8 @@ def start_workers(options: dict[str, Any]) -> None:
 
 
 def is_backend(name: str) -> bool:
-    """Does `torch.compile` know a backend of this name? Checked on 2.11, 2.13."""
-    if name == "inductor":
-        return True
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
-
-    try:
-        lookup_backend(name)
-    except InvalidBackend:
-        return False
-    return True
+    """Return whether `torch.compile` knows a backend of this name."""
+    return name in torch.compiler.list_backends(exclude_tags=())
 
 
 class CompiledGraph:
@@ -54,6 +48,15 @@ class CompiledGraph:
         options: of `torch.compile`.
     """
 
+    @requires(
+        "torch._dynamo.source.ConstantSource",
+        "torch._subclasses.FakeTensorMode",
+        "torch.fx.experimental.symbolic_shapes.DimDynamic",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+        "torch.fx.experimental.symbolic_shapes.StatelessSymbolicContext",
+        "torch._TorchCompileWrapper",
+        "torch._TorchCompileInductorWrapper",
+    )
     def __init__(
         self,
         module: fx.GraphModule,

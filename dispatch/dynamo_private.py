@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import sys
 from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 
+from subtensors.dispatch.internals import MissingInternal, requires
+
 _log = logging.getLogger(__name__)
-
-
-class MissingInternal(RuntimeError):
-    """Something private of torch that this version of it does not have, or has otherwise."""
 
 
 def break_graph(reason: str, at: object) -> NoReturn:
@@ -30,11 +29,10 @@ def break_graph(reason: str, at: object) -> NoReturn:
         reason: what is said where no break is allowed.
         at: what it traces.
     """
-    from torch._dynamo import exc
-
-    if (unimplemented := getattr(exc, "unimplemented", None)) is not None:
+    errors = sys.modules.get("torch._dynamo.exc")
+    if (unimplemented := getattr(errors, "unimplemented", None)) is not None:
         unimplemented(gb_type="A type of subtensors", context=str(at), explanation=reason, hints=[])
-    raise getattr(exc, "Unsupported", RuntimeError)(reason)
+    raise getattr(errors, "Unsupported", RuntimeError)(reason)
 
 
 def _replace(owner: Any, names: Sequence[str], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -283,8 +281,14 @@ def compile_methods_only_inlined(kind: type) -> None:
             compile_only_inlined(member)
 
 
+def _has_symbolic_type(value: Any) -> bool:
+    values = value if isinstance(value, tuple | list) else [value]
+    return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in values)
+
+
+@requires("torch.fx.experimental.symbolic_shapes.has_free_symbols", otherwise=_has_symbolic_type)
 def is_symbolic(value: Any) -> bool:
-    """Does it hold a size that the compiler has no number for? Checked on 2.11, 2.13."""
+    """Return whether it holds a size that the compiler has no number for. Checked on 2.11 - 2.15."""
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)
@@ -298,12 +302,12 @@ def tell_operands_apart() -> bool:
     Returns:
         whether it will.
     """
-    from torch._dynamo.variables import builtin
-
     try:
+        from torch._dynamo.variables import builtin
+
         builtin.populate_builtin_to_tensor_fn_map()
         builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
-    except AttributeError as error:
+    except Exception as error:  # whatever a torch that nobody here has seen makes of it
         _log.warning("torch %s: st.chunk in compiled code breaks the graph: %s", torch.__version__, error)
         return False
     return True

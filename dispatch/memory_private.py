@@ -8,16 +8,22 @@ from typing import Any
 
 import torch
 
+from subtensors.dispatch.internals import requires
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11, 2.13."""
+    """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11 - 2.15."""
+    return tensor.is_contiguous() or _is_dense(tensor)
+
+
+@requires("torch._prims_common.is_non_overlapping_and_dense_or_false", otherwise=lambda tensor: False)
+def _is_dense(tensor: torch.Tensor) -> bool:
     import torch._prims_common as prims
 
-    name = "is_non_overlapping_and_dense"
-    known = getattr(prims, f"{name}_or_false", None) or getattr(prims, name)
-    return tensor.is_contiguous() or bool(known(tensor))
+    return bool(prims.is_non_overlapping_and_dense_or_false(tensor))
 
 
+@requires("torch.Tensor._use_count")
 def use_count(tensor: torch.Tensor) -> int:
     """How many hold this tensor in C++, its Python object being one: autograd, reducers. Checked on 2.11, 2.13."""
     return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
@@ -38,11 +44,13 @@ def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
     return held
 
 
+@requires("torch.UntypedStorage._cdata")
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that tells the tensor's storage from all others. Checked on 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
 
+@requires("torch.UntypedStorage._cdata", "torch._C._storage_Use_Count")
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors hold the tensor's storage, in C++ and in Python. Checked on 2.11, 2.13."""
     storage = tensor.untyped_storage()
@@ -134,11 +142,13 @@ class Sharers:
         self._storages = [t.untyped_storage() for t in tensors]
         self._handles = [storage._cdata for storage in self._storages]
 
+    @requires("torch._C._storage_Use_Count")
     def counts(self) -> list[int]:
         """Of each storage, in order."""
         return list(map(torch._C._storage_Use_Count, self._handles))  # type: ignore[attr-defined]
 
 
+@requires("torch._C._cuda_customAllocator")
 def custom_allocator(allocate: Any, free: Any) -> Any:
     """An allocator for `torch.cuda.MemPool` of two C functions, made by ctypes. Checked on 2.11, 2.13.
 

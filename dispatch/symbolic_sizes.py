@@ -8,6 +8,8 @@ from typing import Any
 import sympy
 import torch
 
+from subtensors.dispatch.internals import requires
+
 
 class SymbolicSizes:
     """Sizes that a program sees as numbers, while every decision it takes on them is noted.
@@ -16,6 +18,12 @@ class SymbolicSizes:
     Checked on 2.13.
     """
 
+    @requires(
+        "torch._dynamo.source.ConstantSource",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.fx.experimental.symbolic_shapes.DimDynamic",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    )
     def __init__(self, sizes: dict[str, int]) -> None:
         from torch._dynamo.source import ConstantSource
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,6 +53,7 @@ class SymbolicSizes:
         return [guard.expr for guard in self._env.guards]
 
     @staticmethod
+    @requires("torch.utils._sympy.functions")
     def plain(condition: sympy.Basic) -> sympy.Basic:
         """The condition with torch's own functions written as sympy's."""
         from torch.utils._sympy import functions

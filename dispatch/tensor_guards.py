@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from subtensors.dispatch.internals import requires
+
 _layout = attrgetter("layout")
 _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
@@ -20,16 +22,12 @@ class MetadataGuard:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        from torch._C._dynamo.guards import TensorGuards
-
         self._firsts = self._first_places(tensors)
         distinct = tensors if self._firsts is None else [tensors[i] for i in dict.fromkeys(self._firsts)]
         # It ends the process on tensors that have no strides: those are alike to none.
         has_strides = set(map(_layout, distinct)) <= {torch.strided}
         self._count = len(tensors) if has_strides else -1
-        self._guards: Any = None
-        if has_strides:
-            self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._guards: Any = _guards(distinct) if has_strides else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Is every tensor like the one in its place?"""
@@ -48,6 +46,27 @@ class MetadataGuard:
             return None
         first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
         return [first[id(t)] for t in tensors]
+
+
+class _PythonGuards:
+    """What torch's guards do, in Python."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._described = list(map(_metadata, tensors))
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        return list(map(_metadata, tensors)) == self._described
+
+
+def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
+    return type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad
+
+
+@requires("torch._C._dynamo.guards.TensorGuards", otherwise=_PythonGuards)
+def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    from torch._C._dynamo.guards import TensorGuards
+
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 class AddressGuard:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from subtensors.dispatch.internals import requires
 from subtensors.dispatch.kept_values import KeptValues
 from subtensors.dispatch.plain_views import PlainViews
 
@@ -87,6 +88,7 @@ def _begin_capture(stream: torch.cuda.Stream) -> None:
         raise RuntimeError(f"cuStreamBeginCapture: {status}")
 
 
+@requires("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool")
 def _close_piece_by_piece(device: torch.device, pool: Any) -> None:
     with suppress(RuntimeError):  # it may not serve the capture
         torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
@@ -156,6 +158,7 @@ def with_expandable_segments(settings: str, wanted: bool) -> str:
     return ",".join(filter(None, [others, f"expandable_segments:{wanted}"]))
 
 
+@requires("torch._C._accelerator_setAllocatorSettings")
 def _set_allocator(settings: str) -> None:
     """Settings that are left out go back to what torch has them to be."""
     torch._C._accelerator_setAllocatorSettings(settings)
@@ -181,6 +184,7 @@ def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
     return found
 
 
+@requires("torch.compiler._is_compiling_flag", "torch.fx.experimental.proxy_tensor.make_fx")
 def traced(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor], simplified: bool = False
 ) -> torch.fx.GraphModule:
@@ -227,6 +231,7 @@ def writes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
+@requires("torch._inductor.decomposition.select_decomp_table")
 def _simpler_ops() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
@@ -234,6 +239,7 @@ def _simpler_ops() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+@requires("torch._functorch.partitioners.min_cut_rematerialization_partition")
 def saved_values(graph: torch.fx.Graph, owner: torch.nn.Module, results: int, gradients: int) -> list[torch.fx.Node]:
     """What the compiler would have a forward save for its backward, of a graph of both. Checked on 2.11, 2.13.
 

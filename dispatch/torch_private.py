@@ -14,10 +14,13 @@ import torch
 from torch._ops import OpOverload
 from torch.optim import optimizer as _optimizers
 
+from subtensors.dispatch.internals import requires
+
 if TYPE_CHECKING:
     import sympy
 
 
+@requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """How torch itself writes `op` in simpler ops; None when it doesn't. Checked on 2.11, 2.13."""
     from torch._decomp import decomposition_table
@@ -26,12 +29,14 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     return table.get(op) or (op.decompose if op._can_decompose() else None)
 
 
+@requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
 def default_device() -> torch.device | None:
     """Where tensors are made that are given no device; None where nobody has set that. Checked on 2.11, 2.13."""
     # Modes decide: what torch's own function asks of each takes longer than to know that there are none.
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
+@requires("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND", "torch._prims_common.elementwise_dtypes")
 def computation_dtype(*args: Any) -> torch.dtype:
     """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
@@ -46,6 +51,7 @@ class LiveNumbers:
     Checked on 2.11, 2.13.
     """
 
+    @requires("torch.fx.experimental.symbolic_shapes.ShapeEnv")
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -62,6 +68,7 @@ class LiveNumbers:
         self.symbols.append(number.node.expr)
         return number  # type: ignore[no-any-return]
 
+    @requires("torch.utils._sympy.printers.PythonPrinter")
     def compile(self, expression: sympy.Expr) -> Callable[[Sequence[float]], float]:
         """A function from the numbers' values, in order, to the value of an expression of them."""
         from torch.utils._sympy.printers import PythonPrinter
@@ -78,6 +85,7 @@ class LiveNumbers:
         return lambda values: function(*values)  # type: ignore[no-any-return]
 
 
+@requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
 def undecidable() -> type[Exception]:
     """What torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -103,7 +111,10 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     As `to_local` gives it where autograd records nothing, but from C, and a list a time.
     """
-    parts = list(map(_local_tensor, tensors))
+    try:
+        parts = list(map(_local_tensor, tensors))
+    except AttributeError:  # of a torch that keeps it elsewhere
+        return [t.to_local() for t in tensors]  # type: ignore[attr-defined]
     if set(map(type, parts)) <= {torch.Tensor}:
         return parts
     return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # of one that a collective still writes
@@ -118,6 +129,12 @@ def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Ten
         return False
 
 
+@requires(
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
+    "torch.optim.optimizer._global_optimizer_post_hooks",
+    "torch._C._autograd._profiler_enabled",
+    otherwise=lambda optimizer: True,
+)
 def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Does a hook or a profiler want to know of this optimizer's step? Checked on 2.11, 2.13."""
     return bool(
@@ -129,6 +146,7 @@ def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+@requires("torch._guards.CompileContext.current_compile_id", otherwise=torch.compiler.is_compiling)
 def is_in_compiler() -> bool:
     """Does torch.compile look at this process's objects just now? Checked on 2.11, 2.13."""
     from torch._guards import CompileContext
@@ -151,6 +169,7 @@ def take_foreach_paths(kind: type[torch.Tensor]) -> None:
             known.append(kind)
 
 
+@requires("torch._guards.TracingContext.try_get", otherwise=torch.compiler.is_compiling)
 def is_tracing() -> bool:
     """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
     from torch._guards import TracingContext

@@ -19,6 +19,10 @@ _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 # As torch.cuda.current_device(), which on every call asks whether CUDA is in use: where tensors are, it is. Torch has
 # no such function without CUDA. Checked on 2.11, 2.13.
 _index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# As torch.cuda.current_stream(), which makes an object of it.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -43,7 +47,7 @@ def current_stream(device: torch.device) -> int:
     """The CUDA stream that work on this device goes to now, as a number; 0 for a CPU. Checked on 2.11, 2.13."""
     if device.type != "cuda":
         return 0
-    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined, no-any-return]
+    return _raw_stream(device.index)
 
 
 @contextmanager

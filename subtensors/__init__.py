@@ -4,6 +4,7 @@ from subtensors import optim
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.chunked.chunk import chunk
 from subtensors.chunked.chunked_tensor import ChunkedTensor
+from subtensors.dispatch import internals as _internals
 from subtensors.dispatch.errors import AddressError, RuleError, SizeError
 from subtensors.explanation import explain
 from subtensors.fused_maths.fuse import fused
@@ -54,3 +55,5 @@ __all__ = [
     "total_norm",
     "watch_size_arithmetic",
 ]
+
+_internals.note_newer_torch()

@@ -11,6 +11,7 @@ from subtensors.chunked import opaque_program as _op  # noqa: F401  (registers t
 from subtensors.chunked.calls import stays_whole
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked
 from subtensors.chunked.division import known_policy, policy
+from subtensors.dispatch import dynamo_private
 
 
 def chunk(
@@ -64,3 +65,7 @@ def chunk(
         traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
         return traced
     return chunked(x, dim, known_policy(chunks, rows, memory_limit, accumulate, compile))
+
+
+# Where compiled code breaks its graph at a call, the call is one of eager mode.
+dynamo_private.compile_only_inlined(chunk)
