@@ -41,8 +41,8 @@ def note_newer_torch() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version > NEWEST_TESTED:
         _log.warning(
-            "torch %s is newer than %d.%d, the newest that subtensors has been tested on; where it lacks what is needed, "
-            "compiled code breaks its graph and says why",
+            "torch %s is newer than %d.%d, the newest that subtensors has been tested on; where it lacks what is "
+            "needed, compiled code breaks its graph and says why",
             torch.__version__,
             *NEWEST_TESTED,
         )

@@ -243,7 +243,8 @@ def traced_chunk(x: Tensor, dim: int, policy: Policy) -> Any:
         dim: the dim that holds the rows.
         policy: how they are divided.
     """
-    _tell_operands_apart()
+    if not _tell_operands_apart():
+        torch._dynamo.graph_break()
     dim = dim + x.dim() if dim < 0 else dim
     division = (policy.chunks, policy.rows, policy.memory_limit, policy.exact, policy.compiled)
     return TracedChunk(x, Step("chunk", (x, dim, *division), {}, []))
