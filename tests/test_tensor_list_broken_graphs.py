@@ -55,7 +55,7 @@ def test_the_gradients_of_a_list_break_the_graph() -> None:
         _, gradients = torch.compile(f, backend="eager")(x)
     assert all(g is p.grad for g, p in zip(gradients, x, strict=True))
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"\.grad of a TensorList"), torch.no_grad():
+    with pytest.raises(Exception, match=r"have no \.grad"), torch.no_grad():
         torch.compile(f, backend="eager", fullgraph=True)(x)
 
 
