@@ -104,6 +104,12 @@ def masked(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
     return (losses * (1 + right.flatten())).sum() / 7 + first[0] * len(logits)
 
 
+def compared(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(h, w, b)
+    kept = (b > 0) & (logits > 0) | (logits < -2)
+    return torch.where(kept ^ (b == logits), logits, 0.0).square().mean()
+
+
 def laid_together(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
     both = torch.cat([h, w[: BATCH * LENGTH].view(h.shape)], 0)
     chosen, rejected = log_probabilities(both, w, b, torch.cat([target, target.flip(1)], 0)).sum(1).chunk(2)
@@ -121,6 +127,7 @@ PROGRAMS = [
     written,
     contrastive,
     masked,
+    compared,
     laid_together,
 ]
 

@@ -21,7 +21,7 @@ _STAYS = VIEWS | frozenset(
     silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
     hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
     tril triu diagonal diag put cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod
-    invert""".split()
+    invert and or xor""".split()
 )
 """Calls whose result has the rows as their operand has, and is as wide: beside those of ops of each element."""
 

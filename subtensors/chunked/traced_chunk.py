@@ -79,6 +79,8 @@ class TracedChunk:
         name = name_of(func)
         if name == "__getitem__" and isinstance(args[1], TracedChunk):
             args = (args[1], args[0])  # of `a[b]` the compiler gives a tensor first
+        if name == "__eq__":
+            return _called(torch.eq, "torch.eq", "eq", args, {})
         if name == "__rmatmul__":
             return _called(torch.matmul, "torch.matmul", "matmul", (args[1], args[0]), {})
         return _called(func, _home(func, name), name, args, kwargs or {})
