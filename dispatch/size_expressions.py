@@ -10,23 +10,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import sympy
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError, SizeError
 
+if TYPE_CHECKING:
+    import sympy
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-Size: TypeAlias = sympy.Expr
+Size: TypeAlias = "sympy.Expr"
 """An integer expression; a plain int is accepted where one is taken."""
 
 
 def size_symbol(name: str) -> sympy.Symbol:
     """The symbol of a named dimension: a whole number, not negative."""
+    import sympy
+
     return sympy.Symbol(name, integer=True, nonnegative=True)
+
+
+def as_expression(size: Size | int) -> Size:
+    """An int as an expression; an expression as it is."""
+    import sympy
+
+    return sympy.sympify(size)
 
 
 def _remembered(function: F) -> F:
@@ -41,6 +52,8 @@ def added(*sizes: Size | int) -> Size:
     >>> added(size_symbol("seq"), 1)
     seq + 1
     """
+    import sympy
+
     return sympy.Add(*sizes)
 
 
@@ -51,6 +64,8 @@ def multiplied(*sizes: Size | int) -> Size:
     >>> multiplied(size_symbol("batch"), size_symbol("seq"), 4)
     4*batch*seq
     """
+    import sympy
+
     return sympy.Mul(*sizes)
 
 
@@ -65,6 +80,8 @@ def divided(size: Size | int, by: Size | int) -> Size:
     >>> divided(12 * seq, 4)
     3*seq
     """
+    import sympy
+
     quotient = sympy.cancel(sympy.sympify(size) / by)
     if not _is_whole(quotient):
         raise RuleError(
@@ -75,14 +92,30 @@ def divided(size: Size | int, by: Size | int) -> Size:
 
 
 @_remembered
+def floor_divided(size: Size | int, by: int) -> Size:
+    """How many times `by` fits into a size.
+
+    >>> floor_divided(size_symbol("seq") + 1, 2)
+    floor(seq/2 + 1/2)
+    """
+    import sympy
+
+    return sympy.sympify(size) if by == 1 else sympy.floor(size / sympy.Integer(by))
+
+
+@_remembered
 def smallest(*sizes: Size | int) -> Size:
     """The least of several sizes."""
+    import sympy
+
     return sympy.Min(*sizes)
 
 
 @_remembered
 def largest(*sizes: Size | int) -> Size:
     """The greatest of several sizes."""
+    import sympy
+
     return sympy.Max(*sizes)
 
 
@@ -106,15 +139,15 @@ def sliced(size: Size | int, start: int | None, stop: int | None, step: int = 1)
     """
     if step < 1:
         raise RuleError(f"a slice with step {step} has no size expression; a step is at least 1")
-    size = sympy.sympify(size)
-    first, last = (_within(size, bound, default) for bound, default in ((start, sympy.S.Zero), (stop, size)))
-    return first, sympy.Max(0, _ceiling(last - first, step))
+    size = as_expression(size)
+    first, last = (_within(size, bound, default) for bound, default in ((start, as_expression(0)), (stop, size)))
+    return first, largest(0, _ceiling(last - first, step))
 
 
 def _within(size: Size, bound: int | None, default: Size) -> Size:
     if bound is None:
         return default
-    return sympy.Max(0, size + bound) if bound < 0 else sympy.Min(bound, size)
+    return largest(0, size + bound) if bound < 0 else smallest(bound, size)
 
 
 @_remembered
@@ -131,13 +164,12 @@ def convolved(
     >>> convolved(size_symbol("t"), kernel=3, stride=2, padding=1)
     floor(t/2 - 1/2) + 1
     """
-    size = sympy.sympify(size)
-    reach = size + 2 * padding - dilation * (kernel - 1) - 1
+    reach = as_expression(size) + 2 * padding - dilation * (kernel - 1) - 1
     if not ceil_mode:
-        return sympy.floor(reach / sympy.Integer(stride)) + 1
+        return floor_divided(reach, stride) + 1
     windows = _ceiling(reach, stride) + 1
     # The last window has to start inside the input or its left padding.
-    return sympy.Min(windows, _ceiling(size + padding, stride))
+    return smallest(windows, _ceiling(as_expression(size) + padding, stride))
 
 
 @_remembered
@@ -149,15 +181,17 @@ def deconvolved(
     >>> deconvolved(size_symbol("t"), kernel=4, stride=2, padding=1)
     2*t
     """
-    return (sympy.sympify(size) - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+    return (as_expression(size) - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
 
 
 def _ceiling(numerator: Size, denominator: int) -> Size:
-    return numerator if denominator == 1 else -sympy.floor(-numerator / sympy.Integer(denominator))
+    return -floor_divided(-numerator, denominator)
 
 
 def _is_whole(expression: Size) -> bool:
     """Is it an integer whatever integers its symbols are?"""
+    import sympy
+
     return bool(expression.is_integer) and sympy.fraction(sympy.together(expression))[1] == 1
 
 
@@ -175,6 +209,8 @@ def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
     >>> size_on_host(convolved(seq, kernel=3, stride=2), {seq: 8})
     3
     """
+    import sympy
+
     expression = sympy.sympify(size)
     missing = expression.free_symbols - set(sizes)
     if missing:
@@ -204,7 +240,7 @@ def size_on_device(size: Size | int, symbols: Sequence[sympy.Symbol], sizes: Ten
     >>> size_on_device(sliced(seq, 1, -1)[1], [seq], torch.tensor([[5, 2, 1]]))
     tensor([3, 0, 0])
     """
-    expression = sympy.sympify(size)
+    expression = as_expression(size)
     values = {symbol: sizes[i] for i, symbol in enumerate(symbols)}
     value = _computed(expression, values)
     if isinstance(value, int):
@@ -214,6 +250,8 @@ def size_on_device(size: Size | int, symbols: Sequence[sympy.Symbol], sizes: Ten
 
 
 def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor | int:
+    import sympy
+
     if isinstance(expression, sympy.Integer):
         return int(expression)
     if isinstance(expression, sympy.Symbol):
@@ -229,7 +267,7 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
     parts = [_computed(part, values) for part in expression.args]
     if isinstance(expression, sympy.Pow) and isinstance(parts[1], int) and parts[1] > 0:
         return reduce(lambda a, b: a * b, [parts[0]] * parts[1])
-    combine = _DEVICE_ARITHMETIC.get(type(expression))
+    combine = _device_arithmetic().get(type(expression))
     if combine is None:
         raise RuleError(f"a size of {expression} has no device arithmetic: {type(expression).__name__} is not known")
     return reduce(combine, parts)
@@ -237,6 +275,8 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
 
 @_remembered
 def _fraction(expression: Size) -> tuple[Size, Size]:
+    import sympy
+
     numerator, denominator = sympy.fraction(sympy.together(expression))
     return numerator, denominator
 
@@ -259,10 +299,14 @@ def _clamped(a: Tensor | int, b: Tensor | int, max_is: bool) -> Any:
     return min(a, b) if max_is else max(a, b)
 
 
-_DEVICE_ARITHMETIC: dict[type, Any] = {
-    sympy.Add: lambda a, b: a + b,
-    sympy.Mul: lambda a, b: a * b,
-    sympy.Mod: lambda a, b: a % b,
-    sympy.Min: _least,
-    sympy.Max: _greatest,
-}
+@functools.cache
+def _device_arithmetic() -> dict[type, Any]:
+    import sympy
+
+    return {
+        sympy.Add: lambda a, b: a + b,
+        sympy.Mul: lambda a, b: a * b,
+        sympy.Mod: lambda a, b: a % b,
+        sympy.Min: _least,
+        sympy.Max: _greatest,
+    }

@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-
 from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.size_expressions import Size, divided, multiplied
+from subtensors.dispatch.size_expressions import Size, as_expression, divided, multiplied
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Factor:
 
 def static(bucket: int) -> Factor:
     """A factor without padding."""
-    return Factor(bucket, sympy.Integer(bucket))
+    return Factor(bucket, as_expression(bucket))
 
 
 Factors = tuple[Factor, ...]
@@ -70,6 +68,7 @@ def bucket_of(factors: Factors) -> int:
 def size_of(factors: Factors) -> Size:
     """How many of a dimension's indices are real.
 
+    >>> import sympy
     >>> size_of((static(4), Factor(128, sympy.Symbol("seq"))))
     4*seq
     """
@@ -100,12 +99,13 @@ def is_padded(factors: Factors) -> bool:
 
 def padded_dim(bucket: int, size: Size) -> Factors:
     """One dim of one factor."""
-    return (Factor(bucket, sympy.sympify(size)),)
+    return (Factor(bucket, as_expression(size)),)
 
 
 def is_prefix(factors: Factors) -> bool:
     """Do a dimension's real indices come first, without gaps?
 
+    >>> import sympy
     >>> seq = Factor(128, sympy.Symbol("seq"))
     >>> is_prefix((seq,)), is_prefix(merged([seq, static(4)])), is_prefix((static(4), seq))
     (True, True, False)
@@ -116,6 +116,7 @@ def is_prefix(factors: Factors) -> bool:
 def merged(factors: Sequence[Factor]) -> Factors:
     """The same dimension in as few factors as there can be.
 
+    >>> import sympy
     >>> merged([static(2), static(3), Factor(8, sympy.Symbol("n")), static(4)])
     (Factor(bucket=6, size=6), Factor(bucket=32, size=4*n))
     """
@@ -144,6 +145,7 @@ def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
         RuleError: the shape cuts through a padded dimension, or has another number of elements.
 
     Example:
+        >>> import sympy
         >>> seq = Factor(128, sympy.Symbol("seq"))
         >>> flat = reshaped([(static(4),), (seq,), (static(8),)], (-1, 8))
         >>> flat

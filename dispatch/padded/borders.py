@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import sympy
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.size_expressions import largest
 from subtensors.dispatch.size_factors import Factors, padded_dim, static, static_dims
 
 aten = torch.ops.aten
@@ -35,11 +35,11 @@ def bordered(call: Call) -> Padded:
             dims[d] = (static(bucket),)
         elif left or right:
             size = prefix_size(x, d)
-            if size.has(ROWS):
+            if size.has(rows_symbol()):
                 raise refuse(call, "it adds rows to a ragged batch")
             touched.append(d)
             dims[d] = padded_dim(
-                bucket, sympy.Max(0, size + left + right) if min(left, right) < 0 else size + left + right
+                bucket, largest(0, size + left + right) if min(left, right) < 0 else size + left + right
             )
     dense = x.filled(value, touched) if touched else x.dense
     out = torch.constant_pad_nd(dense, widths, value)
@@ -74,7 +74,7 @@ def _of_itself(call: Call, x: Padded) -> Padded:
         if not (left or right):
             continue
         size = prefix_size(x, d)
-        if size.has(ROWS):
+        if size.has(rows_symbol()):
             raise refuse(call, "it adds rows to a ragged batch")
         for n in host_sizes(x, d) or [x.shape[d]]:
             if mode in _ROOM and max(left, right) > n + _ROOM[mode]:

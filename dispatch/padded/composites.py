@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import overload_name
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.size_factors import is_padded
 
 
@@ -103,7 +103,7 @@ def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _counts_padding(args: tuple[Any, ...], d: int) -> bool:
     """Is this dim of the first argument of a bucket's size? The rows of a ragged batch are all real."""
     dims = getattr(args[0], "_dims", None) if args else None
-    return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [ROWS])
+    return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [rows_symbol()])
 
 
 def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:

@@ -20,7 +20,7 @@ from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, plain, result
 from subtensors.dispatch.padded.pointwise import is_padded_alike, met
 from subtensors.dispatch.padded.reductions import real_count
-from subtensors.dispatch.padded.true_sizes import ROWS, Named, TrueSizes
+from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, rows_symbol
 from subtensors.dispatch.size_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
@@ -258,7 +258,7 @@ def _filled(x: Padded, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
     widened = replace(x, dims=filling.assumed, sizes=sizes, fill=None)
     try:
         if sizes is not None and sizes.rows is not None:
-            if not any(f.size == ROWS for factors in filling.assumed for f in factors):
+            if not any(f.size == rows_symbol() for factors in filling.assumed for f in factors):
                 # A plain operand without rows has no padding of its own; the other's zeros are what counts.
                 return x.filled(0, filling.wanted)
             rows_dim(widened)

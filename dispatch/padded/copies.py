@@ -9,7 +9,7 @@ from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import gathered
 from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.size_expressions import added, multiplied
 from subtensors.dispatch.size_factors import bucket_of, padded_dim, static, static_dims, with_dim
 
@@ -34,7 +34,7 @@ def cat(call: Call) -> Padded:
         fills = {x.fill if x.padded_dims else None for x in parts}
         return result(joined, out_dims, sizes, fills.pop() if len(fills) == 1 else None)
     true_sizes = [prefix_size(x, d) for x in parts]
-    if any(size.has(ROWS) for size in true_sizes):
+    if any(size.has(rows_symbol()) for size in true_sizes):
         raise refuse(call, "it adds rows to a ragged batch")
     total = padded_dim(joined.shape[d], added(*true_sizes))
     unpacked = result(joined, [*dims[:d], total, *dims[d + 1 :]], sizes)
@@ -108,7 +108,7 @@ def repeat(call: Call) -> Padded:
             value = result(out, with_dim(value.dims, d, (static(out.shape[d]),)), value.sizes, value.fill)
             continue
         size = prefix_size(value, d)
-        if size.has(ROWS):
+        if size.has(rows_symbol()):
             raise refuse(call, "it repeats the rows of a ragged batch")
         true = value.size(d)
         assert isinstance(true, Tensor)
@@ -132,7 +132,7 @@ def repeat_interleave(call: Call) -> Padded:
     if not x.is_padded(d):
         return result(out, with_dim(x.dims, d, (static(out.shape[d]),)), x.sizes, x.fill)
     size = prefix_size(x, d)
-    if size.has(ROWS):
+    if size.has(rows_symbol()):
         raise refuse(call, "it repeats the rows of a ragged batch")
     return result(out, with_dim(x.dims, d, padded_dim(out.shape[d], multiplied(size, count))), x.sizes, x.fill)
 
@@ -174,7 +174,7 @@ def pixel_shuffle(call: Call) -> Padded:
     for d in (channels + 1, channels + 2):
         if x.is_padded(d):
             size = prefix_size(x, d)
-            if size.has(ROWS):
+            if size.has(rows_symbol()):
                 raise refuse(call, "it repeats the rows of a ragged batch")
             dims[d] = padded_dim(out.shape[d], multiplied(size, times))
     return result(out, dims, x.sizes, x.fill_elsewhere)

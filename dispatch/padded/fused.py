@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subtensors.dispatch import dispatcher_private
 from subtensors.dispatch.padded.padded_value import Padded
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.kernels.extent_ops import FLOAT_DTYPES, has_kernel
 from subtensors.kernels.extents import Extent
 from subtensors.kernels.padded import masked_ops
@@ -42,12 +42,12 @@ def extents(x: Padded) -> list[Extent] | None:
     """
     if not has_kernel(x.dense, FLOAT_DTYPES) or dispatcher_private.is_traced(x.dense) or x.sizes is None or not x.dim():
         return None
-    rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == ROWS]
+    rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == rows_symbol()]
     found = []
     for d in x.padded_dims:
         if d in rows:
             continue
-        if len(x.dims[d]) != 1 or x.dims[d][0].size.has(ROWS):
+        if len(x.dims[d]) != 1 or x.dims[d][0].size.has(rows_symbol()):
             return None
         sizes = x.sizes.of(x.dims[d][0].size)
         if sizes.dim() and not rows:

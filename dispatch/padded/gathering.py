@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.padded_value import Padded, result
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.size_factors import Factors, bucket_of
 
 
@@ -60,7 +60,7 @@ def gathered(x: Padded, dim: int, index: Tensor, factors: Factors) -> Padded:
 def rows_dim(x: Padded) -> int:
     """The dim of a ragged batch's rows."""
     for d, factors in enumerate(x.dims):
-        if len(factors) == 1 and factors[0].size == ROWS:
+        if len(factors) == 1 and factors[0].size == rows_symbol():
             return d
     raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
 
@@ -68,8 +68,8 @@ def rows_dim(x: Padded) -> int:
 def _place_of_rows(x: Padded) -> tuple[int, int, int]:
     """The dim of a ragged batch's rows, and how many indices there are around all rows and within each."""
     for d, factors in enumerate(x.dims):
-        at = next((i for i, factor in enumerate(factors) if factor.size == ROWS), None)
-        if at is not None and all(factor.is_static for factor in factors if factor.size != ROWS):
+        at = next((i for i, factor in enumerate(factors) if factor.size == rows_symbol()), None)
+        if at is not None and all(factor.is_static for factor in factors if factor.size != rows_symbol()):
             return d, bucket_of(factors[:at]), bucket_of(factors[at + 1 :])
     raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
 

@@ -271,9 +271,9 @@ def _scalar(x: Padded, d: int) -> bool:
 
 def is_rows(x: Padded, d: int) -> bool:
     """Is it the dim of a ragged batch's rows?"""
-    from subtensors.dispatch.padded.true_sizes import ROWS
+    from subtensors.dispatch.padded.true_sizes import rows_symbol
 
-    return len(x.dims[d]) == 1 and x.dims[d][0].size == ROWS
+    return len(x.dims[d]) == 1 and x.dims[d][0].size == rows_symbol()
 
 
 def _with_slot(x: Padded, d: int) -> Tensor:

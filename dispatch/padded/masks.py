@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.inexpressible import Inexpressible
-from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.size_factors import Factor, Factors
 
 
@@ -27,7 +27,7 @@ def real_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: Tr
         Inexpressible: a length differs from row to row, and no dim holds the rows.
     """
     flat = [factor for factors in dims for factor in factors]
-    rows_at = next((i for i, factor in enumerate(flat) if factor.size == ROWS), None)
+    rows_at = next((i for i, factor in enumerate(flat) if factor.size == rows_symbol()), None)
     found: Tensor | None = None
     position = 0
     for d, factors in enumerate(dims):
@@ -41,7 +41,8 @@ def real_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: Tr
 
 def _covers(factor: Factor, sizes: TrueSizes) -> bool:
     """Is it a ragged batch's rows, all real?"""
-    return bool(factor.size.free_symbols == {ROWS} and factor.size.subs(ROWS, sizes.rows) == factor.bucket)
+    rows = rows_symbol()
+    return bool(factor.size.free_symbols == {rows} and factor.size.subs(rows, sizes.rows) == factor.bucket)
 
 
 def _below(factor: Factor, sizes: TrueSizes, position: int, rows_at: int | None, rank: int) -> Tensor:

@@ -13,15 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import sympy
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.gradient_padding import Arrival, FillPadding, Known, MaskGradient
 from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.masks import real_positions
-from subtensors.dispatch.padded.true_sizes import ROWS, TrueSizes
-from subtensors.dispatch.size_expressions import Size, size_on_host
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.size_expressions import Size, as_expression, size_on_host
 from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, is_padded, merged, size_of, static, static_dims
 
 Number = int | float | bool
@@ -240,7 +239,7 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
             dims = _of_one_row(dims)
         elif any(sizes.is_ragged(factor.size) for factor in factors):
             dims = tuple(_rows_apart(d, sizes.rows) for d in dims)
-            if sum(factor.size == ROWS for d in dims for factor in d) != 1:
+            if sum(factor.size == rows_symbol() for d in dims for factor in d) != 1:
                 raise Inexpressible(
                     "the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it"
                 )
@@ -249,21 +248,23 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
 
 def _rows_apart(factors: Factors, rows: int) -> Factors:
     """A dim in which the rows are a factor of their own, also where they were flattened with what is in each."""
-    if not any(f.size.has(ROWS) and f.size != ROWS for f in factors):
+    each = rows_symbol()
+    if not any(f.size.has(each) and f.size != each for f in factors):
         return factors
     parts = [
-        (Factor(rows, ROWS), static(f.bucket // rows)) if f.size == ROWS * (f.bucket // rows) else (f,) for f in factors
+        (Factor(rows, each), static(f.bucket // rows)) if f.size == each * (f.bucket // rows) else (f,) for f in factors
     ]
-    return tuple(part for each in parts for part in each)
+    return tuple(factor for part in parts for factor in part)
 
 
 def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
     """The dims of a batch of one row: its lengths are numbers, wherever a reshape put the dim of the row itself."""
-    own = (Factor(1, ROWS),)
-    if sum(f.size.has(ROWS) for factors in dims for f in factors) == 1 and own in dims:
+    rows = rows_symbol()
+    own = (Factor(1, rows),)
+    if sum(f.size.has(rows) for factors in dims for f in factors) == 1 and own in dims:
         return tuple(dims)
     at = next((d for d, f in enumerate(dims) if f == own), None)
-    without = [merged([Factor(f.bucket, sympy.sympify(f.size).subs(ROWS, 1)) for f in factors]) for factors in dims]
+    without = [merged([Factor(f.bucket, as_expression(f.size).subs(rows, 1)) for f in factors]) for factors in dims]
     if at is None:
         at = next((d for d, factors in enumerate(without) if not factors), None)
     return tuple(own if d == at else factors or (static(1),) for d, factors in enumerate(without))

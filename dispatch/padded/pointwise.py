@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -16,7 +15,11 @@ from subtensors.dispatch.padded.inexpressible import Inexpressible
 from subtensors.dispatch.padded.nests import mapped
 from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, masked_gradient, result
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
+from subtensors.dispatch.size_expressions import multiplied
 from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, is_padded, size_of, static
+
+if TYPE_CHECKING:
+    import sympy
 
 # f(0) == 0 in every dtype, with the other arguments at their defaults.
 _KEEPS_ZERO = frozenset(
@@ -142,7 +145,7 @@ def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Facto
         if other != chosen and not same_factors(chosen, other, sizes):
             if bucket_of(chosen) == 1:
                 # Each is there or not, and what they make is there where all are.
-                return (Factor(1, sympy.Mul(*(size_of(factors) for factors in padded))),)
+                return (Factor(1, multiplied(*(size_of(factors) for factors in padded))),)
             raise Inexpressible(f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same")
     for other in candidates:
         if bucket_of(other) not in (1, bucket_of(chosen)):
@@ -167,6 +170,8 @@ def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], 
     free = list((a - b).free_symbols)
     if len(free) != 1 or free[0] not in symbols:
         return False
+    import sympy
+
     # One symbol has few values: as many as its bucket.
     difference = sympy.lambdify(free, a - b, modules=[{"Max": max, "Min": min}, "math"])
     return all(difference(n) == 0 for n in range(buckets[symbols.index(free[0])] + 1))

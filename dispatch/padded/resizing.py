@@ -5,14 +5,13 @@ out[i] = sum over j near (i + 1/2) / factor - 1/2 of weight[i, j] x[min(max(j, 0
 
 from __future__ import annotations
 
-import sympy
 import torch
 
 from subtensors.dispatch.padded.borders import repeated
 from subtensors.dispatch.padded.engine import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.row_wise import row_wise
-from subtensors.dispatch.size_expressions import multiplied
+from subtensors.dispatch.size_expressions import floor_divided, multiplied
 from subtensors.dispatch.size_factors import padded_dim, static_dims
 
 aten = torch.ops.aten
@@ -44,8 +43,6 @@ def resized(call: Call) -> Padded:
     dims = [*x.dims[:2], *static_dims(out.shape[2:])]
     for d, factor in zip(over, factors, strict=True):
         if x.is_padded(d):
-            ratio = sympy.Rational(int(factor * EXACT), EXACT)
-            size = prefix_size(x, d)
-            whole = multiplied(size, int(ratio)) if ratio.is_integer else sympy.floor(size * ratio)
-            dims[d] = padded_dim(out.shape[d], whole)
+            size = floor_divided(multiplied(prefix_size(x, d), int(factor * EXACT)), EXACT)
+            dims[d] = padded_dim(out.shape[d], size)
     return result(out, dims, x.sizes).gradient_masked()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import sympy
 import torch
 
 from subtensors.dispatch.dispatcher_private import is_traced
@@ -17,9 +16,9 @@ from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
 from subtensors.dispatch.padded.inexpressible import Undecided
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.padded.views import row
-from subtensors.dispatch.size_expressions import Size
+from subtensors.dispatch.size_expressions import Size, floor_divided, largest, smallest
 from subtensors.dispatch.size_factors import padded_dim, static_dims
 
 aten = torch.ops.aten
@@ -63,9 +62,9 @@ def chunk(call: Call) -> list[Padded]:
     _refuse_rows(call, x, d)
     counts = [-(-n // -(-n // chunks)) if n else chunks for n in _known(call, x, d)]
     whole = prefix_size(x, d)
-    size = sympy.floor((whole + chunks - 1) / chunks)
+    size = floor_divided(whole + chunks - 1, chunks)
     parts = range(_same_for_all(call, x, d, counts))
-    return [_part(x, d, i * size, sympy.Min(size, sympy.Max(0, whole - i * size)), chunks) for i in parts]
+    return [_part(x, d, i * size, smallest(size, largest(0, whole - i * size)), chunks) for i in parts]
 
 
 @table.register(aten.tensor_split.sections)
@@ -77,9 +76,9 @@ def sections(call: Call) -> list[Padded]:
         return _static_parts(call, x, d)
     _refuse_rows(call, x, d)
     whole = prefix_size(x, d)
-    least = sympy.floor(whole / count)
-    starts = [i * least + sympy.Min(i, whole - count * least) for i in range(count)]
-    return [_part(x, d, start, sympy.floor((whole + count - 1 - i) / count), count) for i, start in enumerate(starts)]
+    least = floor_divided(whole, count)
+    starts = [i * least + smallest(i, whole - count * least) for i in range(count)]
+    return [_part(x, d, start, floor_divided(whole + count - 1 - i, count), count) for i, start in enumerate(starts)]
 
 
 @table.register(aten.unbind, aten.unbind_copy)
@@ -90,7 +89,7 @@ def unbind(call: Call) -> list[Padded]:
     if not x.is_padded(d):
         dims = [factors for i, factors in enumerate(x.dims) if i != d]
         return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
-    if prefix_size(x, d) == ROWS:
+    if prefix_size(x, d) == rows_symbol():
         return [row(x, d, index) for index in range(x.shape[d])]
     return [apply(aten.select.int, x, d, i) for i in range(_same_for_all(call, x, d, _known(call, x, d)))]
 
@@ -124,5 +123,5 @@ def _same_for_all(call: Call, x: Padded, d: int, counts: Sequence[int]) -> int:
 
 
 def _refuse_rows(call: Call, x: Padded, d: int) -> None:
-    if prefix_size(x, d).has(ROWS):
+    if prefix_size(x, d).has(rows_symbol()):
         raise refuse(call, "it parts the rows of a ragged batch")

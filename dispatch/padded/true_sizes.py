@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import sympy
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.size_expressions import Size, size_on_device, size_symbol
 
-ROWS = size_symbol("rows")
-"""The size of a ragged batch: every row is real, and a length may differ from row to row."""
+if TYPE_CHECKING:
+    import sympy
 
 HostSize = int | tuple[int, ...]
+
+
+@cache
+def rows_symbol() -> sympy.Symbol:
+    """The size of a ragged batch: every row is real, and a length may differ from row to row."""
+    return size_symbol("rows")
 
 
 class Named(NamedTuple):
@@ -29,7 +35,7 @@ class TrueSizes:
     """The values of some symbols: one number each, or one a row of a ragged batch.
 
     Args:
-        symbols: the symbols, without `ROWS`.
+        symbols: the symbols, without `rows_symbol()`.
         buckets: the bucket size of each.
         values: (number of symbols, *rows) int64; `rows` is empty, or the batch of a ragged dimension.
         host: the same values as Python ints, where the host knows them.
@@ -102,9 +108,9 @@ class TrueSizes:
         return value[0] if self.rows == 1 and value.dim() else value
 
     def _of(self, size: Size) -> Tensor:
-        symbols = [ROWS, *self.symbols] if size.has(ROWS) else list(self.symbols)
+        symbols = [rows_symbol(), *self.symbols] if size.has(rows_symbol()) else list(self.symbols)
         values = self.values
-        if size.has(ROWS):
+        if size.has(rows_symbol()):
             count = torch.full((1, *values.shape[1:]), self.rows or 0, dtype=torch.int64, device=values.device)
             values = torch.cat([count, values])
         return size_on_device(size, symbols, values)
@@ -131,7 +137,7 @@ class TrueSizes:
             elif row is not None:
                 known[symbol] = size[row]
         if self.rows is not None:
-            known[ROWS] = self.rows
+            known[rows_symbol()] = self.rows
         return known
 
     def is_ragged(self, size: Size) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 
 from subtensors.dispatch.dispatcher_private import is_traced
@@ -15,8 +14,8 @@ from subtensors.dispatch.padded.engine import Call, apply, refuse, table
 from subtensors.dispatch.padded.gathering import taken
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
-from subtensors.dispatch.padded.true_sizes import ROWS
-from subtensors.dispatch.size_expressions import convolved, sliced
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.size_expressions import convolved, largest, sliced, smallest
 from subtensors.dispatch.size_factors import Factors, bucket_of, padded_dim, reshaped, static_dims, with_dim
 
 aten = torch.ops.aten
@@ -188,7 +187,7 @@ def select(call: Call) -> Padded:
     if not x.is_padded(d):
         return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
-    if size == ROWS:
+    if size == rows_symbol():
         return row(x, d, index)
     _check_index(x, d, index)
     if index >= 0:
@@ -213,10 +212,10 @@ def slice_(call: Call) -> Padded:
     if start == 0 and (stop is None or stop >= x.shape[d]) and step == 1:
         return x.like(call.dense(), x.fill)
     size = prefix_size(x, d)
-    if size == ROWS:
+    if size == rows_symbol():
         assert x.sizes is not None
         out = x.dense[(slice(None),) * d + (slice(start, stop, step),)]
-        rows = with_dim(x.dims, d, padded_dim(out.shape[d], ROWS))
+        rows = with_dim(x.dims, d, padded_dim(out.shape[d], rows_symbol()))
         return result(out, rows, x.sizes.of_rows(slice(start, stop, step)), x.fill)
     true_size = sliced(size, start, stop, step)[1]
     if start >= 0:
@@ -283,7 +282,7 @@ def diagonal(call: Call) -> Padded:
     if not x.is_padded(a) and not x.is_padded(b):
         return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
     down, along = max(-call["offset"], 0), max(call["offset"], 0)
-    length = sympy.Max(0, sympy.Min(prefix_size(x, a) - down, prefix_size(x, b) - along))
+    length = largest(0, smallest(prefix_size(x, a) - down, prefix_size(x, b) - along))
     return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_elsewhere)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import sympy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -27,6 +26,9 @@ from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.padded.padding import extended, logical
 from subtensors.padded.wrapping import followed, wrapped
 from subtensors.padded.writes import write_back
+
+if TYPE_CHECKING:
+    import sympy
 
 _log = logging.getLogger("subtensors.padded")
 
@@ -102,7 +104,7 @@ def _write(outer: PaddedTensor, new: Tensor) -> None:
     write_back(outer, Padded(dense.reshape(outer.shape), value.dims, value.sizes))
 
 
-_Key = tuple[sympy.Symbol, int]
+_Key: TypeAlias = "tuple[sympy.Symbol, int]"
 
 
 def _shapes_elsewhere(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subtensors.dispatch.errors import RuleError, SizeError
 from subtensors.dispatch.padded.padded_value import Number, Padded
-from subtensors.dispatch.padded.true_sizes import ROWS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import padded_dim, static_dims
 from subtensors.kernels.extents import Extent
@@ -55,7 +55,7 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
         dim.bucket(length)
     bucket = dim.bucket(max(host))
     sizes = true_sizes([dim], [bucket], [host], values.device)
-    factors = (padded_dim(len(host), ROWS), padded_dim(bucket, dim.symbol), *static_dims(rest))
+    factors = (padded_dim(len(host), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
     extent = Extent(1, sizes.of(dim.symbol))
     dense = pad_values(values.reshape(-1), (len(host), bucket, *rest), [extent], value)
     return _wrapped(Padded(dense, factors, sizes, None if value != value else value))
@@ -83,7 +83,7 @@ def to_nested(x: PaddedTensor) -> Tensor:
 
     held = followed(x)
     sizes, ragged = held.sizes, held.dims[1] if held.dim() > 1 else ()
-    is_jagged = held.padded_dims == [0, 1] and held.dims[0][0].size == ROWS and len(ragged) == 1
+    is_jagged = held.padded_dims == [0, 1] and held.dims[0][0].size == rows_symbol() and len(ragged) == 1
     if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
         raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
     lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(held.shape[0])]
@@ -124,7 +124,7 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
         dim.bucket(length)
     bucket = dim.bucket(max(host))
     sizes = true_sizes([dim], [bucket], [host], t.device)
-    factors = (padded_dim(t.shape[0], ROWS), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
+    factors = (padded_dim(t.shape[0], rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
     shape = (t.shape[0], bucket, *t.shape[2:])
     dense = extended(t[:, :bucket], shape, 0 if value is None else value)
     held = Padded(dense, factors, sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch import dispatcher_private, dynamo_private
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Number, Padded
-from subtensors.dispatch.padded.true_sizes import ROWS, HostSize, TrueSizes
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
 from subtensors.dispatch.size_expressions import size_on_host
 from subtensors.dispatch.size_factors import bucket_of, padded_dim, static_dims
 from subtensors.kernels.extents import Extent
@@ -89,7 +89,7 @@ def logical(value: Padded) -> Any:
     if not ragged or sizes is None:
         return _cut(value, row=0)
     for d, factors in enumerate(value.dims):
-        if len(factors) == 1 and factors[0].size == ROWS:
+        if len(factors) == 1 and factors[0].size == rows_symbol():
             rest = value.dims[:d] + value.dims[d + 1 :]
             return [_cut(Padded(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
     raise RuleError("the rows of this ragged batch are part of a flattened dim; unflatten it before unpad")
@@ -169,7 +169,7 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
     shape = tuple(map(bucket_of, factors))
     padding = [Extent(d + 1, sizes.of(dim.symbol)) for d, dim in dims.items()]
     dense = pad_list(rows, (len(rows), *shape), padding, value)
-    return Padded(dense, (padded_dim(len(rows), ROWS), *factors), sizes, None if value != value else value)
+    return Padded(dense, (padded_dim(len(rows), rows_symbol()), *factors), sizes, None if value != value else value)
 
 
 def true_sizes(

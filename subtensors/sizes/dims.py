@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import sympy
+from typing import TYPE_CHECKING
 
 from subtensors.dispatch.errors import SizeError
 from subtensors.dispatch.size_expressions import size_symbol
 from subtensors.sizes.bucket_policies import BucketPolicy, Geometric, Sizes, bucket_policy
+
+if TYPE_CHECKING:
+    import sympy
 
 logger = logging.getLogger("subtensors.sizes")
 

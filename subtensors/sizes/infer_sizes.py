@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import sympy
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.size_guards import Way, way_through
-from subtensors.dispatch.symbolic_sizes import SymbolicSizes
-from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
 from subtensors.sizes.dims import Dim
+
+if TYPE_CHECKING:
+    from subtensors.dispatch.size_guards import Way
+    from subtensors.dispatch.symbolic_sizes import SymbolicSizes
+    from subtensors.sizes.accepted_sizes import AcceptedSizes
 
 logger = logging.getLogger("subtensors.sizes")
 
@@ -67,6 +68,11 @@ def infer_sizes(
     Source: the guards are those of `torch.export`; the search is that of Godefroid et al., "DART: directed automated
     random testing", 2005.
     """
+    import sympy
+
+    from subtensors.dispatch.size_guards import way_through
+    from subtensors.sizes.accepted_sizes import held
+
     places = _places(fn, args, dims)
     known = _distinct(places)
     axes = _axes(known)
@@ -96,6 +102,10 @@ def _summary(
     known: tuple[Dim, ...], axes: list[np.ndarray], ways: Sequence[tuple[Way, np.ndarray, dict[str, int]]],
     is_complete: bool,
 ) -> AcceptedSizes:  # fmt: skip
+    import sympy
+
+    from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
+
     classes = []
     for way, where, example in ways:
         found = simplest(way.conditions, where, known, axes)

@@ -11,9 +11,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,6 +27,9 @@ from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
 from subtensors.sizes.dims import Dim, SizeAgreement
 from subtensors.static_memory.static_tensor import StaticAddressTensor
+
+if TYPE_CHECKING:
+    import sympy
 
 FIXED = (torch.nn.Parameter, StaticAddressTensor)
 """Tensors that stay where they are: a graph reads them there."""

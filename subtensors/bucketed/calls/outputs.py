@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -19,6 +18,9 @@ from subtensors.dispatch.size_factors import Factors, is_padded, size_of
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import logical
 from subtensors.padded.wrapping import followed
+
+if TYPE_CHECKING:
+    import sympy
 
 Cut = Callable[[], Any]
 """Gives one leaf of a call's result, in memory of its own."""
