@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from subtensors.bench.__main__ import add_benchmarks
 
 
 def run_demo(options: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
+    from rich.console import Console
+
     from subtensors.demo.compare import PLANS, demo  # here, so that a benchmark's process does not hold it
 
     plan = PLANS[options.device]

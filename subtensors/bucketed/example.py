@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from subtensors.bucketed.calls.argument_dims import ArgumentDims
@@ -68,4 +66,7 @@ def calls_to_warm(
 
 def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterator[T]:
     """The steps, with a bar on stderr that shows how many are done."""
+    from rich.console import Console
+    from rich.progress import track
+
     yield from track(steps, description, console=Console(stderr=True), disable=not visible)
