@@ -14,7 +14,7 @@ from conformance import check_call, mapped
 import subtensors as st
 from subtensors.dispatch.lists.batched import ROWS
 from subtensors.dispatch.lists.flat_rules import acts_on_values
-from subtensors.dispatch.lists.foreach import TARGETS
+from subtensors.dispatch.lists.foreach import targets
 from subtensors.lists.list_calls import explain_call
 
 DTYPES = [
@@ -27,6 +27,7 @@ DTYPES = [
     torch.complex64,
 ]
 SHAPES = [(2, 3), (), (0,), (5,)]
+TARGETS = targets()
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.op_classes import OpClass, op_class
 
-_INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
+_INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(traceback.__file__).parent]
 
 
 ADVICE = {

@@ -1,12 +1,13 @@
 """Which torch calls over lists are one `torch._foreach_*` call, as a table, and the grouping that runs them.
 
 A row names the parameters of a torch function and, for each combination of what stands in them, the foreach overload
-that computes the same: "L" a list, "S" a Python number, "0" a 0-d tensor. Overloads are resolved once, here: resolving
-a packet at every call costs more than the kernels it launches.
+that computes the same: "L" a list, "S" a Python number, "0" a 0-d tensor. Overloads are resolved once, at the first
+call: resolving a packet at every call costs more than the kernels it launches.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,9 @@ class Target:
     in_place: bool
 
 
-def _targets() -> dict[Callable[..., Any], Target]:
+@functools.cache
+def targets() -> dict[Callable[..., Any], Target]:
+    """Every torch function that has a foreach form, and that form."""
     found: dict[Callable[..., Any], Target] = {}
     for row in _ROWS:
         for in_place in (False, True):
@@ -103,9 +106,6 @@ def _targets() -> dict[Callable[..., Any], Target]:
                 spellings.append(getattr(torch.special, _IN_SPECIAL[row.base]))
             found.update((func, target) for func in spellings if func is not None)
     return found
-
-
-TARGETS = _targets()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ForeachCall:
 
 def foreach_call(call: ListCall) -> ForeachCall | None:
     """The foreach form of a call, or None where torch has none that computes the same."""
-    target = TARGETS.get(call.func)
+    target = targets().get(call.func)
     if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
         return None
     bound = _bind(target.row, call)
