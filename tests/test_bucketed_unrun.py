@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,13 @@ SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 @pytest.fixture
-def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PretendPool]]:
+def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
     """Where a CPU pretends to capture; none on a GPU, which does."""
     watches = "keeps" in request.function.__name__
-    if watches:  # what is there already is none of the tensors that a pool looks through
+    if watches:  # what is there already is none of the tensors that a pool looks through; conftest.py freezes, too
+        gc.collect()
         gc.freeze()
-    yield pretend(monkeypatch, watches) if device == "cpu" else []
-    if watches:
-        gc.unfreeze()
+    return pretend(monkeypatch, watches) if device == "cpu" else []
 
 
 def data(n: int, device: str) -> Tensor:
