@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from subtensors.__main__ import main
+from subtensors.bench import static, sweep
+from subtensors.bench.__main__ import add_benchmarks
 from subtensors.bench.lend import LentRow
 from subtensors.bench.optim import is_measured, measure
 from subtensors.bench.other_optimizers import OTHERS
@@ -29,6 +34,25 @@ def pairs(rows: list[Row]) -> list[tuple[str, str]]:
     return [(row.set, row.variant) for row in rows]
 
 
+@pytest.fixture(params=["in this process", pytest.param("in cold processes", marks=pytest.mark.slow)])
+def measuring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are measured in this process, which spares the imports of six others; and as for real."""
+
+    def run_warm(module: str, arguments: Sequence[str], timeout_s: float = 900) -> str:
+        parser = argparse.ArgumentParser()
+        add_benchmarks(parser)
+        options = parser.parse_args(arguments)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert options.run(options) == 0
+        return printed.getvalue().splitlines()[-1]
+
+    if request.param == "in this process":
+        for benchmark in (static, sweep):
+            monkeypatch.setattr(benchmark, "run_cold", run_warm)
+
+
+@pytest.mark.usefixtures("measuring")
 def test_a_tiny_run_leaves_rows_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "optim", "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main([*options, "--sets", "tiny1000,first10", "--variants", "fused,subtensors"]) == 0
@@ -173,6 +197,7 @@ def test_a_foreach_call_counts_once() -> None:
     assert count_aten_calls(lambda: [tensor.add_(1.0) for tensor in tensors]) == 5
 
 
+@pytest.mark.usefixtures("measuring")
 def test_the_static_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "static", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--sets", "llama1b"]
     assert main([*options, "--variants", "captured-packed,fused-graph"]) == 0

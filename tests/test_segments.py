@@ -97,7 +97,7 @@ def traced_programs(draw: some.DrawFn) -> tuple[Trace, list[Tensor], list[float]
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @given(drawn=traced_programs())
-@settings(max_examples=400)
+@settings(max_examples=4 * settings().max_examples)
 def test_segments_do_what_the_program_does(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
     assert_segments_agree(*drawn)
 

@@ -100,7 +100,7 @@ def test_a_live_number_promotes_as_a_python_number_does(dtype: torch.dtype) -> N
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @given(drawn=segments.traced_programs())
-@settings(max_examples=300)
+@settings(max_examples=4 * settings().max_examples)
 def test_code_does_what_interpreting_does(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
     trace, tensors, numbers = drawn
     live = [evaluate(numbers) for evaluate in trace.scalars]
