@@ -25,9 +25,9 @@ if not CUDA:
         raise RuntimeError("triton was imported before tests/conftest.py could choose its interpreter")
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
-        from triton_interpreter import accept_numpy
+        from triton_interpreter import mend_interpreter
 
-        accept_numpy()
+        mend_interpreter()
 
 # One thread a worker: the suite runs two workers on two cores.
 torch.set_num_threads(1)

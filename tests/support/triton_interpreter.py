@@ -1,7 +1,6 @@
-"""Triton's interpreter, made to work with numpy 2.5 and later.
+"""What Triton's interpreter lacks before version 3.7: numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax.
 
-To the interpreter each number of a kernel is a numpy array with one element. Triton 3.6 turns it into an int, as
-`range(start, end)` in a kernel needs, by `int(array)`, which numpy 2.5 refuses for an array that has a dimension.
+Later versions of Triton do the same as the functions here.
 """
 
 from __future__ import annotations
@@ -9,17 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import triton
 from triton.runtime import interpreter
 
 
-def accept_numpy() -> None:
-    """Have the interpreter take the one element of such an array, as later versions of Triton do."""
-    if np.lib.NumpyVersion(np.__version__) < "2.5.0":
+def mend_interpreter() -> None:
+    """Have the interpreter do what a GPU does, where this version of Triton does not."""
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7):
         return
+    builder = interpreter.InterpreterBuilder
+    builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), interpreter.tl.bfloat16)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.get_all_ones_value = _all_ones
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
+        # A number is an array of one element, of which numpy makes no int if it has a dimension.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_index
+
+
+def _all_ones(builder: Any, kind: Any) -> Any:
+    """Return a value with all bits set; numpy refuses -1 for an unsigned one."""
+    dtype = interpreter._get_np_dtype(kind)
+    value = True if dtype == np.bool_ else np.array(-1).astype(dtype).item()
+    return interpreter.TensorHandle(np.full(1, value, dtype=dtype), kind.scalar)
