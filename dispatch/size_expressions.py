@@ -37,7 +37,7 @@ def as_expression(size: Size | int) -> Size:
     """An int as an expression; an expression as it is."""
     import sympy
 
-    return sympy.sympify(size)
+    return sympy.Integer(size) if type(size) is int else sympy.sympify(size)
 
 
 def _remembered(function: F) -> F:
