@@ -33,7 +33,7 @@ demo: $(READY)
 	$(PYTHON) -m subtensors demo
 
 test: $(READY)
-	$(PYTHON) -m pytest -q -n 2
+	$(if $(TORCH),COMPATIBILITY=1 )$(PYTHON) -m pytest -q -n 2
 
 test-all: $(READY)
 	$(PYTHON) -m pytest -q -n 2 -m ""

@@ -120,6 +120,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """Write what the page on versions says of this run; a worker of xdist has no terminal, so it writes nothing."""
+    from compatibility import write_row
+
+    write_row(config, exitstatus, terminalreporter.stats)
+
+
 def pytest_sessionfinish() -> None:
     """Let modules be deleted in order at the end."""
     gc.unfreeze()
