@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from subtensors.dispatch.compiler_rules import meet
 from subtensors.dispatch.dispatcher_private import is_traced, is_transforming
 from subtensors.dispatch.errors import RuleError
 from subtensors.dispatch.lists.mapping import ListCall, list_call
 from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.torch_private import is_in_compiler
 from subtensors.lists import list_calls
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ def marked(x: TensorList) -> TensorList:
     """
     elements = x.elements()
     if stands_in(x):
+        if is_in_compiler():
+            meet(type(x))  # the first list that it meets may be one that it makes
         return x
     if torch.is_grad_enabled() and any(t.requires_grad for t in elements) and not is_transforming():
         with torch._C.DisableTorchFunctionSubclass():
