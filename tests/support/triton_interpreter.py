@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks before version 3.7: numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax.
+"""What Triton's interpreter lacks before version 3.9: numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax.
 
 Later versions of Triton do the same as the functions here.
 """
@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import triton
 from triton.runtime import interpreter
 
 
 def mend_interpreter() -> None:
     """Have the interpreter do what a GPU does, where this version of Triton does not."""
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7):
-        return
     builder = interpreter.InterpreterBuilder
+    if hasattr(builder, "get_bf16"):  # 3.9, the first to have all of them
+        return
     builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), interpreter.tl.bfloat16)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
