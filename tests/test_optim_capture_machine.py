@@ -203,7 +203,12 @@ def _settings(examples: int) -> settings:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles where there is a GPU")
 class TestOnCpu(CapturedOptimizer.TestCase):  # type: ignore[name-defined, misc]
-    settings = _settings(20)
+    settings = _settings(8)
+
+
+@pytest.mark.slow
+class TestLongOnCpu(TestOnCpu):
+    settings = _settings(100)
 
 
 @pytest.mark.gpu
