@@ -1,6 +1,7 @@
 """Triton, or where it is not installed what lets modules of kernels be imported: their references run without it.
 
-Triton is built for Linux alone; on other systems tensors are on a CPU, where no kernel is launched.
+Triton is built for Linux alone; on other systems tensors are on a CPU, where no kernel is launched. Importing it takes
+as long as all of subtensors, so launchers import what imports this when they are called.
 """
 
 from __future__ import annotations
