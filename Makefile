@@ -30,7 +30,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(PYTHON) -m subtensors demo
+	PYTHONPATH=docs/examples $(PYTHON) -m demo
 
 test: $(READY)
 	$(if $(TORCH),COMPATIBILITY=1 )$(PYTHON) -m pytest -q -n 2
@@ -42,9 +42,10 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	MYPYPATH=tests:tests/support:docs/examples $(PYTHON) -m mypy --package benchmarks --package demo
 
 bench: $(READY)
-	$(PYTHON) -m subtensors.bench optim --out docs/benchmarks
+	PYTHONPATH=tests $(PYTHON) -m benchmarks optim --out docs/benchmarks
 
 docs: $(READY)
 	$(PYTHON) docs/build.py out/docs
@@ -55,5 +56,5 @@ docs: $(READY)
 memcheck: $(READY)
 	compute-sanitizer --tool memcheck --target-processes application-only --report-api-errors no --error-exitcode 9 \
 	  $(PYTHON) -m pytest -q -n 0 -m "not slow" -k "not cpu and not thousand and not dropped and not deleted and not may_read and not goes_with and not threads_carve and not compile_with_graphs" \
-	  tests/test_arena.py tests/test_arena_release.py tests/test_arena_asleep.py tests/test_arena_graphs.py tests/test_arena_machine.py tests/test_static_tensor.py \
-	  tests/test_static_movers.py tests/test_workspaces.py tests/test_optim_arena.py tests/test_optim_capture_packed.py tests/test_optim_recorded_again.py
+	  tests/static/test_arena.py tests/static/test_arena_release.py tests/static/test_arena_asleep.py tests/static/test_arena_graphs.py tests/static/test_arena_machine.py tests/static/test_static_tensor.py \
+	  tests/static/test_static_movers.py tests/graphs/test_workspaces.py tests/optim/test_optim_arena.py tests/optim/test_optim_capture_packed.py tests/optim/test_optim_recorded_again.py

@@ -4,24 +4,24 @@ from subtensors import optim
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.chunked.chunk import chunk
 from subtensors.chunked.chunked_tensor import ChunkedTensor
-from subtensors.dispatch import internals as _internals
-from subtensors.dispatch.errors import AddressError, RuleError, SizeError
+from subtensors.dispatch.ops.errors import AddressError, RuleError, SizeError
+from subtensors.dispatch.torch_internals import requires as _internals
 from subtensors.explanation import explain
-from subtensors.fused_maths.fuse import fused
-from subtensors.fused_maths.rounding import stochastic_round_
+from subtensors.fused.fuse import fused
+from subtensors.fused.rounding import stochastic_round_
 from subtensors.lists.norms import clip_grad_norm_, total_norm
 from subtensors.lists.tensor_list import TensorList
-from subtensors.padded import calls as _rules  # noqa: F401  (belong to importing this package, not to a first call)
-from subtensors.padded.formats import pad_masked, pad_nested, to_masked, to_nested
+from subtensors.padded import torch_function as _rules  # noqa: F401  (belong to importing this package, not to a first call)
+from subtensors.padded.convert import pad_masked, pad_nested, to_masked, to_nested
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
-from subtensors.padded.size_arithmetic import PaddedSizeWarning, watch_size_arithmetic
+from subtensors.padded.size_debug import PaddedSizeWarning, watch_size_arithmetic
 from subtensors.sizes.bucket_policies import Geometric, Linear, Sizes
 from subtensors.sizes.dims import Dim
 from subtensors.sizes.fit_buckets import fit_buckets
 from subtensors.sizes.infer_sizes import infer_sizes
-from subtensors.static_memory.arena import Arena
-from subtensors.static_memory.static_tensor import StaticAddressTensor, static
+from subtensors.static.arena import Arena
+from subtensors.static.static_tensor import StaticAddressTensor, static
 
 __all__ = [
     "AddressError",

@@ -1,37 +1,18 @@
-"""The command line: `python -m subtensors`."""
+"""The command line: `python -m subtensors`, which runs what a clone of the repository has beside the package."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from subtensors.bench.__main__ import add_benchmarks
-
-
-def run_demo(options: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status."""
-    from rich.console import Console
-
-    from subtensors.demo.compare import PLANS, demo  # here, so that a benchmark's process does not hold it
-
-    plan = PLANS[options.device]
-    if options.steps is not None:
-        plan = dataclasses.replace(plan, steps=options.steps)
-    demo(plan, options.out, Console())
-    return 0
-
-
-def at_least_two(text: str) -> int:
-    """A whole number of steps: the first is measured apart, so there must be another."""
-    steps = int(text)
-    if steps < 2:
-        raise argparse.ArgumentTypeError(f"{steps} is less than 2")
-    return steps
+_BESIDE = {
+    "demo": ("docs/examples", "demo", "train a small GPT with plain PyTorch and with subtensors, side by side"),
+    "bench": ("tests", "benchmarks", "measure beside the peers"),
+}
+"""Each command: the folder that its program is in, the program, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,20 +25,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit status.
     """
     parser = argparse.ArgumentParser(prog="subtensors", description="Tensor subclasses for PyTorch programs.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for name, (_, _, summary) in _BESIDE.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    options, rest = parser.parse_known_args(arguments)
+    return run_beside(options.command, rest)
 
-    demo = commands.add_parser("demo", help="train a small GPT with plain PyTorch and with subtensors, side by side")
-    demo.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    demo.add_argument("--steps", type=at_least_two, help="optimizer steps of each run, two at least")
-    demo.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the plot (%(default)s)")
-    demo.set_defaults(run=run_demo)
 
-    bench = commands.add_parser("bench", help="measure beside the peers; the same as python -m subtensors.bench")
-    add_benchmarks(bench)
+def run_beside(command: str, arguments: Sequence[str]) -> int:
+    """Run a program of the repository's that is not installed with the package.
 
-    options = parser.parse_args(arguments)
-    status: int = options.run(options)
-    return status
+    Args:
+        command: "demo" or "bench".
+        arguments: for it.
+
+    Returns:
+        its exit status; 2 where the package was installed without the repository.
+    """
+    folder, program, _ = _BESIDE[command]
+    root = Path(__file__).resolve().parents[1]
+    if not (root / folder / program).is_dir():
+        print(
+            f"`subtensors {command}` runs {folder}/{program} of the repository, which an installed wheel does not "
+            f"hold: clone the repository, and there run `make {command}`",
+            file=sys.stderr,
+        )
+        return 2
+    sys.path.insert(0, str(root / folder))
+    before, sys.argv = sys.argv, [program, *arguments]
+    try:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)  # which ends with its exit status
+    finally:
+        sys.argv = before
+        sys.path.remove(str(root / folder))
+    return 0
 
 
 if __name__ == "__main__":

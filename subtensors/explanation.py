@@ -9,14 +9,14 @@ from torch import Tensor
 
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
-from subtensors.fused_maths.fuse import Fused
-from subtensors.lists.list_calls import explain_call
+from subtensors.fused.fuse import Fused
 from subtensors.lists.tensor_list import TensorList
+from subtensors.lists.torch_function import explain_call
 from subtensors.optim import Optimizer
 from subtensors.padded.explanation import explain_padded_call, explain_padding, has_padding
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.static_memory.arena import Arena, explain_place
-from subtensors.static_memory.static_tensor import StaticAddressTensor
+from subtensors.static.arena import Arena, explain_place
+from subtensors.static.static_tensor import StaticAddressTensor
 
 
 def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.lists.mapping import ListCall
-from subtensors.dispatch.lists.stacks import stacked
+from subtensors.dispatch.lists.list_call import ListCall
+from subtensors.dispatch.lists.stacking import stacked
 
 Batch = Callable[..., Any]
 

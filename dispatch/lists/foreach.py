@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.dispatcher_private import is_transforming
-from subtensors.dispatch.lists.mapping import ListCall
-from subtensors.dispatch.plain_types import PLAIN_TYPES
+from subtensors.dispatch.lists.list_call import ListCall
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "

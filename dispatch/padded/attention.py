@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.dispatcher_private import is_traced
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import FINITE, Padded, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.size_factors import Factors, bucket_of, is_padded
-from subtensors.kernels.bucketed.written_out import written_out
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
+from subtensors.kernels.graph_inputs.materialize import written_out
 
 aten = torch.ops.aten
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.gathering import rows_dim
-from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.errors import Inexpressible
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, plain, result
 from subtensors.dispatch.padded.pointwise import is_padded_alike, met
 from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, rows_symbol
-from subtensors.dispatch.size_factors import Factors, bucket_of, is_padded, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 

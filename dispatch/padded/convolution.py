@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.gathering import rows_dim
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
+from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.reductions import least
-from subtensors.dispatch.size_expressions import convolved, deconvolved
-from subtensors.dispatch.size_factors import Factor, Factors, merged, padded_dim, static_dims
-from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
+from subtensors.dispatch.sizes.expressions import convolved, deconvolved
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 

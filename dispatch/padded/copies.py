@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.gathering import gathered
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.offset_reads import gathered
 from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.size_expressions import added, multiplied
-from subtensors.dispatch.size_factors import bucket_of, padded_dim, static, static_dims, with_dim
+from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static, static_dims, with_dim
+from subtensors.dispatch.sizes.expressions import added, multiplied
 
 aten = torch.ops.aten
 

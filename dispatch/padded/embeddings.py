@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, result
-from subtensors.dispatch.size_factors import static_dims
+from subtensors.dispatch.sizes.dim_factors import static_dims
 
 aten = torch.ops.aten
 

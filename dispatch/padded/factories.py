@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.padded.engine import Call, table
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.padded.interpreter import Call, table
 from subtensors.dispatch.padded.padded_value import Padded, plain
 
 aten = torch.ops.aten

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.bounds import check_bounds
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.gathering import gathered, rows_dim
+from subtensors.dispatch.padded.data_dependent import by_mask, is_by_mask
+from subtensors.dispatch.padded.index_checks import check_bounds
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.offset_reads import gathered, rows_dim
 from subtensors.dispatch.padded.padded_value import Padded, plain, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
-from subtensors.dispatch.padded.selection import by_mask, is_by_mask
-from subtensors.dispatch.size_factors import Factors, bucket_of, is_padded, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, plain, result
 from subtensors.dispatch.padded.pointwise import met, pointwise
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.errors import Inexpressible
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
-from subtensors.dispatch.size_factors import Factor, Factors
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors
 
 
 def real_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:

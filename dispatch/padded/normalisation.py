@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded import fused
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded import kernels
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import REPEATED, Padded, result
 from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.padded.reductions import real_count
-from subtensors.dispatch.size_factors import Factors, static_dims
-from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
+from subtensors.dispatch.sizes.dim_factors import Factors, static_dims
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def layer_norm(call: Call) -> Any:
     over = range(first, x.dim())
     weight, bias = (_parameter(call, call[name], x, first) for name in ("weight", "bias"))
     if call.op.overloadpacket is aten.layer_norm:
-        by_kernel = fused.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
+        by_kernel = kernels.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
         if by_kernel is not None:
             x.sends_zero()
             return by_kernel
@@ -54,7 +54,7 @@ def rms_norm(call: Call) -> Padded:
     over = list(range(first, x.dim()))
     weight = _parameter(call, call["weight"], x, first)
     eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
-    by_kernel = fused.normed(x, len(over), weight, None, eps, is_rms=True)
+    by_kernel = kernels.normed(x, len(over), weight, None, eps, is_rms=True)
     if by_kernel is not None:
         x.sends_zero()
         return by_kernel

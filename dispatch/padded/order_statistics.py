@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.dispatcher_private import is_traced
-from subtensors.dispatch.padded.engine import Call, refuse, table
+from subtensors.dispatch.padded.data_dependent import in_a_row
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, plain, result
 from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
-from subtensors.dispatch.padded.selection import in_a_row
 from subtensors.dispatch.padded.sorting import in_order
-from subtensors.dispatch.size_factors import static_dims
+from subtensors.dispatch.sizes.dim_factors import static_dims
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
 

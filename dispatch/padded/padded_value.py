@@ -16,12 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.gradient_padding import Arrival, FillPadding, Known, MaskGradient
-from subtensors.dispatch.padded.inexpressible import Inexpressible
+from subtensors.dispatch.padded.errors import Inexpressible
+from subtensors.dispatch.padded.gradient_masking import Arrival, FillPadding, Known, MaskGradient
 from subtensors.dispatch.padded.masks import real_positions
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
-from subtensors.dispatch.size_expressions import Size, as_expression, size_on_host
-from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, is_padded, merged, size_of, static, static_dims
+from subtensors.dispatch.sizes.dim_factors import (
+    Factor,
+    Factors,
+    bucket_of,
+    is_padded,
+    merged,
+    size_of,
+    static,
+    static_dims,
+)
+from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_host
 
 Number = int | float | bool
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.inexpressible import Inexpressible
-from subtensors.dispatch.padded.nests import mapped
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.padded.errors import Inexpressible
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, masked_gradient, result
+from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
-from subtensors.dispatch.size_expressions import multiplied
-from subtensors.dispatch.size_factors import Factor, Factors, bucket_of, is_padded, size_of, static
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
+from subtensors.dispatch.sizes.expressions import multiplied
 
 if TYPE_CHECKING:
     import sympy

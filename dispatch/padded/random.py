@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.nests import mapped
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Padded, host_sizes, result
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.size_factors import bucket_of, static_dims
+from subtensors.dispatch.padded.tree import mapped
+from subtensors.dispatch.sizes.dim_factors import bucket_of, static_dims
 
 aten = torch.ops.aten
 

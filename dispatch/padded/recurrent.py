@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.nests import found
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, result
 from subtensors.dispatch.padded.pointwise import met
-from subtensors.dispatch.size_factors import static_dims
+from subtensors.dispatch.padded.tree import found
+from subtensors.dispatch.sizes.dim_factors import static_dims
 
 aten = torch.ops.aten
 

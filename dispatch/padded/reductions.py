@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.padded import fused
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.nests import mapped
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.padded import kernels
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result
-from subtensors.dispatch.size_factors import Factors, is_prefix, static_dims
-from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
+from subtensors.dispatch.padded.tree import mapped
+from subtensors.dispatch.sizes.dim_factors import Factors, is_prefix, static_dims
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -207,7 +207,7 @@ def _by_kernel(call: Call, x: Padded, gone: list[int], p: float = 2, correction:
     """The reduction by one kernel, where there is one."""
     if not _padded_among(x, gone) or call.get("dtype") not in (None, x.dense.dtype) or call.op in (aten.prod.default,):
         return None
-    out = fused.reduced(call.op.overloadpacket, x, gone, p, correction)
+    out = kernels.reduced(call.op.overloadpacket, x, gone, p, correction)
     if out is None:
         return None
     keepdim = call.get("keepdim", False)

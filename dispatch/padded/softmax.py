@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded import fused
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.nests import mapped
+from subtensors.dispatch.padded import kernels
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.reductions import greatest, least
-from subtensors.dispatch.size_factors import is_prefix
+from subtensors.dispatch.padded.tree import mapped
+from subtensors.dispatch.sizes.dim_factors import is_prefix
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def softmax(call: Call) -> Padded:
         return x.like(call.dense())
     if "dtype" not in call or call["dtype"] in (None, x.dense.dtype):
         is_log = "log_softmax" in call.op.name()
-        by_kernel = fused.softmax(x, d, is_log)
+        by_kernel = kernels.softmax(x, d, is_log)
         if by_kernel is not None:
             return by_kernel
     # An integer input is cast to a real dtype, in which its least value is no neutral element.

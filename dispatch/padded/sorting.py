@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.op_classes import OpClass
-from subtensors.dispatch.padded.engine import Call, refuse, table
-from subtensors.dispatch.padded.nests import mapped
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, plain, result
 from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
-from subtensors.dispatch.size_factors import is_prefix, static_dims
+from subtensors.dispatch.padded.tree import mapped
+from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
 
 aten = torch.ops.aten
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-from subtensors.dispatch.dispatcher_private import is_traced
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.gathering import taken
-from subtensors.dispatch.padded.inexpressible import Undecided
+from subtensors.dispatch.padded.errors import Undecided
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.offset_reads import taken
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.padded.views import row
-from subtensors.dispatch.size_expressions import Size, floor_divided, largest, smallest
-from subtensors.dispatch.size_factors import padded_dim, static_dims
+from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
+from subtensors.dispatch.sizes.expressions import Size, floor_divided, largest, smallest
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
 

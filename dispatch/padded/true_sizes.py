@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.size_expressions import Size, size_on_device, size_symbol
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.sizes.expressions import Size, size_on_device, size_symbol
 
 if TYPE_CHECKING:
     import sympy

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.dispatcher_private import is_traced
-from subtensors.dispatch.padded.engine import Call, apply, refuse, table
-from subtensors.dispatch.padded.gathering import taken
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.offset_reads import taken
 from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.size_expressions import convolved, largest, sliced, smallest
-from subtensors.dispatch.size_factors import Factors, bucket_of, padded_dim, reshaped, static_dims, with_dim
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, reshaped, static_dims, with_dim
+from subtensors.dispatch.sizes.expressions import convolved, largest, sliced, smallest
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
 _END = 2**62  # torch writes an open end as the largest int64

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.extents import Extent, normalized
+from subtensors.kernels.runtime.valid_lengths import Extent, normalized
 
 R1, R0, C1, C0 = range(4)
 """The levels, as the kernels number them."""

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
-from subtensors.kernels.current_device import launching_on, multiprocessors
-from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan
-from subtensors.kernels.repeated_launch import RepeatedLaunch
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
+from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
+from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
@@ -35,7 +35,7 @@ WARPS = 8
 @cache
 def launch_norm() -> RepeatedLaunch:
     """The launch of the forward's kernel."""
-    from subtensors.kernels.padded.masked_norm_tiles import norm_kernel
+    from subtensors.kernels.padded.masked_norm_kernel import norm_kernel
 
     return RepeatedLaunch(norm_kernel, has_reference=True)
 
@@ -133,7 +133,7 @@ def masked_norm_backward(
         The gradients of `x`, zero in padding, and in the dtype of the arithmetic those of weight and bias; the latter
         two are sums over the real rows, of the normalized shape.
     """
-    from subtensors.kernels.padded.masked_norm_tiles import norm_backward_kernel
+    from subtensors.kernels.padded.masked_norm_kernel import norm_backward_kernel
 
     if math.prod(x.shape[x.dim() - normalized :]) > LONGEST:
         return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, extents, is_rms)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.extent_ops import EXTENTS, FLOAT_DTYPES, INTEGER_DTYPES, apart, define, has_kernel, together
-from subtensors.kernels.extents import Extent
 from subtensors.kernels.padded import masked_norm as norms
 from subtensors.kernels.padded import masked_reduction as reductions
 from subtensors.kernels.padded import masked_softmax as softmaxes
@@ -24,7 +22,17 @@ from subtensors.kernels.padded.masked_second_order import (
     reduction_gradient,
     softmax_gradient,
 )
-from subtensors.kernels.repeated_launch import BeingCompiled
+from subtensors.kernels.runtime.cached_launcher import BeingCompiled
+from subtensors.kernels.runtime.custom_ops import (
+    EXTENTS,
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    apart,
+    define,
+    has_kernel,
+    together,
+)
+from subtensors.kernels.runtime.valid_lengths import Extent
 
 
 def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False) -> Tensor:

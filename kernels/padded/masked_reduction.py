@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.arithmetic_dtype import arithmetic_dtype
-from subtensors.kernels.current_device import launching_on, multiprocessors
-from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
+from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
@@ -191,7 +191,7 @@ def masked_reduction_forward(
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """`masked_reduction` by its kernels; arguments as there."""
-    from subtensors.kernels.padded.masked_reduction_tiles import merge_kernel, reduction_kernel
+    from subtensors.kernels.padded.masked_reduction_kernel import merge_kernel, reduction_kernel
 
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
@@ -272,7 +272,7 @@ def masked_reduction_backward(
     Returns:
         The gradient of `x`, zero in padding.
     """
-    from subtensors.kernels.padded.masked_reduction_tiles import reduction_backward_kernel
+    from subtensors.kernels.padded.masked_reduction_kernel import reduction_backward_kernel
 
     x, layout = plan(x, dims, extents)
     g = _scaled(gradient, reduced, kind, p, correction).contiguous()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.extent_ops import together
 from subtensors.kernels.padded.masked_norm import masked_norm_reference
 from subtensors.kernels.padded.masked_reduction import masked_reduction_reference
 from subtensors.kernels.padded.masked_softmax import masked_softmax_backward_reference
+from subtensors.kernels.runtime.custom_ops import together
 
 _SAVED = object()
 """In place of a tensor that autograd keeps."""

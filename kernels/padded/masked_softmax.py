@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subtensors.kernels.current_device import launching_on
-from subtensors.kernels.extents import Extent, real_mask
 from subtensors.kernels.padded.masked_layout import plan, with_strides_of
+from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
 
 ONE_PASS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
@@ -52,7 +52,7 @@ def masked_softmax_forward(
     x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """`masked_softmax` by its kernel; arguments as there."""
-    from subtensors.kernels.padded.masked_softmax_tiles import softmax_kernel
+    from subtensors.kernels.padded.masked_softmax_kernel import softmax_kernel
 
     x, layout = plan(x, [dim], extents)
     y = torch.empty_like(x)
@@ -82,7 +82,7 @@ def masked_softmax_backward(
     Returns:
         The gradient of the input, zero in padding.
     """
-    from subtensors.kernels.padded.masked_softmax_tiles import softmax_backward_kernel
+    from subtensors.kernels.padded.masked_softmax_kernel import softmax_backward_kernel
 
     y, layout = plan(y, [dim], extents)
     gradient = with_strides_of(gradient, y)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.kernels.current_device import launching_on
-from subtensors.kernels.extents import Extent, normalized, real_mask
 from subtensors.kernels.padded.masked_layout import TILE
-from subtensors.kernels.transfer import to_device
+from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.valid_lengths import Extent, normalized, real_mask
 
 Dim3 = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
@@ -147,7 +147,7 @@ def _launch(
     unpad: bool,
 ) -> None:  # fmt: skip
     """Run the kernel over every element of `padded`."""
-    from subtensors.kernels.padded.padding_tiles import pad_kernel
+    from subtensors.kernels.padded.padding_kernel import pad_kernel
 
     if not padded.numel():
         return

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.extent_ops import EXTENTS, FLOAT_DTYPES, INTEGER_DTYPES, apart, define, has_kernel, together
-from subtensors.kernels.extents import Extent
 from subtensors.kernels.padded import padding
+from subtensors.kernels.runtime.custom_ops import (
+    EXTENTS,
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    apart,
+    define,
+    has_kernel,
+    together,
+)
+from subtensors.kernels.runtime.valid_lengths import Extent
 
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.arguments import Reading
-from subtensors.bucketed.calls.object_keys import callers_tensors, has_parts
+from subtensors.bucketed.calls.cache_key import callers_tensors, has_parts
+from subtensors.bucketed.calls.call_spec import Reading
 from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.compilation.compile_cache import CodeOfFamilies
 from subtensors.bucketed.compilation.compiled import Compiled
-from subtensors.bucketed.compilation.families import CodeOfFamilies
 from subtensors.bucketed.report.statistics import BucketStatistics
-from subtensors.dispatch.graph_pool import GraphPool, without_autocast_cache
+from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
-from subtensors.dispatch.size_factors import padded_dim, static_dims
-from subtensors.kernels.bucketed.inputs import InputLoad
-from subtensors.kernels.current_device import launching_on
+from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
+from subtensors.kernels.graph_inputs.inputs import InputLoad
+from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.padded.autograd import wrapped
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
-from subtensors.padded.wrapping import wrapped
 
 Call = Callable[[Sequence[Any]], Any]
 """Runs the program on the leaves of a call."""

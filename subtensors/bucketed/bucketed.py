@@ -7,7 +7,7 @@ from typing import Any
 
 from subtensors.bucketed.runner import Bucketed, OnMiss
 from subtensors.byte_sizes import parse_bytes
-from subtensors.dispatch.compiler_private import OPTIONS, is_backend
+from subtensors.dispatch.torch_internals.compiler import OPTIONS, is_backend
 
 
 def bucketed(

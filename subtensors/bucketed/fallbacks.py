@@ -8,8 +8,8 @@ from collections import Counter
 import torch
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.dispatch.dispatcher_private import is_transforming
-from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 _log = logging.getLogger("subtensors.bucketed")
 

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.calls.argument_dims import ArgumentDims
-from subtensors.bucketed.calls.arguments import FIXED, Reading, flatten, leaf_key, sharing
-from subtensors.bucketed.calls.object_keys import callers_tensors
-from subtensors.bucketed.example import calls_to_warm, with_progress
+from subtensors.bucketed.call_cache import Visit, Visits, shared_key
+from subtensors.bucketed.calls.cache_key import callers_tensors
+from subtensors.bucketed.calls.call_spec import FIXED, Reading, flatten, leaf_key, sharing
+from subtensors.bucketed.calls.dim_spec import ArgumentDims
 from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around, said_in_a_line
 from subtensors.bucketed.generation.generation import Generation, tokens_dim
-from subtensors.bucketed.recorder import Recorder
+from subtensors.bucketed.graph_cache import Recorder
+from subtensors.bucketed.module_proxy import StandsFor
 from subtensors.bucketed.report.statistics import Statistics
-from subtensors.bucketed.stands_for import StandsFor
-from subtensors.bucketed.state.kept_state import kept_whole
 from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.training.followed_call import Replayed, TrainedCall
-from subtensors.bucketed.training.inside import InsideCall, is_inside, opened
+from subtensors.bucketed.state.rollback import kept_whole
+from subtensors.bucketed.training.autograd_node import Replayed, TrainedCall
+from subtensors.bucketed.training.nested_call import InsideCall, is_inside, opened
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
-from subtensors.bucketed.visits import Visit, Visits, shared_key
-from subtensors.dispatch import autograd_private, dynamo_private
-from subtensors.dispatch.errors import RuleError
+from subtensors.bucketed.warmup import calls_to_warm, with_progress
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals import autograd, dynamo
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
@@ -145,7 +145,7 @@ class Bucketed(StandsFor):
             if self.on_miss != "capture" and not bucket.is_due:
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
-            if is_followed and autograd_private.saves_through_hooks():
+            if is_followed and autograd.saves_through_hooks():
                 return self._fall_back("hooks, as of a checkpoint, take what would be recorded", None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
         if obstacle := bucket.obstacle(leaves):
@@ -353,4 +353,4 @@ class Bucketed(StandsFor):
                 self._generation.release()
 
 
-dynamo_private.call_eagerly(Bucketed.__call__, "st.bucketed replays graphs of its own")
+dynamo.call_eagerly(Bucketed.__call__, "st.bucketed replays graphs of its own")

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subtensors.chunked import opaque_program as _op  # noqa: F401  (registers the op of compiled programs)
-from subtensors.chunked.calls import stays_whole
+from subtensors.chunked import custom_op as _op  # noqa: F401  (registers the op of compiled programs)
+from subtensors.chunked.chunk_policy import known_policy, policy
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked
-from subtensors.chunked.division import known_policy, policy
-from subtensors.dispatch import dynamo_private
+from subtensors.chunked.torch_function import stays_whole
+from subtensors.dispatch.torch_internals import dynamo
 
 
 def chunk(
@@ -60,7 +60,7 @@ def chunk(
     if stays_whole(x):
         return x  # type: ignore[return-value]  # which stands for a chunked one
     if torch.compiler.is_compiling():
-        from subtensors.chunked.traced_chunk import traced_chunk  # which loads the compiler
+        from subtensors.chunked.dynamo_proxy import traced_chunk  # which loads the compiler
 
         traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
         return traced
@@ -68,4 +68,4 @@ def chunk(
 
 
 # Where compiled code breaks its graph at a call, the call is one of eager mode.
-dynamo_private.compile_only_inlined(chunk)
+dynamo.compile_only_inlined(chunk)

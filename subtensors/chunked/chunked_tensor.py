@@ -7,24 +7,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from subtensors.chunked.calls import (
-    asks_the_tensor_itself,
-    called,
-    dispatched,
-    refuse_transformed,
-)
-from subtensors.chunked.division import known_policy
-from subtensors.chunked.recorded_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.dispatch import dynamo_private
-from subtensors.dispatch.dispatcher_private import is_transforming
-from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.meeting_types import RECORDED, RULED
-from subtensors.dispatch.region.axis import Axis, Policy
-from subtensors.dispatch.region.cells import Cell
-from subtensors.dispatch.region.evaluation import evaluate, passes_for
-from subtensors.dispatch.region.graph import Value, leaf_value
-from subtensors.dispatch.region.lowering import LoweredPlan, expected_loss
-from subtensors.dispatch.region.plan import Plan
+from subtensors.chunked.chunk_policy import known_policy
+from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, whole_of
+from subtensors.chunked.torch_function import asks_the_tensor_itself, called, dispatched, refuse_transformed
+from subtensors.dispatch.chunked.aliasing import Cell
+from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
+from subtensors.dispatch.chunked.lazy_graph import Value, leaf_value
+from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, expected_loss
+from subtensors.dispatch.chunked.row_layout import Axis, Policy
+from subtensors.dispatch.chunked.schedule import Plan
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.type_interaction import RECORDED, RULED
+from subtensors.dispatch.torch_internals import dynamo
+from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 
 class ChunkedTensor(RecordedTensor):
@@ -180,4 +175,4 @@ def _ops(value: Value) -> int:
 
 RECORDED.update({RecordedTensor, ChunkedTensor})
 for _kind in (RecordedTensor, ChunkedTensor):
-    dynamo_private.compile_methods_only_inlined(_kind)
+    dynamo.compile_methods_only_inlined(_kind)

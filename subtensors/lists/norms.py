@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.fused_maths.fusion import Fusion
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
 from subtensors.lists.tensor_list import TensorList
 
 

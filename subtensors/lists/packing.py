@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.dispatch.dispatcher_private import is_traced
-from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.memory_private import use_count
-from subtensors.dispatch.tensor_guards import SameGuard
+from subtensors.dispatch.graphs.guards import SameGuard
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
+from subtensors.dispatch.torch_internals.memory import use_count
 from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64

@@ -10,16 +10,16 @@ from typing import Any, cast
 import optree
 import torch
 
-from subtensors.dispatch import torch_private
-from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.lists.mapping import list_call
-from subtensors.dispatch.plain_types import PLAIN_TYPES
-from subtensors.lists import followed, list_calls
-from subtensors.lists.compiled_geometry import teach_compiler
-from subtensors.lists.description import described
+from subtensors.dispatch.lists.list_call import list_call
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.torch_internals import ops
+from subtensors.lists import compiled_autograd, torch_function
+from subtensors.lists.dynamo_metadata import teach_compiler
 from subtensors.lists.indexing import indexes_each, named
-from subtensors.lists.no_single_value import NoSingleValue
 from subtensors.lists.packing import Layout, Places, are_private, pack
+from subtensors.lists.repr import described
+from subtensors.lists.scalar_conversions import NoSingleValue
 from subtensors.lists.tree_structure import Structure, flatten_tensors
 
 _log = logging.getLogger(__name__)
@@ -65,14 +65,14 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __new__(cls, x: object) -> TensorList:
         """The list of a pytree's tensors."""
         if isinstance(x, TensorList):
-            return followed.marked(copy.copy(x))
+            return compiled_autograd.marked(copy.copy(x))
         tensors, treespec = flatten_tensors(list(x) if isinstance(x, (Iterator, KeysView, ValuesView)) else x)
         for path, t in zip(treespec.paths(), tensors, strict=True):
             if isinstance(t, TensorList):
                 raise TypeError(
                     f"an element of a TensorList is one tensor; {list(path)} is a TensorList: give its .tree()"
                 )
-        return followed.marked(_of_elements(tensors, treespec))
+        return compiled_autograd.marked(_of_elements(tensors, treespec))
 
     def __init__(self, x: object) -> None:
         pass
@@ -80,7 +80,11 @@ class TensorList(NoSingleValue, torch.Tensor):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The elements, in the order of the pytree's leaves."""
-        return followed.parted(self).elements() if self._records or followed.stands_in(self) else self.elements()
+        return (
+            compiled_autograd.parted(self).elements()
+            if self._records or compiled_autograd.stands_in(self)
+            else self.elements()
+        )
 
     def held(self) -> list[torch.Tensor]:
         """What the list holds: its flats while it is packed, else its elements."""
@@ -210,7 +214,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         if isinstance(key, int):
             return self.tensors[key]
         if indexes_each(key):
-            return list_calls.run(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
+            return torch_function.run(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
         leaves, spec = named(self.treespec, key)
         part = self.tensors[leaves]
         return part[0] if spec.is_leaf() else _of_elements(part, spec)
@@ -218,7 +222,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write into the memory of what `self[key]` names."""
         if indexes_each(key):
-            list_calls.run(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
+            torch_function.run(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
             return
         part = self[key]
         part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
@@ -262,29 +266,29 @@ class TensorList(NoSingleValue, torch.Tensor):
                 )
             # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if torch.compiler.is_compiling() or torch_private.is_tracing():
-            return followed.run_in_compiler(func, args, kwargs or {})
-        return list_calls.run(list_call(func, args, kwargs or {}, TensorList))
+        if torch.compiler.is_compiling() or ops.is_tracing():
+            return compiled_autograd.run_in_compiler(func, args, kwargs or {})
+        return torch_function.run(list_call(func, args, kwargs or {}, TensorList))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         call = list_call(func, args, kwargs or {}, TensorList)
-        followed.refuse_lost_gradients(call)
-        return list_calls.run_overload(call)
+        compiled_autograd.refuse_lost_gradients(call)
+        return torch_function.run_overload(call)
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
-        if self._flats is not None and torch_private.asks_names_alone():
+        if self._flats is not None and ops.asks_names_alone():
             return self._namesof_flats(), None
         arena = self.arena
         records = self._records or self.wants_grad()
-        if records and not followed.stands_in(self):
-            records = torch.is_grad_enabled() and not followed.follow(self)
+        if records and not compiled_autograd.stands_in(self):
+            records = torch.is_grad_enabled() and not compiled_autograd.follow(self)
         if arena is not None and self._flats is not None:
             return self._namesof_flats(), (arena, records)
         for i in range(len(self)):
-            followed.unrecorded(self, i)
+            compiled_autograd.unrecorded(self, i)
         return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), records)
 
     def _namesof_flats(self) -> list[str]:
@@ -315,7 +319,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         if index.isdigit() and kind == "flat" and self._flats is not None:
             return self._flats[int(index)]
         if index.isdigit() and kind == "element":
-            return followed.unrecorded(self, int(index))
+            return compiled_autograd.unrecorded(self, int(index))
         raise AttributeError(f"'TensorList' object has no attribute {name!r}")
 
     def holding(self, held: list[torch.Tensor]) -> TensorList:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from subtensors.dispatch.errors import AddressError
-from subtensors.optim.packed_memory import PackedMemory
-from subtensors.optim.recorded_step import HELD_GRADIENT, HELD_NUMBER, RecordedStep
+from subtensors.dispatch.ops.errors import AddressError
+from subtensors.optim.captured_step import HELD_GRADIENT, HELD_NUMBER, RecordedStep
+from subtensors.optim.flat_buffers import PackedMemory
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer

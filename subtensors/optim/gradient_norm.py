@@ -2,7 +2,7 @@
 
     squares = sum over all gradients of all their elements' squares     in float64
 
-It is one kernel (`kernels.lists.square_sum`), whatever the dtypes and groups, and the step counts of the first group
+It is one kernel (`kernels.fused.grad_norm`), whatever the dtypes and groups, and the step counts of the first group
 that is updated are part of it. Shards are added up over the processes that have the others, and devices with each
 other: where there are any of those, that is further kernels.
 """
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import memory_private
-from subtensors.dispatch.fused_maths.calls import interprets_kernels
-from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.recordable import NotRecordable
-from subtensors.dispatch.recording import recording_now
-from subtensors.dispatch.tensor_guards import AddressGuard
-from subtensors.kernels import graph_lifetime
-from subtensors.kernels.current_device import current_stream
-from subtensors.kernels.lists.square_sum import DTYPES, Prelude, SquareSum, reference
-from subtensors.kernels.transfer import to_device
-from subtensors.optim.group_lists import Batch, as_real
-from subtensors.optim.shards import Sharding, shard
+from subtensors.dispatch.fused.bound_call import interprets_kernels
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.graphs.fused_graph import recording_now
+from subtensors.dispatch.graphs.guards import AddressGuard
+from subtensors.dispatch.graphs.protocols import NotRecordable
+from subtensors.dispatch.torch_internals import memory
+from subtensors.kernels.fused.grad_norm import DTYPES, Prelude, SquareSum, reference
+from subtensors.kernels.runtime import graph_lifetime
+from subtensors.kernels.runtime.current_device import current_stream
+from subtensors.kernels.runtime.transfer import to_device
+from subtensors.optim.batches import Batch, as_real
+from subtensors.optim.dtensor import Sharding, shard
 
 Part = tuple[torch.device, Sharding | None]
 """Gradients that one kernel adds up: where they are, and how they are spread."""
@@ -140,7 +140,7 @@ class _Sweep:
 
     def prepare(self, gradients: list[Tensor], is_followed: bool) -> Prelude | None:
         """The launch that adds up the squares, in whatever order they lie in memory; None where a recording has it."""
-        own = [g if memory_private.is_dense(g) else g.contiguous() for g in gradients]
+        own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
         if (recording := recording_now()) is not None:
             if not all(map(is_, own, gradients)):

@@ -1,7 +1,7 @@
 """State kept in fewer bits than it is computed in: 8-bit codes with a scale a block, or bfloat16.
 
 An optimizer names in `low_bit` the state entries that bear it. In a group with `state_dtype="int8"` such an entry is a
-tensor of codes beside one of scales, `<entry>_absmax` (`kernels.lists.blockwise` has the two codes); with
+tensor of codes beside one of scales, `<entry>_absmax` (`kernels.fused.blockwise` has the two codes); with
 `state_dtype=torch.bfloat16` it is rounded stochastically, so that what is below half a step is not lost but taken now
 and then. Either way the step reads, computes in float32 and writes within its one kernel. Where a parameter is spread
 over processes, codes are spread as it is, and blocks and scales are those of the shard that is here.
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.errors import RuleError
-from subtensors.kernels.lists import blockwise
-from subtensors.optim.shards import shard, spread_like
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.kernels.fused import blockwise
+from subtensors.optim.dtensor import shard, spread_like
 
 SCALES = "_absmax"
 """What the name of an entry of codes takes at its end to name its scales."""

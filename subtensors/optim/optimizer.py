@@ -12,22 +12,22 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import dynamo_private
-from subtensors.dispatch.fused_maths.calls import interprets_kernels
-from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels.collector import uncollected
-from subtensors.kernels.lists.launch import Prelude
+from subtensors.dispatch.fused.bound_call import interprets_kernels
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.torch_internals import dynamo
+from subtensors.kernels.fused.launch import Prelude
+from subtensors.kernels.runtime.gc_pause import uncollected
 from subtensors.lists.tensor_list import TensorList
-from subtensors.optim.declared_state import AVERAGE, MASTER
+from subtensors.optim.batches import Batch, GroupLists, column_of, kept_form, missing
+from subtensors.optim.dtensor import sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
-from subtensors.optim.group_lists import Batch, GroupLists, column_of, kept_form, missing
 from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, forms_of
 from subtensors.optim.options import IN_STEP, Options, check_options, recorded
-from subtensors.optim.shards import sharding_of
-from subtensors.optim.single_tensor import SQUARES, single_tensor
-from subtensors.optim.stepping import Stepping
-from subtensors.optim.watched_state import States
+from subtensors.optim.state import AVERAGE, MASTER
+from subtensors.optim.step import Stepping
+from subtensors.optim.traced_update import SQUARES, single_tensor
+from subtensors.optim.versioned_state import States
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -100,7 +100,7 @@ class Optimizer(Stepping):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if isinstance(cls.__dict__.get("__init__"), FunctionType):
-            dynamo_private.call_eagerly(cls.__init__, "an optimizer is made of the parameters that there are")
+            dynamo.call_eagerly(cls.__init__, "an optimizer is made of the parameters that there are")
         if "state" in cls.__dict__:
             cls._declaration = dict(cls.__dict__["state"])
             del cls.state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from subtensors.static_memory.arena import Arena
+    from subtensors.static.arena import Arena
 
 
 class Options(TypedDict, total=False):

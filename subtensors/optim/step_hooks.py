@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from subtensors.dispatch import dynamo_private, torch_private
+from subtensors.dispatch.torch_internals import dynamo, ops
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -29,10 +29,10 @@ def with_hooks(step: Step) -> Step:
 
     @functools.wraps(step)
     def hooked(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if torch_private.step_is_observed(self):
+        if ops.step_is_observed(self):
             return observed(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
     hooked.hooked = True  # type: ignore[attr-defined]
-    dynamo_private.call_eagerly(hooked, "a step runs its own kernels, which there is nothing to make faster of")
+    dynamo.call_eagerly(hooked, "a step runs its own kernels, which there is nothing to make faster of")
     return hooked  # type: ignore[return-value]

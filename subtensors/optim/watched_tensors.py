@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch import dynamo_private
-from subtensors.dispatch.plain_types import read_as_plain
-from subtensors.dispatch.torch_private import take_foreach_paths
-from subtensors.optim.watched_state import Changes
+from subtensors.dispatch.ops.plain_types import read_as_plain
+from subtensors.dispatch.torch_internals import dynamo
+from subtensors.dispatch.torch_internals.ops import take_foreach_paths
+from subtensors.optim.versioned_state import Changes
 
 _CHANGES = "_changes"
 
@@ -131,5 +131,5 @@ def _unwatched_alias(t: Tensor) -> Tensor:
 
 
 for _kind in _OWN:
-    dynamo_private.compile_methods_only_inlined(_kind)
+    dynamo.compile_methods_only_inlined(_kind)
     read_as_plain(_kind, "what moves a packed parameter, or its gradient, is marked outside of a graph")

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.padded import engine
-from subtensors.dispatch.padded.inexpressible import Undecided
-from subtensors.dispatch.padded.nests import found, mapped
-from subtensors.dispatch.size_factors import is_padded
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.padded import interpreter
+from subtensors.dispatch.padded.errors import Undecided
+from subtensors.dispatch.padded.tree import found, mapped
+from subtensors.dispatch.sizes.dim_factors import is_padded
 from subtensors.padded.padded_tensor import PaddedTensor
 
 
@@ -60,7 +60,7 @@ def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         on the unpadded data, in eager mode
     """
     shapes = mapped(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
-    with engine.observed() as lines:
+    with interpreter.observed() as lines:
         try:
             func(*shapes[0], **shapes[1])
         except RuleError as refusal:

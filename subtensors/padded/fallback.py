@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subtensors.dispatch import dispatcher_private
-from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
-from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, bucket_of, padded_dim, size_of, static
-from subtensors.padded import calls as padded_calls
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
+from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.dispatch.torch_internals import dispatcher
+from subtensors.padded import torch_function as padded_calls
+from subtensors.padded.autograd import followed, wrapped
+from subtensors.padded.inplace import write_back
 from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.padded.padding import extended, logical
-from subtensors.padded.wrapping import followed, wrapped
-from subtensors.padded.writes import write_back
 
 if TYPE_CHECKING:
     import sympy
@@ -82,9 +82,7 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
 def _refuse_unless_known(func: Callable[..., Any], padded: list[PaddedTensor], missing: Exception) -> None:
     for x in padded:
         assert x._sizes is not None
-        traced = dispatcher_private.is_traced(x._dense) or (
-            x._dense.is_cuda and torch.cuda.is_current_stream_capturing()
-        )
+        traced = dispatcher.is_traced(x._dense) or (x._dense.is_cuda and torch.cuda.is_current_stream_capturing())
         if traced or x._sizes.rows is not None:
             why = "a compiler or a graph capture doesn't know them" if traced else "they differ from row to row"
             name = getattr(func, "__name__", str(func))

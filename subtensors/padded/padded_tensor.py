@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import compiler_rules, dynamo_private
-from subtensors.dispatch.errors import RuleError
-from subtensors.dispatch.meeting_types import RECORDED, RULED
-from subtensors.dispatch.padded.gradient_padding import Arrival
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.type_interaction import RECORDED, RULED
+from subtensors.dispatch.padded.gradient_masking import Arrival
 from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
-from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.sizes.dims import Dim
 
 
@@ -68,7 +68,7 @@ class PaddedTensor(Tensor):
     @property
     def dense(self) -> Tensor:
         """The padded storage, of the bucket shape; autograd follows. What stands in the padding is undefined."""
-        from subtensors.padded.wrapping import dense_of
+        from subtensors.padded.autograd import dense_of
 
         return dense_of(self)
 
@@ -83,7 +83,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        from subtensors.padded.wrapping import mask_of
+        from subtensors.padded.autograd import mask_of
 
         return mask_of(self)
 
@@ -102,7 +102,7 @@ class PaddedTensor(Tensor):
             >>> x.sum() / x.count(0)
             tensor(1.)
         """
-        from subtensors.padded.wrapping import count_of
+        from subtensors.padded.autograd import count_of
 
         return count_of(self, dim)
 
@@ -261,9 +261,9 @@ class PaddedTensor(Tensor):
 @functools.cache
 def _calls() -> Any:
     """The module of what a PaddedTensor does in a call, which imports this one; the rules come with it."""
-    from subtensors.padded import calls
+    from subtensors.padded import torch_function
 
-    return calls
+    return torch_function
 
 
 def wrap(value: Padded) -> PaddedTensor:
@@ -307,12 +307,12 @@ def _rebuild(
 
 def _run_whole_in_graphs() -> None:
     """Have compiled code call what reads a PaddedTensor's parts on its stand-ins, and not look into it."""
-    from subtensors.padded import wrapping
+    from subtensors.padded import autograd
 
-    for function in (wrapping.dense_of, wrapping.mask_of, wrapping.count_of):
+    for function in (autograd.dense_of, autograd.mask_of, autograd.count_of):
         torch.compiler.allow_in_graph(function)
 
 
-dynamo_private.compile_methods_only_inlined(PaddedTensor)
-compiler_rules.on_first_compile(PaddedTensor, _run_whole_in_graphs)
+dynamo.compile_methods_only_inlined(PaddedTensor)
+dynamo_rules.on_first_compile(PaddedTensor, _run_whole_in_graphs)
 RULED.add(PaddedTensor)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch import dispatcher_private, dynamo_private
-from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.padded.padded_value import Number, Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
-from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import bucket_of, padded_dim, static_dims
-from subtensors.kernels.extents import Extent
+from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
+from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.dispatch.torch_internals import dispatcher, dynamo
 from subtensors.kernels.padded.padding_ops import pad_list, pad_to
+from subtensors.kernels.runtime.valid_lengths import Extent
 from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.sizes.dims import Dim, SizeAgreement
 
@@ -44,9 +44,9 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         >>> st.pad([torch.ones(3), torch.ones(5)], {0: st.Dim("n", max=8, buckets=4)})
         PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: rows, 1: n}, float32 cpu)
     """
-    from subtensors.padded.wrapping import wrapped
+    from subtensors.padded.autograd import wrapped
 
-    if dispatcher_private.is_transforming():
+    if dispatcher.is_transforming():
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
         )
@@ -63,19 +63,19 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
 
 
 # Where compiled code breaks its graph at a call, the call is one of eager mode.
-dynamo_private.compile_only_inlined(pad)
+dynamo.compile_only_inlined(pad)
 
 
 def unpad(x: PaddedTensor) -> Any:
     """`PaddedTensor.unpad`."""
-    from subtensors.padded.origins import note_plain
-    from subtensors.padded.wrapping import followed
+    from subtensors.padded.autograd import followed
+    from subtensors.padded.views import note_plain
 
     value = followed(x)
     sizes = value.sizes
     if sizes is None:
         return value.dense
-    if sizes.is_captured or (not sizes.known_on_host and dispatcher_private.is_traced(sizes.values)):
+    if sizes.is_captured or (not sizes.known_on_host and dispatcher.is_traced(sizes.values)):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
     data = logical(value)
     note_plain(x, data if isinstance(data, list) else [data])

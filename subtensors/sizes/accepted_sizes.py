@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.bucket_policies import BucketPolicy, Sizes, bucket_policy
 from subtensors.sizes.dims import Dim
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from subtensors.dispatch.errors import SizeError
-from subtensors.dispatch.size_expressions import size_symbol
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.sizes.expressions import size_symbol
 from subtensors.sizes.bucket_policies import BucketPolicy, Geometric, Sizes, bucket_policy
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Dim:
         >>> seq.bucket(600)
         Traceback (most recent call last):
             ...
-        subtensors.dispatch.errors.SizeError: seq is 600, beyond its max of 512; raise max in st.Dim('seq', ...), ...
+        subtensors.SizeError: seq is 600, beyond its max of 512; raise max in st.Dim('seq', ...), ...
     """
 
     name: str
@@ -153,7 +153,7 @@ class SizeAgreement:
         >>> sizes.bind(seq, 80, "dim 1 of attention_mask")
         Traceback (most recent call last):
             ...
-        subtensors.dispatch.errors.SizeError: seq is 80 in dim 1 of attention_mask and 77 in dim 1 of input_ids; ...
+        subtensors.SizeError: seq is 80 in dim 1 of attention_mask and 77 in dim 1 of input_ids; ...
         >>> sizes.sizes
         {Dim('seq', max=512, buckets=Geometric(base=2.0, start=16)): 77}
     """

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
-    from subtensors.dispatch.size_guards import Way
-    from subtensors.dispatch.symbolic_sizes import SymbolicSizes
+    from subtensors.dispatch.sizes.shape_guards import Way
+    from subtensors.dispatch.sizes.symbolic_sizes import SymbolicSizes
     from subtensors.sizes.accepted_sizes import AcceptedSizes
 
 logger = logging.getLogger("subtensors.sizes")
@@ -70,7 +70,7 @@ def infer_sizes(
     """
     import sympy
 
-    from subtensors.dispatch.size_guards import way_through
+    from subtensors.dispatch.sizes.shape_guards import way_through
     from subtensors.sizes.accepted_sizes import held
 
     places = _places(fn, args, dims)

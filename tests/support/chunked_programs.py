@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from subtensors.dispatch.op_classes import OpClass, op_class, overload_name
+from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 
 Program = Callable[..., Any]
 

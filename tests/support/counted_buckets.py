@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from subtensors.bucketed import bucket as bucket_module
-from subtensors.bucketed.recorder import Recorder
+from subtensors.bucketed.graph_cache import Recorder
 
 
 class Counted:

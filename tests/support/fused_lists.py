@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.dispatch.fused_maths.kernel_group import KernelGroup
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.triton_executor import KernelGroup
 
 
 def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Elements:

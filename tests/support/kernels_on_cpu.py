@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import triton
 
-from subtensors.dispatch.fused_maths.calls import cpu_kernels
+from subtensors.dispatch.fused.bound_call import cpu_kernels
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from programs import Lowering
 from torch import Tensor
 
-from subtensors.kernels.extents import Extent
+from subtensors.kernels.runtime.valid_lengths import Extent
 
 POISON = (float("nan"), float("inf"), float("-inf"), 3e38)
 

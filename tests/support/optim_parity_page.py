@@ -1,4 +1,7 @@
-"""Write the page that says what the sweep over optim_db covers: `python tests/support/optim_parity_page.py`."""
+"""Write the page that says what the sweep over optim_db covers.
+
+PYTHONPATH=tests/optim python tests/support/optim_parity_page.py
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "optim-parity.md"
 
 TEXT = """# Parity with torch.optim
 
-Written by `tests/support/optim_parity_page.py` from the sweep of `tests/test_optim_parity.py`. For every class that
-torch has too, and every sample of arguments that torch's own `optim_db` holds for it, {steps} steps are taken here and
-by torch, on tensors of {shapes} shapes and on one alone. A figure is the largest distance from the float64 truth over
-those runs, as a share of what it may be: 1.5 times torch's own distance, and one rounding. The truth is torch's class
-in float64, one tensor after the other. Torch {version}, CPU; the tests take the same steps on a GPU.
+Written by `tests/support/optim_parity_page.py` from the sweep of `tests/optim/test_optim_parity.py`. For every class
+that torch has too, and every sample of arguments that torch's own `optim_db` holds for it, {steps} steps are taken here
+and by torch, on tensors of {shapes} shapes and on one alone. A figure is the largest distance from the float64 truth
+over those runs, as a share of what it may be: 1.5 times torch's own distance, and one rounding. The truth is torch's
+class in float64, one tensor after the other. Torch {version}, CPU; the tests take the same steps on a GPU.
 
 | class | {dtypes} |
 |---|{lines}|

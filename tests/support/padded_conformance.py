@@ -16,7 +16,7 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import subtensors as st
-from subtensors.padded import calls as padded_calls
+from subtensors.padded import torch_function as padded_calls
 
 Plan = dict[tuple[int, int], int]  # (tensor, dim) -> how many positions of padding
 

@@ -14,7 +14,7 @@ from aten_tape import Tape, taped
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.recorder import Recorder
+from subtensors.bucketed.graph_cache import Recorder
 from subtensors.bucketed.report.statistics import BucketStatistics
 
 

@@ -24,9 +24,9 @@ from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels.lists.launch import Tiling
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.kernels.fused.launch import Tiling
 
 
 class Lowering(Enum):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from subtensors.kernels.triton_or_none import triton
+from subtensors.kernels.runtime.triton_compat import triton
 
 NEEDS_TWO = [
     pytest.mark.gpu,

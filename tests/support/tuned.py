@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from subtensors.dispatch.fused_maths.columns import Elements
-from subtensors.dispatch.fused_maths.fusion import Fusion
-from subtensors.kernels.lists import tuning, tuning_cache
-from subtensors.kernels.lists.launch import Tiling
-from subtensors.kernels.lists.program import Extent, Instruction, Parameter, Program, Ref
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.kernels.fused import tuning, tuning_cache
+from subtensors.kernels.fused.launch import Tiling
+from subtensors.kernels.fused.program import Extent, Instruction, Parameter, Program, Ref
 
 aten = torch.ops.aten
 

@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def hide_declared(path: str) -> None:
     """Have `requires` not find a part: its module is loaded before the package that imports it."""
-    name = "subtensors.dispatch.internals"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "dispatch" / "internals.py")
+    name = "subtensors.dispatch.torch_internals.requires"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "dispatch" / "torch_internals" / "requires.py")
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -43,7 +43,7 @@ def hide_declared(path: str) -> None:
 def hide_from_rules(part: str) -> None:
     """Hide from the rules of Dynamo a name that they import, a method that they replace, or an attribute."""
     kind, name = part.split()
-    from subtensors.dispatch import dynamo_private
+    from subtensors.dispatch.torch_internals import dynamo
 
     if kind == "import":
         load = builtins.__import__
@@ -51,18 +51,18 @@ def hide_from_rules(part: str) -> None:
         def without(module: str, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(("globals", "locals", "fromlist", "level"), args, strict=False)) | kwargs
             asker, names = (given.get("globals") or {}).get("__name__"), given.get("fromlist") or ()
-            if asker == dynamo_private.__name__ and name in names:
+            if asker == dynamo.__name__ and name in names:
                 raise ImportError(f"cannot import name {name!r} from {module!r}")
             return load(module, *args, **kwargs)
 
         builtins.__import__ = without
     elif kind == "method":
-        replace = dynamo_private._replace
+        replace = dynamo._replace
 
         def refuse(owner: Any, names: Any, wrap: Any) -> None:
             replace(owner, [known for known in names if known != name and name not in names], wrap)
 
-        dynamo_private._replace = refuse
+        dynamo._replace = refuse
     else:
         from torch._dynamo.variables import builtin
 

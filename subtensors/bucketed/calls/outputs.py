@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.opened import opened_results
+from subtensors.bucketed.calls.flatten_objects import opened_results
 from subtensors.dispatch.padded.padded_value import Padded
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
-from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.padded.autograd import followed
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import logical
-from subtensors.padded.wrapping import followed
 
 if TYPE_CHECKING:
     import sympy

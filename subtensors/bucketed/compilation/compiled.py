@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.outputs import Output, Outputs
-from subtensors.bucketed.compilation.one_or_each import OneOrEach, OpenCode
-from subtensors.dispatch.size_factors import Factor
-from subtensors.dispatch.traced_graphs.shape_template import Template
-from subtensors.dispatch.traced_graphs.shared_inputs import share_inputs
+from subtensors.bucketed.compilation.size_polymorphic import OneOrEach, OpenCode
+from subtensors.dispatch.sizes.dim_factors import Factor
+from subtensors.dispatch.tracing.shape_template import Template
+from subtensors.dispatch.tracing.shared_inputs import share_inputs
 
 if TYPE_CHECKING:
     from subtensors.bucketed.bucket import Bucket

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import assembled, taken_apart
-from subtensors.bucketed.compilation.one_or_each import OneOrEach, OpenCode, places_of
+from subtensors.bucketed.compilation.size_polymorphic import OneOrEach, OpenCode, places_of
 from subtensors.bucketed.state.program_state import leaves_behind
-from subtensors.dispatch.plain_types import detached
-from subtensors.dispatch.torch_capture import NotFunctional
-from subtensors.dispatch.traced_graphs.joint_graph import Halves
-from subtensors.dispatch.traced_graphs.shape_template import NoTemplate, Template
+from subtensors.dispatch.graphs.capture import NotFunctional
+from subtensors.dispatch.ops.plain_types import detached
+from subtensors.dispatch.tracing.joint_graph import Halves
+from subtensors.dispatch.tracing.shape_template import NoTemplate, Template
 
 if TYPE_CHECKING:
     from subtensors.bucketed.training.trained_bucket import TrainedBucket

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.fallbacks import said_in_a_line
-from subtensors.dispatch import torch_capture
-from subtensors.dispatch.errors import RuleError, SizeError
+from subtensors.dispatch.graphs import capture
+from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.dims import Dim
 
@@ -108,7 +108,7 @@ class Generation:
         Raises:
             RuleError: a program can't be recorded; random numbers are where they were.
         """
-        place = torch_capture.random_place(self.model.device)
+        place = capture.random_place(self.model.device)
         try:
             return self._generate(inputs, options)
         except Exception as error:  # of a rule, of CUDA's, or the model's own
@@ -116,7 +116,7 @@ class Generation:
             self._refusal = next((b.refusal for b in buckets if b.refusal), "")
             if not self._refusal and not isinstance(error, RuleError | SizeError):
                 raise
-            torch_capture.go_to_random_place(self.model.device, place)
+            capture.go_to_random_place(self.model.device, place)
             raise RuleError(self._refusal or str(error)) from error
 
     def _generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from subtensors.dispatch.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.padded.autograd import followed
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.wrapping import followed
 
 
 class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from subtensors.bucketed.report.statistics import Statistics
-from subtensors.dispatch.errors import SizeError
+from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.dims import Dim
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def drawn(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
@@ -19,6 +21,10 @@ def drawn(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
         statistics: what was counted.
         dims: by name.
     """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('a plot needs matplotlib: pip install "subtensors[plot]"') from error
     figure = Figure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
     for i, (name, dim) in enumerate(dims.items()):
         axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)

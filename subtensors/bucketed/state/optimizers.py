@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.state.held import Held
-from subtensors.dispatch.graph_numbers import GraphNumbers
-from subtensors.optim.group_numbers import step_signature
+from subtensors.bucketed.state.tensor_snapshot import Held
+from subtensors.dispatch.graphs.live_scalars import GraphNumbers
+from subtensors.optim.hyperparameters import step_signature
 from subtensors.optim.optimizer import Optimizer
 
 _VALUES = methodcaller("values")

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.state.additions import Additions
-from subtensors.bucketed.state.constants import Constants
-from subtensors.bucketed.state.held import Held
+from subtensors.bucketed.state.constant_guards import Constants
+from subtensors.bucketed.state.new_attributes import Additions
 from subtensors.bucketed.state.optimizers import Optimizers
-from subtensors.bucketed.state.reached import Reached
-from subtensors.dispatch.plain_types import PLAIN_TYPES, detached
-from subtensors.dispatch.sleeping import refuse_sleepers
+from subtensors.bucketed.state.reachable_state import Reached
+from subtensors.bucketed.state.tensor_snapshot import Held
+from subtensors.dispatch.graphs.released_tensors import refuse_sleepers
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
 
 _ITS_VALUES = methodcaller("values")
 _ITS_TRAINING = itemgetter("training")

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 
 from subtensors.bucketed.bucket import Bucket, recording_modes
 from subtensors.bucketed.calls.outputs import Outputs
+from subtensors.bucketed.compilation.compile_cache import CodeOfFamilies
 from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
-from subtensors.bucketed.compilation.families import CodeOfFamilies
-from subtensors.bucketed.state.kept_state import kept_state
 from subtensors.bucketed.state.program_state import leaves_behind
-from subtensors.bucketed.training.whole_step import SideEffects
-from subtensors.dispatch import autograd_private
-from subtensors.dispatch.size_expressions import size_on_host
-from subtensors.dispatch.size_factors import Factors, is_padded, size_of
-from subtensors.kernels.bucketed.inputs import InputLoad
+from subtensors.bucketed.state.rollback import kept_state
+from subtensors.bucketed.training.side_effects import SideEffects
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.dispatch.torch_internals import autograd
+from subtensors.kernels.graph_inputs.inputs import InputLoad
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.calls.arguments import Reading
+    from subtensors.bucketed.calls.call_spec import Reading
     from subtensors.bucketed.state.program_state import State
-    from subtensors.dispatch.graph_pool import GraphPool
+    from subtensors.dispatch.graphs.pool import GraphPool
 
 
 class NotDifferentiable(Exception):
@@ -185,7 +185,7 @@ class TrainedBucket(Bucket):
         started = time.perf_counter()
         for t in self.fixed():
             if id(t) not in self.own and type(t) in (Tensor, nn.Parameter):
-                autograd_private.take_new_accumulator(t)
+                autograd.take_new_accumulator(t)
         self.effects = SideEffects(self.state)
         with self.effects.recorded(leaves_gradients=self.is_differentiable):
             self.graph, outputs = pool.capture(self._forward)

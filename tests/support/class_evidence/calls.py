@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from subtensors.dispatch.torch_private import schema_of
+from subtensors.dispatch.torch_internals.ops import schema_of
 
 Tensors = list[torch.Tensor]
 

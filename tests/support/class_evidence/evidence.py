@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from class_evidence.calls import Call, copy_with_storage
 from class_evidence.probes import PROBES, SaysNothing
-from subtensors.dispatch.op_classes import OpClass, is_in_place, op_class, overload_name
+from subtensors.dispatch.ops.op_classes import OpClass, is_in_place, op_class, overload_name
 
 # Properties that no op has by accident. Averages and selections look alike on few calls, so the rest only test claims.
 DISCOVERABLE = (OpClass.POINTWISE, OpClass.VIEW, OpClass.COPY)

@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from class_evidence.calls import Call, Tensors, holds_values
-from subtensors.dispatch.op_classes import OpClass, overload_name
-from subtensors.dispatch.torch_private import schema_of
+from subtensors.dispatch.ops.op_classes import OpClass, overload_name
+from subtensors.dispatch.torch_internals.ops import schema_of
 
 _FIRST_LABEL = 1000  # beyond the constants that ops fill with
 

@@ -1,0 +1,97 @@
+"""Is a number affine in sums over chunks? Then what flows into each part is known before the sums are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from subtensors.dispatch.chunked.lazy_graph import Cut, Value
+from subtensors.dispatch.chunked.tree import leaves
+
+aten = torch.ops.aten
+
+# op: the places of arguments that may depend on the sums, alone or together.
+_TOGETHER: dict[OpOverloadPacket, Collection[int]] = {
+    aten.add: (0, 1),
+    aten.sub: (0, 1),
+    aten.rsub: (0, 1),
+    aten.neg: (0,),
+    aten.sum: (0,),
+    aten.mean: (0,),
+    aten.div: (0,),
+    aten._to_copy: (0,),
+    aten.view: (0,),
+    aten._unsafe_view: (0,),
+    aten.reshape: (0,),
+    aten.squeeze: (0,),
+    aten.unsqueeze: (0,),
+    aten.select: (0,),
+    aten.slice: (0,),
+    aten.permute: (0,),
+    aten.t: (0,),
+    aten.transpose: (0,),
+    aten.expand: (0,),
+    aten.alias: (0,),
+    aten.clone: (0,),
+}
+
+# Of these, one at a time: the product of two sums is not affine.
+_APART: dict[OpOverloadPacket, Collection[int]] = {aten.mul: (0, 1), aten.mv: (0, 1), aten.dot: (0, 1), aten.mm: (0, 1)}
+
+
+def is_affine(value: Value, sums: Sequence[Value]) -> bool:
+    """Whether a value is a constant plus multiples of the sums, whatever these are.
+
+    Args:
+        value: a whole value.
+        sums: partials that it may depend on.
+
+    Returns:
+        False also where it can't be told from the ops.
+    """
+    ids = {id(v) for v in sums}
+    verdicts: dict[int, tuple[bool, bool]] = {}
+
+    def look(v: Value) -> tuple[bool, bool]:
+        """Does it depend on the sums, and is it affine in them?"""
+        if id(v) in ids:
+            return True, True
+        if v.node is None or v.tensor is not None or v.join is not None:
+            return False, True
+        if id(v) not in verdicts:
+            verdicts[id(v)] = _look(v, look)
+        return verdicts[id(v)]
+
+    depends, affine = look(value)
+    return depends and affine
+
+
+def _look(value: Value, look: Any) -> tuple[bool, bool]:
+    node = value.node
+    assert node is not None
+    depending: list[int] = []
+    nested = False
+    for place, argument in enumerate([*node.args, *node.kwargs.values()]):
+        for x in leaves(argument):
+            if isinstance(x, (Value, Cut)):
+                depends, affine = look(x.value if isinstance(x, Cut) else x)
+                if depends and not affine:
+                    return True, False
+                if depends:
+                    depending.append(place)
+                    nested = nested or not isinstance(argument, Value)
+    if not depending:
+        return False, True
+    packet = getattr(node.op, "overloadpacket", None)
+    if nested or value.needs_grad is False:
+        return True, False
+    if packet in _TOGETHER:
+        # div.Tensor_mode rounds.
+        plain = not any(isinstance(x, str) for x in leaves((node.args, node.kwargs)))
+        return True, plain and all(place in _TOGETHER[packet] for place in depending)
+    if packet in _APART:
+        return True, len(depending) == 1 and depending[0] in _APART[packet]
+    return True, False

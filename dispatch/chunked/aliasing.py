@@ -1,0 +1,202 @@
+"""What a chunked tensor holds: a value that in-place ops replace, and views that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from subtensors.dispatch.chunked.bound_call import Call
+from subtensors.dispatch.chunked.lazy_graph import NeedsValues, Value, cut_again, gathered, recording
+from subtensors.dispatch.chunked.rules.contractions import linear_layer
+from subtensors.dispatch.chunked.rules.table import record
+from subtensors.dispatch.chunked.tree import tensors_of
+from subtensors.dispatch.ops.errors import RuleError
+
+aten = torch.ops.aten
+
+
+Geometry = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
+
+
+class Cell:
+    """A value under a name. A view's cell knows whose view it is: writing to one is seen through the other.
+
+    Args:
+        value: what it holds.
+        borrowed: it stands for a plain tensor of the caller's, whose memory is not written by recording.
+    """
+
+    __slots__ = ("_value", "base", "borrowed", "made", "stamp", "writes")
+
+    def __init__(self, value: Value, borrowed: bool = False) -> None:
+        self._value, self.borrowed = value, borrowed
+        self.base: Cell | None = None
+        self.made: tuple[OpOverload, tuple[Any, ...], dict[str, Any], int] | None = None
+        self.stamp = self.writes = 0
+
+    def view_of(self, base: Cell, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Cell:
+        """Say whose view this is, and how it was taken: the op's arguments after the base, and which result."""
+        self.base, self.made, self.stamp = base, (op, args, kwargs, place), base.writes
+        return self
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient flows through it."""
+        return self.value.needs_grad
+
+    def geometry(self) -> Geometry:
+        """Sizes, strides, dtype and device."""
+        value = self.value
+        like = value.like
+        return like.shape, like.stride(), like.dtype, value.device
+
+    @property
+    def value(self) -> Value:
+        """What it holds now."""
+        if self.base is not None and self.made is not None:
+            value = self.base.value
+            if self.base.writes != self.stamp:
+                op, args, kwargs, place = self.made
+                with recording(value.needs_grad):
+                    try:
+                        taken = record(op, value, *args, **kwargs)
+                    except NeedsValues:
+                        taken = record(op, gathered(value), *args, **kwargs)
+                self._value = _outputs(taken)[place]
+                self.stamp = self.base.writes
+                self.writes += 1
+        return self._value
+
+    def write(self, value: Value) -> None:
+        """Put another value in its place, and into what it is a view of.
+
+        Raises:
+            NeedsValues: a plain tensor would have to be written to.
+            RuleError: it is a view that can't be written through.
+        """
+        if self.borrowed:
+            raise NeedsValues("an in-place op", "it writes to a plain tensor")
+        if self.base is not None and self.made is not None:
+            op, args, kwargs, place = self.made
+            base = self.base.value
+            try:
+                written = _written_through(op, args, kwargs, place, base, value)
+            except NeedsValues:
+                if base.layout is None:
+                    raise
+                # What no chunk can write by itself is written to the whole.
+                written = _written_through(op, args, kwargs, place, gathered(base), gathered(value))
+            if base.layout is not None and written.layout is None:
+                written = cut_again(written, base.layout)
+            self.base.write(written)
+            self.stamp = self.base.writes
+        self._value = value
+        self.writes += 1
+
+
+class LinearCell(Cell):
+    """A linear layer of rows, recorded when something else is asked for than what kernels make of it.
+
+    Args:
+        rows: (N, H), chunked along N.
+        weight: (V, H), a constant of the same dtype and device.
+        bias: (V,), such a constant, or None.
+        grad: whether it is differentiable.
+        narrow: the layer of which this is a cast; None for the layer itself.
+        dtype: that it is cast to.
+    """
+
+    __slots__ = ("_product", "bias", "dtype", "grad", "narrow", "rows", "weight")
+
+    def __init__(
+        self,
+        rows: Value,
+        weight: Value,
+        bias: Value | None,
+        grad: bool,
+        narrow: LinearCell | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self.rows, self.weight, self.bias, self.grad = rows, weight, bias, grad
+        self.narrow, self.dtype = narrow, rows.dtype if dtype is None else dtype
+        self._product: Value | None = None
+
+    def to(self, dtype: torch.dtype, grad: bool) -> LinearCell:
+        """A cast of it."""
+        return LinearCell(self.rows, self.weight, self.bias, self.grad and grad, self, dtype)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Is it an op of the region, or was it written over?"""
+        return self._value is not self.rows
+
+    @property
+    def value(self) -> Value:
+        """What it holds now."""
+        if not self.is_recorded:
+            self._value = self.product
+        return self._value
+
+    @property
+    def product(self) -> Value:
+        """The layer or its cast, recorded: what it holds unless it was written over."""
+        if self._product is None:
+            if self.narrow is None:
+                self._product = linear_layer(self.rows, self.weight, self.bias, self.grad)
+            else:
+                with recording(self.grad):
+                    self._product = record(aten._to_copy.default, self.narrow.product, dtype=self.dtype)
+        return self._product
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient flows through it."""
+        if self.is_recorded:
+            return self._value.needs_grad
+        has_grad = self.rows.needs_grad or self.weight.needs_grad or (self.bias is not None and self.bias.needs_grad)
+        return self.grad and has_grad
+
+    def geometry(self) -> Geometry:
+        """Sizes, strides, dtype and device."""
+        if self.is_recorded:
+            return super().geometry()
+        rows, classes = self.rows.like.shape[0], self.weight.like.shape[0]
+        return (rows, classes), (classes, 1), self.dtype, self.rows.device
+
+
+def _outputs(results: Any) -> list[Value]:
+    return [results] if isinstance(results, Value) else [r for r in results if isinstance(r, Value)]
+
+
+def _written_through(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, base: Value, new: Value
+) -> Value:
+    """The base whose view under `op` is `new`, and that is what it was elsewhere."""
+    call = Call(op, (base, *args), kwargs)
+    packet = op.overloadpacket
+    out: Any = None
+    if packet in (aten.alias, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.reshape):
+        out = new if new.shape == base.shape else record(aten.reshape.default, new, list(base.shape))
+    elif packet in (aten.t, aten.transpose):
+        out = record(op, new, *args)
+    elif packet is aten.permute:
+        dims = [d % base.ndim for d in call["dims"]]
+        out = record(op, new, [dims.index(d) for d in range(base.ndim)])
+    elif packet is aten.select:
+        out = record(aten.select_scatter.default, base, new, *args)
+    elif packet is aten.slice:
+        out = record(aten.slice_scatter.default, base, new, *args)
+    elif packet is aten.unbind:
+        out = record(aten.select_scatter.default, base, new, call["dim"], place)
+    elif packet in (aten.split, aten.split_with_sizes):
+        sizes = [v.shape[call["dim"]] for v in tensors_of(call.infer())]
+        start = sum(sizes[:place])
+        out = record(aten.slice_scatter.default, base, new, call["dim"], start, start + sizes[place])
+    if out is None:
+        raise RuleError(f"a ChunkedTensor can't be written to through {op}; write to what it is a view of")
+    written: Value = out
+    return written

@@ -1,0 +1,169 @@
+"""A region as one function of autograd: `Recomputed` for any results, `Together` for one number.
+
+`Recomputed` runs the chunks forward, and in backward runs each again with its part of the gradient: right for any
+gradient, at the price of a second forward.
+
+`Together` is for a result that is a number and a sum over chunks, f(sum of parts) with f affine in the sums. What
+flows into a part is then known before the loss is: df / d(sum). So each chunk runs forward and backward at once, and
+in backward what comes in is multiplied in. It gives its gradients away when backward first asks; a second backward
+runs the chunks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.run_chunks import Gradients, Results, as_recorded, chunk_leaves, run_chunk, tangent_of
+from subtensors.dispatch.chunked.schedule import Plan
+from subtensors.dispatch.ops.errors import RuleError
+
+Epilogue = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""From the sums over chunks and other tensors to the number."""
+
+
+def forward_only(plan: Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of a pass, chunk by chunk, without gradients."""
+    results = Results(plan)
+    nothing = [False] * len(tensors)
+    with torch.no_grad(), as_recorded():
+        for span in plan.spans:
+            results.add(span, run_chunk(plan, span, chunk_leaves(plan, span, tensors, nothing)))
+    return results.done()
+
+
+def differentiate(plan: Plan, tensors: Sequence[Tensor], needed: Sequence[bool], upstream: Sequence[Any]) -> Gradients:
+    """The gradients of a pass for given gradients of its results (None where a result has none)."""
+    gradients = Gradients(plan, tensors, needed)
+    with torch.no_grad(), as_recorded():
+        for span in plan.spans:
+            leaves = chunk_leaves(plan, span, tensors, needed)
+            outputs = run_chunk(plan, span, leaves, gradients)
+            results = zip(outputs, plan.outputs, upstream, strict=True)
+            flows = [(o, v, u) for o, v, u in results if o is not None and u is not None]
+            tangents = [tangent_of(plan, v, span, u).to(o.dtype) for o, v, u in flows]
+            gradients.add(span, leaves, [o for o, _, _ in flows], tangents)
+            del leaves, outputs, flows, tangents
+    return gradients
+
+
+class Recomputed(torch.autograd.Function):
+    """The results of a pass; backward runs each chunk again."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Args: the pass, and what it reads."""
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        results = forward_only(plan, tensors)
+        ctx.mark_non_differentiable(*(t for v, t in zip(plan.outputs, results, strict=True) if not v.needs_grad))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """The gradients of what the pass reads."""
+        tensors = ctx.saved_tensors
+        gradients = differentiate(ctx.plan, tensors, ctx.needs_input_grad[1:], upstream)
+        taken = gradients.take()
+        return None, *once_differentiable(taken.get(n) for n in range(len(tensors)))
+
+
+class Together(torch.autograd.Function):
+    """One number, and its gradients with it."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
+        """Args: the pass, what makes the number of its sums, how many tensors the pass reads, those and the others."""
+        ctx.plan, ctx.count = plan, count
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        reads, others = tensors[:count], tensors[count:]
+        needed = ctx.needs_input_grad[3 : 3 + count]
+        factors = _factors(plan, epilogue, others)
+        ctx.scale, ctx.tangents = _normalised(factors)
+        results, gradients = Results(plan), Gradients(plan, reads, needed)
+        with as_recorded():
+            for span in plan.spans:
+                leaves = chunk_leaves(plan, span, reads, needed)
+                outputs = run_chunk(plan, span, leaves, gradients)
+                results.add(span, outputs)
+                gradients.add(
+                    span, leaves, outputs, [t.to(o.dtype) for t, o in zip(ctx.tangents, outputs, strict=True)]
+                )
+                del leaves, outputs
+        ctx.gradients = gradients
+        return _finished(ctx, epilogue, results.done(), others)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """The gradients that forward made, times what comes in."""
+        (grad,) = upstream
+        tensors = ctx.saved_tensors
+        if grad is None:
+            return (None,) * (3 + len(tensors))
+        grad = grad.reshape(())
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            needed = ctx.needs_input_grad[3 : 3 + ctx.count]
+            gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, ctx.tangents)
+        taken = gradients.take(grad * ctx.scale)
+        others = [None if g is None else g * grad.to(g.dtype) for g in ctx.other_gradients]
+        return None, None, None, *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others])
+
+
+def _factors(plan: Plan, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
+    """The derivative of the number by each sum. It doesn't depend on the sums."""
+    with torch.enable_grad(), as_recorded():
+        sums = [torch.zeros(v.shape, dtype=v.dtype, device=v.device, requires_grad=True) for v in plan.outputs]
+        out = epilogue(sums, [t.detach() for t in others])
+        return list(torch.autograd.grad(out, sums, torch.ones_like(out), materialize_grads=True))
+
+
+def _normalised(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A power of two, and the factors divided by it so that the largest is near one: 1 / tokens is 0 in float16."""
+    largest = torch.stack([f.abs().amax().to(torch.float32) for f in factors]).amax()
+    mantissa, _ = torch.frexp(largest)
+    usable = torch.isfinite(largest) & (largest > 0)
+    # By division, which is exact here: torch 2.11 runs ldexp on the current device, wherever its operands are.
+    scale = torch.where(usable, largest / (2 * mantissa), 1.0)
+    return scale, [f / scale.to(f.dtype) for f in factors]
+
+
+def _finished(ctx: Any, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The number; the gradients of what else it depends on are kept for backward."""
+    needed = ctx.needs_input_grad[3 + ctx.count :]
+    leaves = [t.detach().requires_grad_(n) for t, n in zip(others, needed, strict=True)]
+    with torch.set_grad_enabled(any(needed)), as_recorded():
+        out = epilogue(sums, leaves)
+        wanted = [t for t in leaves if t.requires_grad]
+        grads = iter(torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True) if wanted else ())
+    ctx.other_gradients = [next(grads) if n else None for n in needed]
+    return out.detach()
+
+
+def once_differentiable(grads: Any) -> list[Tensor | None]:
+    """Gradients that can't be differentiated: a second derivative is refused where it is asked for."""
+    if not torch.is_grad_enabled():
+        return list(grads)
+    return [None if g is None else _refusing(g) for g in grads]
+
+
+def _refusing(grad: Tensor) -> Tensor:
+    out: Tensor = _RefuseSecond.apply(grad.requires_grad_())  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RefuseSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuleError(
+            "a ChunkedTensor can't be differentiated twice: its chunks are gone; realize() it for a second derivative"
+        )

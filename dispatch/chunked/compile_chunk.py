@@ -1,0 +1,145 @@
+"""Runs of ops of a chunk's program, compiled: `st.chunk(..., compile=True)`.
+
+A program is cut at its matrix products, whose gradients go into sums, and at ops that can't be named. What lies between
+is written as a Python function of the tensors it reads, and handed to torch.compile. Functions are kept by their text:
+the next step records the same program, and finds it compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from subtensors.dispatch.chunked.lazy_graph import PerChunk, Value
+from subtensors.dispatch.chunked.schedule import Input, Step
+
+BACKEND = "inductor"
+"""Who compiles."""
+
+SHORTEST = 2
+"""Ops in a run that is worth a compilation."""
+
+
+@dataclass
+class CompiledRun:
+    """Consecutive ops as one function.
+
+    Args:
+        steps: the ops.
+        reads: inputs, values and per-chunk numbers, in the order of the function's arguments.
+        results: values that later ops read, in the order of what the function returns.
+        function: the compiled function.
+        grad: whether it is differentiated.
+        last: values that no later op reads.
+    """
+
+    steps: list[Step]
+    reads: list[Input | Value | PerChunk]
+    results: list[Value]
+    function: Callable[..., Sequence[torch.Tensor]]
+    grad: bool
+    last: list[Value]
+
+
+def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable[[Step], bool]) -> list[Any]:
+    """The program with its runs compiled.
+
+    Args:
+        steps: the program.
+        kept: ids of the values that the program is run for.
+        cut: whether an op stays by itself.
+
+    Returns:
+        steps and compiled runs, in order.
+    """
+    program: list[Any] = []
+    run: list[Step] = []
+    for place, step in enumerate([*steps, None]):
+        ends = step is None or cut(step) or not _named(step) or (run and run[0].grad != step.grad)
+        if ends and run:
+            program.extend([_compiled(run, steps[place:], kept)] if len(run) >= SHORTEST else run)
+            run = []
+        if step is not None:
+            if cut(step) or not _named(step):
+                program.append(step)
+            else:
+                run.append(step)
+    return program
+
+
+def _named(step: Step) -> bool:
+    """Can the op and its arguments be written down?"""
+    op = step.op
+    nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
+    plain = (Input, Value, PerChunk, bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
+    return nameable and step.rows is None and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
+
+
+def _compiled(run: list[Step], later: Sequence[Step], kept: Collection[int]) -> CompiledRun:
+    made = {id(v) for step in run for v in step.outputs if v is not None}
+    read_later = {id(x) for step in later for x in step.leaves if isinstance(x, Value)} | set(kept)
+    results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
+    names: dict[int, str] = {}
+    reads: list[Input | Value | PerChunk] = []
+    constants: list[Any] = []
+    lines: list[str] = []
+
+    def written(x: Any) -> str:
+        if isinstance(x, (Input, Value, PerChunk)):
+            if id(x) not in names:
+                names[id(x)] = f"a{len(reads)}"
+                reads.append(x)
+            return names[id(x)]
+        if isinstance(x, (bool, int, str, type(None))):
+            return repr(x)
+        constants.append(x)
+        return f"c{len(constants) - 1}"
+
+    for place, step in enumerate(run):
+        args, kwargs = step.spec.unflatten([_Text(written(x)) for x in step.leaves])
+        constants.append(step.op)
+        call = ", ".join([*map(_nested, args), *(f"{key}={_nested(value)}" for key, value in kwargs.items())])
+        outputs = [f"v{place}_{k}" for k in range(len(step.outputs))]
+        names.update({id(v): name for v, name in zip(step.outputs, outputs, strict=True) if v is not None})
+        lines.append(f"    {', '.join(outputs)} = c{len(constants) - 1}({call})")
+    lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
+    text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
+    dead = [x for x in reads if isinstance(x, Value) and id(x) not in read_later and id(x) not in made]
+    return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, dead)
+
+
+class _Text(str):
+    """An argument as it is written."""
+
+    __slots__ = ()
+
+
+def _nested(x: Any) -> str:
+    if isinstance(x, _Text):
+        return str(x)
+    if isinstance(x, list):
+        return f"[{', '.join(map(_nested, x))}]"
+    return f"({''.join(_nested(y) + ', ' for y in x)})"
+
+
+@functools.lru_cache(maxsize=256)
+def _function(text: str, constants: tuple[Any, ...], backend: str) -> Callable[..., Sequence[torch.Tensor]]:
+    # Chunks of another length, such as the last, are the same function.
+    scope: dict[str, Any] = {f"c{k}": constant for k, constant in enumerate(constants)}
+    exec(text, scope)
+    compiled: Callable[..., Sequence[torch.Tensor]] = torch.compile(scope["run"], backend=backend, dynamic=None)
+
+    def called(*args: Any) -> Sequence[torch.Tensor]:
+        with warnings.catch_warnings():
+            # The compiler looks at .grad of what a product before this run made.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            return compiled(*args)
+
+    return called

@@ -1,0 +1,243 @@
+"""Which part of the logits to hold at once: chosen from the shapes and the memory, by a model fitted to measurements.
+
+The model counts what each schedule of `kernels/cross_entropy/linear_cross_entropy.py` does:
+
+    bytes    the gradients, the logits in memory at once, what is kept beside a sum, and a few numbers a row
+    seconds  flops / rate + bytes moved / bandwidth + launches
+
+A GEMM of N x H x V is 2 N H V flops. By rows there are three, and every chunk reads and writes all of dW. By columns
+there are three, and a share of a fourth for the logits that nobody keeps; every block reads and writes all of dX. The
+loss reads the logits twice and writes them once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
+from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+
+ROW_BYTES = 56
+"""Statistics, factors and targets of one row."""
+
+WASTE = 0.1
+"""How much slower than the fastest schedule one may be that takes less memory, where no limit was given."""
+
+SHARE_OF_FREE = 0.8
+"""The share of the free memory that a schedule may take, where no limit was given."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Args:
+        flops: of large 16-bit GEMMs.
+        bandwidth: bytes read or written by the passes between them.
+        launch: seconds a chunk or block takes beside its work: launches, and tiles of a GEMM that stand idle.
+    """
+
+    flops: float
+    bandwidth: float
+    launch: float
+
+
+H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
+"""Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
+
+
+@dataclass(frozen=True)
+class LossShape:
+    """Linear + cross entropy, as far as its cost is concerned.
+
+    Args:
+        rows: N.
+        width: H.
+        classes: V.
+        itemsize: bytes an element of hidden states, weight and logits.
+        weight_grad_itemsize: bytes an element of the weight's gradient.
+        needs_hidden, needs_weight: which gradients are wanted.
+    """
+
+    rows: int
+    width: int
+    classes: int
+    itemsize: int = 2
+    weight_grad_itemsize: int = 2
+    needs_hidden: bool = True
+    needs_weight: bool = True
+
+    @property
+    def gemm_flops(self) -> float:
+        """Of one of the three products."""
+        return 2.0 * self.rows * self.width * self.classes
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of all logits."""
+        return self.rows * self.classes * self.itemsize
+
+    @property
+    def hidden_grad_bytes(self) -> int:
+        """Of dX, 0 where it is not wanted."""
+        return self.rows * self.width * self.itemsize * self.needs_hidden
+
+    @property
+    def weight_grad_bytes(self) -> int:
+        """Of dW, 0 where it is not wanted."""
+        return self.classes * self.width * self.weight_grad_itemsize * self.needs_weight
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """A schedule, and what it is expected to take.
+
+    Args:
+        schedule: which part of the logits is in memory at once.
+        bytes: of memory at the peak, beside the inputs and with the gradients.
+        seconds: forward and backward.
+        products: GEMMs of N x H x V.
+    """
+
+    schedule: Schedule
+    bytes: int
+    seconds: float
+    products: float
+
+    def __str__(self) -> str:
+        """One line.
+
+        >>> print(ChunkPlan(Schedule(columns=8448), 1330 * 2**20, 0.0563, 3.72))
+        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 56 ms
+        """
+        schedule = self.schedule
+        if schedule.columns is None:
+            part = (
+                "all logits" if schedule.rows is None else f"{schedule.rows} rows of the logits, {schedule.accumulate},"
+            )
+        else:
+            part = f"{schedule.columns} columns of the logits"
+            if schedule.kept:
+                part += f" and {schedule.kept} kept"
+        figures = f"{self.bytes / 2**20:.0f} MiB, {self.seconds * 1e3:.2g} ms"
+        return f"{part} at once, {self.products:.2g} GEMMs: {figures}"
+
+
+def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = H200) -> ChunkPlan:
+    """What chunks of rows take.
+
+    Args:
+        shape: of the loss.
+        rows: of a chunk.
+        accumulate: how dW adds up.
+        rates: of the device.
+    """
+    rows = min(rows, shape.rows)
+    chunks = math.ceil(shape.rows / rows)
+    products = 1 + shape.needs_hidden + shape.needs_weight
+    element = shape.weight_grad_itemsize
+    is_widened = accumulate == "exact" and chunks > 1 and element == shape.itemsize and element < 8
+    beside = 2 * shape.classes * shape.width * shape.needs_weight * is_widened
+    memory = rows * shape.classes * shape.itemsize + shape.hidden_grad_bytes + shape.weight_grad_bytes + beside
+    moved = 3.0 * shape.logits_bytes + shape.weight_grad_bytes
+    moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + beside) + 2 * beside
+    seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + chunks * rates.launch
+    schedule = Schedule(rows=None if chunks == 1 else rows, accumulate=accumulate)
+    return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products)
+
+
+def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -> ChunkPlan:
+    """What blocks of columns take.
+
+    Args:
+        shape: of the loss.
+        columns: of a block.
+        kept: columns that have memory of their own between the passes.
+        rates: of the device.
+    """
+    columns = min(columns, shape.classes)
+    blocks = math.ceil(shape.classes / columns)
+    lent = shape.weight_grad_bytes // (shape.rows * shape.itemsize)  # columns that fit into the memory of dW
+    waiting = blocks if lent >= shape.classes else 1 + lent // columns + kept // columns
+    computed_again = max(0.0, 1 - waiting / blocks)
+    products = 1 + computed_again + shape.needs_hidden + shape.needs_weight
+    hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
+    scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
+    # Where a block takes less than dX does, dX is rounded into the memory of its own sum.
+    at_the_end = 0 if columns < shape.width and shape.itemsize == 2 else shape.hidden_grad_bytes
+    memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
+    moved = (3 + computed_again) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
+    seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
+    return ChunkPlan(Schedule(columns=columns, kept=kept), memory + shape.rows * ROW_BYTES, seconds, products)
+
+
+def plan_linear_cross_entropy(
+    shape: LossShape,
+    *,
+    accumulate: Accumulate = "exact",
+    rows: int | None = None,
+    memory_limit: int | None = None,
+    free_bytes: int | None = None,
+    rates: Rates = H200,
+) -> ChunkPlan:
+    """The schedule that is expected to be fastest within some memory.
+
+    Args:
+        shape: of the loss.
+        accumulate: "exact", or "fast" where dW may be rounded after every chunk.
+        rows: a chunk asked for; the schedule takes no more memory than it would with chunks of so many rows.
+        memory_limit: bytes at the peak, beside the inputs and with the gradients.
+        free_bytes: of the device. Where neither `rows` nor a limit is given, a schedule within this that takes less
+            memory is preferred to a faster one, unless that is faster by more than a tenth.
+        rates: of the device.
+
+    Returns:
+        The plan. Where nothing fits, the one that takes least.
+
+    Example:
+        >>> plan_linear_cross_entropy(LossShape(4096, 4096, 128256)).schedule.columns
+        8448
+        >>> plan_linear_cross_entropy(LossShape(512, 64, 1000), rows=512).schedule
+        Schedule(rows=None, columns=None, kept=0, accumulate='exact')
+    """
+    if rows is not None:
+        memory_limit = by_rows(shape, rows, accumulate, rates).bytes
+    candidates = list(_candidates(shape, accumulate, rows, memory_limit, rates))
+    limit = memory_limit
+    if limit is None and free_bytes is not None:
+        limit = int(SHARE_OF_FREE * free_bytes)
+    fitting = [plan for plan in candidates if limit is None or plan.bytes <= limit]
+    if not fitting:
+        return min(candidates, key=lambda plan: (plan.bytes, plan.seconds))
+    fastest = min(fitting, key=lambda plan: (plan.seconds, plan.bytes))
+    if memory_limit is not None:
+        return fastest
+    return min(
+        (plan for plan in fitting if plan.seconds <= (1 + WASTE) * fastest.seconds),
+        key=lambda plan: (plan.bytes, plan.seconds),
+    )
+
+
+COLUMNS = (1056, 2112, 4224, 8448, 16896)
+"""Blocks whose GEMMs come out in whole waves of tiles on 132 multiprocessors; powers of two are slower."""
+
+
+def _candidates(
+    shape: LossShape, accumulate: Accumulate, rows: int | None, memory_limit: int | None, rates: Rates
+) -> Iterator[ChunkPlan]:
+    """Schedules worth a look."""
+    sizes = {min(shape.rows, 2**k * odd) for k in range(4, 32) for odd in (1, 3)} | {max(1, shape.rows)}
+    for size in sorted(sizes | ({rows} if rows is not None else set())):
+        yield by_rows(shape, size, accumulate, rates)
+    if not shape.needs_weight or not shape.rows:
+        return  # without dW rows are as exact, and take one product less
+    for columns in COLUMNS:
+        if columns >= shape.classes:
+            return
+        plan = by_columns(shape, columns, 0, rates)
+        yield plan
+        spare = 0 if memory_limit is None else (memory_limit - plan.bytes) // (shape.rows * shape.itemsize)
+        if kept := max(0, min(spare, shape.classes)) // columns * columns:
+            yield by_columns(shape, columns, kept, rates)

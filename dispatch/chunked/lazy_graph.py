@@ -1,0 +1,346 @@
+"""What a region records: values, and the ops that make them.
+
+A value is *whole* (one tensor) or *chunked* (a `Layout` says where its rows are). An op between whole values is run
+once. An op on chunked values is run for each chunk, and each of its results is chunked or a *partial*: a part of a
+whole value that is added to, laid beside or stacked on the parts of other chunks. A partial is whole to its readers.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from subtensors.dispatch.chunked.row_layout import Axis, Layout, meta_of
+from subtensors.dispatch.chunked.tree import leaves, replace_leaves
+from subtensors.dispatch.ops.errors import RuleError
+
+Span = tuple[int, int]
+
+_recording: ContextVar[bool] = ContextVar("recording", default=False)
+
+
+@contextmanager
+def recording(grad: bool) -> Iterator[None]:
+    """Ops recorded in here are differentiable, or not."""
+    token = _recording.set(grad)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+class NeedsValues(Exception):
+    """An op that can't be recorded: what it is given has to be realised."""
+
+    def __init__(self, op: object, reason: str) -> None:
+        super().__init__(f"{op}: {reason}")
+        self.op = str(op)
+        self.reason = reason
+
+
+class Join(enum.Enum):
+    """How the parts of chunks become one value."""
+
+    SUM = "sum"
+    CAT = "cat"
+    STACK = "stack"
+
+
+class Value:
+    """A tensor of the region, known by its metadata until it is computed.
+
+    Args:
+        meta: sizes, strides and dtype; None for an input, which has them itself.
+        device: where it will live.
+        layout: where its rows are; None for a whole value.
+        node: what computes it; None for an input.
+        needs_grad: whether a gradient flows through it.
+    """
+
+    __slots__ = (
+        *("_meta", "device", "index", "join", "layout", "needs_grad", "node", "source", "tensor", "version"),
+        "__weakref__",
+    )
+
+    def __init__(
+        self, meta: Tensor | None, device: torch.device, layout: Layout | None, node: Node | None, needs_grad: bool
+    ) -> None:
+        self._meta, self.device, self.layout, self.node, self.needs_grad = meta, device, layout, node, needs_grad
+        self.join: Join | None = None
+        self.index = 0
+        self.tensor: Tensor | None = None
+        """The whole value, once it is known."""
+        self.source: Layout | None = None
+        """Of a partial that lays chunks side by side: where they go; of one that stacks them: the rows of a part."""
+        self.version: int | None = None
+
+    def bare(self) -> Value:
+        """Its description, without what it is computed by or from: who keeps that keeps no tensor alive."""
+        out = Value(self.meta, self.device, self.layout, None, self.needs_grad)
+        out.join, out.index, out.source = self.join, self.index, self.source
+        return out
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its sizes, strides and dtype: perhaps itself."""
+        like = self.tensor if self._meta is None else self._meta
+        assert like is not None
+        return like
+
+    @property
+    def meta(self) -> Tensor:
+        """Its sizes, strides and dtype, without memory."""
+        if self._meta is None:
+            self._meta = meta_of(self.like)
+        return self._meta
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes of the whole value."""
+        return self.like.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dims."""
+        return self.like.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.like.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A whole value of which each chunk reads its own part."""
+
+    value: Value
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class PerChunk:
+    """An argument that differs between chunks, such as a size."""
+
+    of: Callable[[Span], Any]
+
+
+class Node:
+    """An op of the region.
+
+    Args:
+        op: what is called.
+        args, kwargs: its arguments: values, cuts of them, per-chunk arguments and constants.
+        axis: the axis it is run along, chunk by chunk; None for an op that is run once.
+        grad: whether it is differentiated.
+    """
+
+    __slots__ = ("_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
+
+    def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: Axis | None, grad: bool) -> None:
+        self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
+        self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
+        # A value knows its node. If the node kept the value, all that either reads would live until Python looks for
+        # cycles.
+        self._outputs: list[weakref.ref[Value]] = []
+        self.rows: Layout | None = None
+        """Of an op whose parts are stacked: the rows that a chunk must have some of to give a part."""
+
+    @property
+    def outputs(self) -> list[Value | None]:
+        """Its results, in order; None of what nobody reads."""
+        return [made() for made in self._outputs]
+
+    def gives(self, value: Value) -> None:
+        """Note its next result."""
+        value.index = len(self._outputs)
+        self._outputs.append(weakref.ref(value))
+
+    def operands(self) -> list[Value | Cut]:
+        """The values and cuts among its arguments."""
+        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, (Value, Cut))]
+
+
+def constant(tensor: Tensor) -> Value:
+    """A whole value that is known.
+
+    Raises:
+        NeedsValues: it has no strides to be read by.
+    """
+    if tensor.layout != torch.strided:
+        raise NeedsValues("a tensor without strides", "it can't be recorded")
+    value = Value(None, tensor.device, None, None, tensor.requires_grad)
+    value.tensor = tensor
+    value.version = None if tensor.is_inference() else tensor._version
+    return value
+
+
+def leaf_value(x: Tensor, dim: int, axis: Axis) -> Value:
+    """The value of a tensor that is chunked along a dim."""
+    value = Value(None, x.device, Layout(axis, dim, x.shape[dim]), None, x.requires_grad)
+    value.tensor = x
+    value.version = None if x.is_inference() else x._version
+    return value
+
+
+def known(value: Value) -> Tensor | None:
+    """The tensor of a whole value, where it is known.
+
+    Raises:
+        RuleError: it was written to after it was recorded, or its memory is gone.
+    """
+    tensor = value.tensor
+    if tensor is None or value.version is None:
+        return tensor
+    if tensor._version != value.version:
+        raise RuleError(
+            f"a tensor of shape {tuple(tensor.shape)} was modified in place after an op on a ChunkedTensor had "
+            f"recorded it; realize() the result before the write, or write to a clone"
+        )
+    if tensor.numel() and tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0:
+        raise RuleError(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the ChunkedTensor that uses it "
+            f"was evaluated; with FSDP keep this module's weights until the loss (reshard_after_forward=False)"
+        )
+    return tensor
+
+
+_inferred: dict[Any, Any] = {}
+
+MOST_INFERRED = 4096
+"""Calls whose results are remembered; a training step records the same ones again."""
+
+
+def infer(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What an op returns, as tensors without memory; nobody writes to those.
+
+    Raises:
+        NeedsValues: that can't be said without values, or the op refuses these arguments.
+    """
+    call: Any = (args, kwargs)
+    flat: list[Any]
+    flat, spec = optree.tree_flatten(call, none_is_leaf=True)
+    bare = [x.value.meta if isinstance(x, Cut) else x.meta if isinstance(x, Value) else x for x in flat]
+    # Equal numbers of two types are promoted differently.
+    key = op, spec, torch.get_default_dtype(), *(_seen(x) for x in bare)
+    try:
+        found = _inferred.get(key)
+    except TypeError:  # an argument that is no key
+        return _infer(op, spec, bare)
+    if found is None:
+        if len(_inferred) >= MOST_INFERRED:
+            _inferred.clear()
+        found = _inferred[key] = _infer(op, spec, bare)
+    return found
+
+
+def _seen(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
+
+
+def _infer(op: OpOverload, spec: Any, flat: Sequence[Any]) -> Any:
+    args, kwargs = spec.unflatten(flat)
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        return op(*args, **kwargs)
+    except Exception as error:  # ops refuse meta tensors in many ways
+        raise NeedsValues(op, f"{type(error).__name__}: {error}") from error
+
+
+def emit(
+    op: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    metas: Any,
+    layouts: Sequence[Layout | Join | None],
+    axis: Axis | None,
+    grad: bool | None = None,
+) -> Any:
+    """Record an op.
+
+    Args:
+        op: what each chunk calls (or, for whole operands, what is called once).
+        args, kwargs: arguments of that call.
+        metas: what the whole call returns, as tensors without memory in the nest of the results.
+        layouts: for each tensor among the results, where its rows are, or how its parts join.
+        axis: what is run along; None for whole operands.
+        grad: whether gradients flow through it, if its operands have any; by default where `recording` says so.
+
+    Returns:
+        the nest of the results, with values in it.
+    """
+    node = Node(op, args, kwargs, axis, grad=False)
+    operands = [x.value if isinstance(x, Cut) else x for x in node.operands()]
+    recorded = _recording.get() if grad is None else grad
+    node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
+    device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
+    if Join.STACK in layouts:
+        node.rows = max((v for v in operands if v.layout is not None), key=lambda v: v.meta.numel()).layout
+    placed = iter(layouts)
+
+    def value(meta: Any) -> Any:
+        if not isinstance(meta, Tensor):
+            return meta
+        layout = next(placed, None)
+        differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
+        join = layout if isinstance(layout, Join) else None
+        out = Value(
+            meta, torch.device(device), None if isinstance(layout, Join) else layout, node, node.grad and differentiable
+        )
+        out.join, out.source = join, node.rows if join is Join.STACK else None
+        node.gives(out)
+        return out
+
+    return replace_leaves(metas, value)
+
+
+VIEWS_OF_WHOLES = frozenset(
+    """reshape t.default transpose.int permute.default unsqueeze.default squeeze.dims alias.default
+    detach.default""".split()
+)
+"""Views that don't depend on which chunk they are taken in, but for the sizes of a reshape."""
+
+
+def gathered(value: Value) -> Value:
+    """The whole of a chunked value, as a value that is whole."""
+    layout = value.layout
+    if layout is None:
+        return value
+    if value.tensor is not None:
+        whole = Value(value.meta, value.device, None, None, value.needs_grad)
+        whole.tensor, whole.version = value.tensor, value.version
+        return whole
+    node = value.node
+    if node is not None and node.name in VIEWS_OF_WHOLES:
+        # The view of the whole costs nothing; where its operand is an input, all of it is there.
+        (operand, *rest) = node.args
+        rest = [list(value.shape)] if node.name == "reshape" else rest
+        viewed = emit(node.op, (gathered(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
+        assert isinstance(viewed, Value)
+        return viewed
+    whole = emit(_kept, (value,), {}, value.meta, [Join.CAT], layout.axis, grad=True)
+    assert isinstance(whole, Value)
+    whole.source = layout
+    return whole
+
+
+def cut_again(whole: Value, layout: Layout) -> Value:
+    """A whole value, chunked."""
+    out = emit(_kept, (Cut(whole, layout),), {}, whole.meta, [layout], layout.axis, grad=True)
+    assert isinstance(out, Value)
+    return out
+
+
+def _kept(part: Tensor) -> Tensor:
+    return part

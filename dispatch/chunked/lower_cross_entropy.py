@@ -1,0 +1,298 @@
+"""Cross entropy of a linear layer of an input, given to its kernels.
+
+Where logits are `linear_logits` and nothing else, `kernels/cross_entropy/linear_cross_entropy.py` computes loss and
+gradients in three products a chunk, the gradient of the logits written over the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.aliasing import LinearCell
+from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, plan_linear_cross_entropy
+from subtensors.dispatch.chunked.evaluation import evaluate
+from subtensors.dispatch.chunked.lazy_graph import Value, known, recording
+from subtensors.dispatch.chunked.match_logits import linear_logits, whole_input
+from subtensors.dispatch.chunked.row_layout import Layout, Policy
+from subtensors.dispatch.chunked.rules.table import record
+from subtensors.dispatch.chunked.run_chunks import as_recorded
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
+from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """What the kernels are asked to do.
+
+    Args:
+        shape: of the logits and hidden states.
+        chunks: the schedule, and what it is expected to take.
+        options: which cross entropy.
+    """
+
+    shape: LossShape
+    chunks: ChunkPlan
+    options: CrossEntropy
+
+    def describe(self) -> str:
+        """The plan in lines."""
+        changed = [
+            (field.name, value)
+            for field in fields(self.options)
+            if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
+        ]
+        shape = self.shape
+        return (
+            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes\n"
+            f"  {self.chunks}\n"
+            f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
+        )
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return not isinstance(value, Tensor) and bool(value == default)
+
+
+def cross_entropy_of_layer(
+    layer: LinearCell, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor | None:
+    """The cross entropy of a linear layer that nothing else was asked of, without class weights.
+
+    Args:
+        layer: of an input of the region.
+        target: (N,) class indices, plain.
+        ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+
+    Returns:
+        a number; None where it is for `lowered_cross_entropy` to say.
+    """
+    rows, layout = layer.rows, layer.rows.layout
+    if layer.is_recorded or layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
+        return None
+    hidden, weight = known(rows), known(layer.weight)
+    bias = None if layer.bias is None else known(layer.bias)
+    assert hidden is not None
+    assert weight is not None
+    if (
+        target.dtype is not torch.int64
+        or target.shape != hidden.shape[:1]
+        or not hidden.shape[0]
+        or not weight.shape[0]
+    ):
+        return None
+    if layer.dtype is torch.float64 is not hidden.dtype:
+        return None  # more was asked for than the kernels compute in
+    options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
+    dtype = loss_dtype(layer.dtype, rows.device.type)
+    flows = torch.is_grad_enabled() and layer.needs_grad
+    return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+
+
+def lowered_cross_entropy(
+    logits: Value,
+    target: Tensor,
+    *,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    grad: bool,
+) -> Tensor | None:
+    """The cross entropy of chunked logits by the kernels.
+
+    Args:
+        logits: (N, V), chunked along N.
+        target: (N,) class indices, or (N, V) distributions, plain.
+        class_weight, ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+        grad: whether gradients are recorded.
+
+    Returns:
+        a number; None where the logits are something else than a linear layer of an input, or the options are.
+    """
+    layout = logits.layout
+    if layout is None or logits.ndim != 2 or layout.dim != 0 or reduction not in ("mean", "sum"):
+        return None
+    hard = target.shape == logits.shape[:1] and target.dtype == torch.int64
+    soft = target.shape == logits.shape and target.is_floating_point() and ignore_index < 0
+    if not (hard or soft) or not logits.shape[0] or not logits.shape[1]:
+        return None
+    if any(x is not None and x.requires_grad for x in (class_weight, target)):
+        return None
+    found = linear_logits(logits)
+    if found is None:
+        return None
+    flows = grad and logits.needs_grad
+    dtype = loss_dtype(logits.dtype, logits.device.type)
+    with recording(flows), torch.set_grad_enabled(flows):
+        hidden = found.rows_of(whole_input(found.hidden))
+        weight = evaluate(_master(_transposed(found.weight), hidden.dtype))
+        bias = None if found.bias is None else evaluate(found.bias)
+    if logits.dtype == torch.float64 != hidden.dtype:
+        return None  # more was asked for than the kernels compute in
+    squash = (found.squashed.softcap, found.squashed.temperature)
+    options = cross_entropy_options(class_weight, ignore_index, label_smoothing, *squash, reduction)
+    return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: CrossEntropy,
+    layout: Layout,
+    flows: bool,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """The cross entropy of a linear layer by the kernels.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        target: (N,) class indices, or (N, V) distributions.
+        options: which cross entropy.
+        layout: of the logits.
+        flows: whether gradients are recorded.
+        dtype: of the result.
+
+    Returns:
+        a number; None where the dtypes don't fit together.
+    """
+    if weight.dtype is not hidden.dtype and weight.dtype is not _MASTER.get(hidden.dtype):
+        return None
+    if bias is not None and bias.dtype != hidden.dtype:
+        return None
+    axis, policy = layout.axis, layout.axis.policy
+    shape = loss_shape(hidden, weight, flows, policy.exact)
+    chunks = chunk_plan(shape, policy, _asked_rows(layout), hidden.device)
+    with as_recorded(flows):
+        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
+        if loss.grad_fn is not None:
+            vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
+        return axis.prepared(loss).to(dtype)
+
+
+def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
+    """The dtype of a cross entropy of logits: theirs, but that autocast takes it in float32."""
+    return torch.float32 if logits.itemsize == 2 and torch.is_autocast_enabled(device) else logits
+
+
+def _transposed(weight: Value) -> Value:
+    """(V, H), from the weight itself where (H, V) was made of it."""
+    node = weight.node
+    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], Value):
+        return node.args[0]
+    out: Value = record(aten.t.default, weight)
+    return out
+
+
+_MASTER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def _master(weight: Value, dtype: torch.dtype) -> Value:
+    """The float32 weight of which autocast made this one: its gradient needs no rounding on the way."""
+    node = weight.node
+    if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
+        return weight
+    (source,) = node.operands()
+    is_master = isinstance(source, Value) and source.dtype is _MASTER.get(dtype) and weight.dtype is dtype
+    flows = isinstance(source, Value) and node.grad == source.needs_grad
+    return source if isinstance(source, Value) and is_master and flows else weight
+
+
+def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
+    """How the logits are divided.
+
+    Args:
+        shape: of the loss.
+        policy: what was asked for.
+        rows: rows of a chunk, where a number of them or of chunks was asked for.
+        device: whose free memory counts, where nothing was asked for.
+    """
+    if rows is not None or policy.memory_limit is not None:
+        limit = policy.memory_limit
+        # What was given is for chunks; the schedule's own limit counts the gradients, too.
+        limit = None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes
+        return _planned(shape, policy.exact, rows, limit, None)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return _planned(shape, policy.exact, None, None, free and _rounded_down(free))
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
+    """The plan of a loss, found once: each step of a training run asks for it."""
+    accumulate: Accumulate = "exact" if exact else "fast"
+    return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
+
+
+def _rounded_down(free: int) -> int:
+    """Free memory to a sixteenth: what other processes allocate shall not make another plan."""
+    step = 1 << max(0, free.bit_length() - 5)
+    return free // step * step
+
+
+def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
+    """What the cost of a loss depends on.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        grad: whether gradients are recorded.
+        exact: how the weight's gradient adds up: in the weight's dtype, or in that of the hidden states.
+    """
+    size = hidden.itemsize
+    needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
+    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs)
+
+
+_shape = functools.lru_cache(maxsize=256)(LossShape)
+
+
+def cross_entropy_options(
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    temperature: float,
+    reduction: str,
+) -> CrossEntropy:
+    """Those of `CrossEntropy`, checked once: each step of a training run asks for the same."""
+    if class_weight is None:
+        return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
+    return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
+
+
+_options = functools.lru_cache(maxsize=256)(CrossEntropy)
+
+
+def expected_loss(logits: Value) -> str | None:
+    """What a cross entropy of these values would take, in a line; None where the kernels don't compute it."""
+    found = linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
+    if found is None or logits.layout is None:
+        return None
+    (count, classes), hidden, weight = logits.shape, found.hidden, found.weight
+    needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
+    summed = hidden.dtype
+    if logits.layout.axis.policy.exact:
+        summed = _master(_transposed(weight), hidden.dtype).dtype
+    shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, summed.itemsize, *needs)
+    chunks = chunk_plan(shape, logits.layout.axis.policy, _asked_rows(logits.layout), logits.device)
+    return f"their cross entropy would take {chunks}"
+
+
+def _asked_rows(layout: Layout) -> int | None:
+    """Rows of the logits in a chunk, where the policy says so."""
+    policy = layout.axis.policy
+    if policy.rows is None and policy.chunks is None:
+        return None
+    size = layout.axis.size
+    return max(1, layout.local((0, min(size, layout.axis.rows(lambda limit: size)))))

@@ -1,0 +1,83 @@
+"""Logits of a linear layer of an input, recognised in what was recorded.
+
+They are looked at backwards: casts to a wider dtype, a temperature, a softcap, reshapes and slices of rows, then a
+product of hidden states with a weight that is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.evaluation import evaluate
+from subtensors.dispatch.chunked.lazy_graph import Value, gathered
+from subtensors.dispatch.chunked.logit_transforms import SquashedLogits, squashed_logits
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LinearLogits:
+    """Logits that are hidden states times a weight, perhaps capped and divided.
+
+    Args:
+        hidden: (N, H), an input of the region or a view of one.
+        weight: (H, V), whole.
+        bias: (V,), whole, or None.
+        squashed: what was done to the product.
+    """
+
+    hidden: Value
+    weight: Value
+    bias: Value | None
+    squashed: SquashedLogits
+
+    def rows_of(self, hidden: Tensor) -> Tensor:
+        """The rows of hidden states whose logits are wanted: (N, H)."""
+        views = self.squashed.views
+        if not any(isinstance(view, tuple) for view in views):
+            return hidden
+        for view in views:
+            if isinstance(view, tuple):
+                hidden = aten.slice.Tensor(hidden, *view)
+            else:
+                hidden = hidden.reshape(*view, hidden.shape[-1])
+        return hidden
+
+
+def linear_logits(logits: Value) -> LinearLogits | None:
+    """How logits were computed, if as a linear layer of an input."""
+    found = squashed_logits(logits)
+    node = found.base.node
+    if node is None or node.name not in ("mm.default", "addmm.default"):
+        return None
+    args = node.args
+    bias, hidden, weight = (None, *args) if node.name == "mm.default" else args[:3]
+    plain = all(isinstance(x, Value) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
+    if not plain or weight.layout is not None or not is_input(hidden) or hidden.layout.dim != 0:
+        return None
+    if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
+        return None
+    return LinearLogits(hidden, weight, bias, found)
+
+
+_OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
+
+
+def is_input(value: Value) -> bool:
+    """Is it an input of the region, or a reshape or a cast of one, as autocast makes it?"""
+    while value.node is not None and value.tensor is None and value.node.name in _OF_INPUTS:
+        value = value.node.args[0]
+    return value.tensor is not None and value.layout is not None
+
+
+def whole_input(value: Value) -> Tensor:
+    """The tensor of an input, reshaped and cast as it was recorded."""
+    node = value.node
+    if node is None or value.tensor is not None:
+        return evaluate(gathered(value))
+    operand = whole_input(node.args[0])
+    with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
+        return operand.reshape(value.shape).to(value.dtype)

@@ -1,0 +1,192 @@
+"""Losses a row of chunked logits as one op a chunk, where nothing more is known of where the logits come from.
+
+A chunk's logits stay in the dtype that their product has, and are read once for the losses and once for their gradient
+(`kernels/cross_entropy/row_cross_entropy.py`). What is made of the losses (weights, masks, a sum) is recorded as usual,
+so whatever comes in from behind them reaches the gradient before it is multiplied into anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.bound_call import along
+from subtensors.dispatch.chunked.lazy_graph import NeedsValues, Value, constant, emit, recording
+from subtensors.dispatch.chunked.logit_transforms import SquashedLogits, squashed_logits
+from subtensors.dispatch.chunked.rules.losses import reduced
+from subtensors.dispatch.chunked.rules.reductions import cast
+from subtensors.dispatch.chunked.rules.table import record
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.cross_entropy.row_cross_entropy import row_cross_entropy, row_log_sum_exp
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+
+aten = torch.ops.aten
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    temperature: float,
+) -> Tensor:
+    """The loss of each row of a chunk, (n,)."""
+    options = CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, "none")
+    return row_cross_entropy(logits, target, options)
+
+
+def log_sum_exp(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """That of the last dim of a chunk, (..., V) -> (...)."""
+    options = CrossEntropy(softcap=softcap, temperature=temperature)
+    return row_log_sum_exp(logits.flatten(0, -2), options).view(logits.shape[:-1])
+
+
+def log_probabilities(logits: Tensor, index: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """The log-softmax of a chunk's logits at one class a row: (..., V) and (..., 1) -> (..., 1)."""
+    options = CrossEntropy(NEVER_IGNORED, softcap=softcap, temperature=temperature)
+    return -row_cross_entropy(logits.flatten(0, -2), index.flatten(), options).view(index.shape)
+
+
+NEVER_IGNORED = -(2**62)
+"""No index that anyone asks for."""
+
+ROW_OPS = frozenset({cross_entropy, log_sum_exp, log_probabilities})
+"""Kernels of their own: a compiler is not shown them."""
+
+
+def recorded_log_sum_exp(logits: Value, dim: int, grad: bool) -> Value | None:
+    """Record the log-sum-exp of the classes.
+
+    Args:
+        logits: (..., V), chunked along another dim than the last.
+        dim: which is summed over.
+        grad: whether it is differentiable.
+
+    Returns:
+        (...), chunked, in the dtype of the logits; None where they are something else.
+    """
+    layout = logits.layout
+    if not _has_rows(logits) or layout is None or dim % logits.ndim != logits.ndim - 1:
+        return None
+    found, rows = _plain_rows(logits)
+    with recording(grad and logits.needs_grad):
+        meta = torch.empty(logits.shape[:-1], dtype=arithmetic_dtype(rows.dtype), device="meta")
+        sums = emit(log_sum_exp, (rows, found.softcap, found.temperature), {}, meta, [layout], layout.axis)
+        return cast(sums, logits.dtype)
+
+
+def recorded_log_probabilities(scores: Value, dim: int, index: Tensor | Value, grad: bool) -> Value | None:
+    """Record one log-probability a row.
+
+    Args:
+        scores: (..., V), chunked along another dim than the last.
+        dim: along which one is taken.
+        index: (..., 1), the class that is wanted.
+        grad: whether it is differentiable.
+
+    Returns:
+        (..., 1), chunked, in the dtype of the scores; None where those are no log-softmax.
+    """
+    logits, layout = _of_log_softmax(scores), scores.layout
+    index = constant(index) if isinstance(index, Tensor) else index
+    if logits is None or layout is None or dim % scores.ndim != scores.ndim - 1:
+        return None
+    if index.shape != (*scores.shape[:-1], 1) or index.device != scores.device:
+        return None
+    found, rows = _plain_rows(logits)
+    with recording(grad and scores.needs_grad):
+        meta = torch.empty(index.shape, dtype=arithmetic_dtype(rows.dtype), device="meta")
+        operands = (rows, along(index, layout), found.softcap, found.temperature)
+        return cast(emit(log_probabilities, operands, {}, meta, [layout], layout.axis), scores.dtype)
+
+
+def logits_of(scores: Value) -> Value:
+    """The logits of which scores are the log-softmax over the last dim, or the scores themselves."""
+    return _of_log_softmax(scores) or scores
+
+
+def _of_log_softmax(scores: Value) -> Value | None:
+    node = scores.node
+    if node is None or scores.tensor is not None or node.op is not aten._log_softmax.default:
+        return None
+    logits, dim = node.args[0], node.args[1]
+    if not isinstance(logits, Value) or dim % logits.ndim != logits.ndim - 1 or not _has_rows(logits):
+        return None
+    return logits
+
+
+def _has_rows(logits: Value) -> bool:
+    """Are there rows of classes, chunked among themselves?"""
+    sized = logits.ndim >= 2 and logits.shape[-1] > 0 and logits.dtype.is_floating_point
+    return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
+
+
+def recorded_cross_entropy(
+    logits: Value,
+    target: Tensor | Value,
+    *,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    dtype: torch.dtype,
+    grad: bool,
+) -> Value | None:
+    """Record a cross entropy.
+
+    Args:
+        logits: (N, V), chunked along N.
+        target: (N,) class indices, or (N, V) distributions.
+        class_weight, ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+        dtype: of the result.
+        grad: whether it is differentiable.
+
+    Returns:
+        a value: (N,), chunked, or a number; None where the kernels don't take these arguments, or torch refuses them.
+    """
+    layout = logits.layout
+    target = constant(target) if isinstance(target, Tensor) else target
+    if layout is None or logits.ndim != 2 or layout.dim != 0 or not logits.shape[1] or target.needs_grad:
+        return None
+    hard = target.shape == logits.shape[:1] and target.dtype == torch.int64
+    soft = target.shape == logits.shape and target.dtype.is_floating_point and ignore_index < 0
+    if not (hard or soft) or target.device != logits.device or not 0 <= label_smoothing <= 1:
+        return None
+    weight = None if class_weight is None else constant(class_weight)
+    if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
+        return None
+    found, rows = _plain_rows(logits)
+    wide = arithmetic_dtype(rows.dtype)
+    with recording(grad and logits.needs_grad):
+        losses = emit(
+            cross_entropy,
+            (rows, along(target, layout), weight, ignore_index, label_smoothing, found.softcap, found.temperature),
+            {},
+            torch.empty(logits.shape[0], dtype=wide, device="meta"),
+            [layout],
+            layout.axis,
+        )
+        if reduction == "none":
+            return cast(losses, dtype)
+        if soft:
+            out: Value = record(aten.sum.default if reduction == "sum" else aten.mean.default, losses)
+            return cast(out, dtype)
+        loss, _ = reduced(losses, target, weight, ignore_index, reduction == "mean", wide)
+        return cast(loss, dtype)
+
+
+def _plain_rows(logits: Value) -> tuple[SquashedLogits, Value]:
+    """How logits were squashed, and their rows before that; the logits themselves where those can't be told."""
+    found = squashed_logits(logits)
+    try:
+        with recording(logits.needs_grad):
+            rows = found.rows()
+    except NeedsValues:
+        return SquashedLogits(logits), logits
+    one, two = rows.layout, logits.layout
+    same = one is not None and two is not None and one.dim == two.dim and one.like(two)
+    if not same or logits.dtype == torch.float64 != rows.dtype:
+        return SquashedLogits(logits), logits
+    return found, rows

@@ -1,0 +1,223 @@
+"""Reads and writes where an index says: another dim's by each chunk; rows by whichever chunk has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.bound_call import Call, along, broadcast, largest, whole, wrapped
+from subtensors.dispatch.chunked.lazy_graph import Join, PerChunk, Value, constant, emit, gathered, infer, known
+from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.rules.table import RULES, record
+
+aten = torch.ops.aten
+
+
+@RULES.register(aten.gather)
+def gather(call: Call) -> Any:
+    """Index and values have the same rows, and each chunk reads its own."""
+    leader = largest(call.chunked)
+    layout = leader.layout
+    assert layout is not None
+    dim = wrapped(call["dim"], leader.ndim)
+    if layout.dim == dim or any(v.shape[layout.dim] != layout.extent for v in (call["self"], call["index"])):
+        raise call.unchunkable("it picks from the rows, or not from all")
+    return call.emit([layout], layout.axis, lambda v: along(v, layout))
+
+
+@RULES.register(
+    aten.scatter.value,
+    aten.scatter.src,
+    aten.scatter.value_reduce,
+    aten.scatter.reduce,
+    aten.scatter_add,
+    aten.scatter_reduce,
+)
+def scatter(call: Call) -> Any:
+    """Destination, index and source have the same rows, and each chunk writes its own."""
+    leader = largest(call.chunked)
+    layout = leader.layout
+    assert layout is not None
+    dim = wrapped(call["dim"], leader.ndim)
+    if layout.dim == dim or any(v.shape[layout.dim] != layout.extent for v in call.values):
+        raise call.unchunkable("it writes to other rows, or not to all")
+    return call.emit([layout], layout.axis, lambda v: along(v, layout))
+
+
+@RULES.register(aten.embedding)
+def embedding(call: Call) -> Any:
+    """Each chunk looks its own indices up in the whole table."""
+    indices: Value = call["indices"]
+    layout = indices.layout
+    if layout is None:
+        raise call.unchunkable("the table is chunked")
+    return call.emit([layout], layout.axis, lambda v: v if v is indices else whole(v))
+
+
+@RULES.register(aten.index_select)
+def index_select(call: Call) -> Any:
+    """Positions of another dim; rows are picked by the chunk that has them."""
+    value, index = call["self"], call["index"]
+    layout: Layout | None = value.layout
+    if layout is None or index.layout is not None:
+        raise call.unchunkable("the index is chunked")
+    dim = wrapped(call["dim"], value.ndim)
+    if dim != layout.dim:
+        return call.emit([layout], layout.axis, lambda v: v)
+    places: list[Value | None] = [None] * dim + [index]
+    return record(aten.index.Tensor, value, places)
+
+
+@RULES.register(aten.index.Tensor)
+def index(call: Call) -> Any:
+    """`x[:, i, j]` of other dims by each chunk; `x[i, j]` with rows among them by whichever chunk has row `i`.
+
+    A chunk reads the rows that it has and 0 for others, so that the sum over chunks is what was asked for.
+    """
+    value: Value = call["self"]
+    layout = value.layout
+    places: list[Value | None] = list(call["indices"])
+    given = [d for d, i in enumerate(places) if i is not None]
+    if layout is not None and (without_masks := _positions(places, layout.dim)) is not None:
+        return record(call.op, value, without_masks)
+    dtypes = {places[d].dtype for d in given}  # type: ignore[union-attr]
+    if layout is None:
+        return _rows_of_a_table(call, places, given)
+    if dtypes - {torch.int64, torch.int32}:
+        raise call.unchunkable("a mask picks as many elements as it is true for")
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    if layout.dim not in given:
+        if any(i.layout is not None for i in places if i is not None) or not adjacent:
+            raise call.unchunkable("the index is chunked")
+        count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
+        out = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
+        return call.emit([out], layout.axis, lambda v: v)
+    return _whole_result(call, places, given[0], adjacent)
+
+
+def _whole_result(call: Call, places: list[Value | None], first: int, adjacent: bool) -> Any:
+    """`x[i, j]` with rows among what is indexed, whole: each chunk reads the rows that it has.
+
+    Args:
+        call: of a value whose rows are indexed.
+        places: the indices.
+        first: the first dim that is indexed.
+        adjacent: are those dims side by side?
+    """
+    value: Value = call["self"]
+    layout = value.layout
+    assert layout is not None
+    if layout.outer != 1:
+        raise call.unchunkable("its rows lie in several runs")
+    metas = call.infer()
+    if metas.numel() >= value.meta.numel() and value.meta.numel() > layout.size:
+        raise call.unchunkable("it picks as much as there is")
+
+    def read(x: Tensor, indices: list[Tensor | None], start: int) -> Tensor:
+        rows = indices[layout.dim]
+        assert rows is not None
+        count = x.shape[layout.dim]
+        if not count:
+            return x.new_zeros(metas.shape)
+        rows = _checked(rows, layout, x.device) - start
+        here = (rows >= 0) & (rows < count)
+        indices = list(indices)
+        indices[layout.dim] = rows.clamp(0, count - 1)
+        found = aten.index.Tensor(x, indices)
+        # `here` has the dims of the indices, which stand where the first of them stood (or in front).
+        trailing = found.ndim - (first if adjacent else 0) - max(i.ndim for i in indices if i is not None)
+        return torch.where(here.reshape(*here.shape, *[1] * trailing), found, 0)
+
+    whole_indices = [None if i is None else gathered(i) for i in places]
+    start = PerChunk(lambda span: layout.window(span)[0])
+    return emit(read, (value, whole_indices, start), {}, metas, [Join.SUM], layout.axis)
+
+
+def _checked(rows: Tensor, layout: Layout, device: torch.device) -> Tensor:
+    """An index of rows, counted from the front; one that is out of range is torch's own error."""
+    positions = torch.arange(layout.size, device=rows.device)
+    try:
+        return positions[rows].to(device)
+    except IndexError as error:
+        raise IndexError(str(error).replace("dimension 0", f"dimension {layout.dim}")) from None
+
+
+def _positions(places: list[Value | None], dim: int) -> list[Value | None] | None:
+    """Indices with the positions where masks are true in place of the masks, if some of other dims than `dim` are."""
+    out: list[Value | None] = []
+    for place in places:
+        mask = None if place is None or place.layout is not None else known(place)
+        if mask is None or mask.dtype != torch.bool or len(out) <= dim < len(out) + mask.ndim:
+            out.append(place)
+        else:
+            out.extend(constant(i) for i in mask.nonzero().unbind(1))
+    return None if all(any(o is p for p in places) for o in out) else out
+
+
+@RULES.register(aten.index_put)
+def index_put(call: Call) -> Any:
+    """Elements of other dims replaced: each chunk writes to its own rows, and so it does where an index names rows."""
+    value, new = call["self"], call["values"]
+    layout, places = value.layout, list(call["indices"])
+    if layout is None:
+        raise call.unchunkable("it writes to a whole value")
+    if (without_masks := _positions(places, layout.dim)) is not None:
+        return record(call.op, value, without_masks, new, call["accumulate"])
+    given = [d for d, i in enumerate(places) if i is not None]
+    plain = all(places[d].layout is None and places[d].dtype != torch.bool for d in given)
+    if not plain or given != list(range(given[0], given[-1] + 1)):
+        raise call.unchunkable("its index is chunked, or of dims apart")
+    if layout.dim in given:
+        return _put_in_rows(call, layout, places)
+    count = max(places[d].ndim for d in given)
+    ndim = value.ndim - len(given) + count
+    rows = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
+    return call.emit(
+        [layout],
+        layout.axis,
+        lambda v: v if v is value else broadcast(v, ndim, rows) if v is new else v,
+        metas=value.meta,
+    )
+
+
+def _put_in_rows(call: Call, layout: Layout, places: list[Value | None]) -> Any:
+    """`x[i, j] = y` with rows among them: what is for another chunk goes to a row behind this one's, and away."""
+    value, new, accumulate = call["self"], call["values"], call["accumulate"]
+    if layout.outer != 1 or new.meta.numel() >= value.meta.numel():
+        raise call.unchunkable("its rows lie in several runs, or it writes as much as there is")
+    dim = layout.dim
+
+    def written(x: Tensor, indices: list[Tensor | None], start: int, values: Tensor) -> Tensor:
+        rows, count = indices[dim], x.shape[dim]
+        assert rows is not None
+        rows = _checked(rows, layout, x.device) - start
+        indices = list(indices)
+        indices[dim] = torch.where((rows >= 0) & (rows < count), rows, count)
+        behind = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])
+        put: Tensor = aten.index_put(torch.cat([x, behind], dim), indices, values, accumulate)
+        return put.narrow(dim, 0, count)
+
+    whole_indices = [None if i is None else gathered(i) for i in places]
+    start = PerChunk(lambda span: layout.window(span)[0])
+    return emit(written, (value, whole_indices, start, gathered(new)), {}, value.meta, [layout], layout.axis)
+
+
+def _rows_of_a_table(call: Call, places: list[Value | None], given: list[int]) -> Any:
+    """A whole table looked up by chunked indices: each chunk looks up its own."""
+    chunked = largest(call.chunked)
+    layout = chunked.layout
+    assert layout is not None
+    count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    if any(places[d].ndim != count or places[d].shape != chunked.shape for d in given) or not adjacent:  # type: ignore[union-attr]
+        raise call.unchunkable("its indices have different sizes")
+    metas = infer(call.op, tuple(call.positional), call.kwargs)
+    table = call["self"]
+    return call.emit(
+        [layout.at(layout.dim + given[0])],
+        layout.axis,
+        lambda v: whole(v) if v is table else along(v, layout),
+        metas=metas,
+    )

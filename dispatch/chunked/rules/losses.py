@@ -1,0 +1,125 @@
+"""Losses with a reduction: the loss of each element or sample, then torch's sum or mean of them over all chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.bound_call import Call, along, broadcast, largest, whole
+from subtensors.dispatch.chunked.lazy_graph import Value, constant, emit, known
+from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.rules.reductions import cast, total
+from subtensors.dispatch.chunked.rules.table import RULES, record
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+
+aten = torch.ops.aten
+
+NONE, MEAN = 0, 1
+
+
+@RULES.register(
+    aten.mse_loss,
+    aten.smooth_l1_loss,
+    aten.huber_loss,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+)
+def elementwise(call: Call) -> Any:
+    """The loss of each element of broadcast operands."""
+    reduction = call["reduction"]
+    call["reduction"] = NONE
+    meta = call.infer()
+    leader = largest(call.chunked)
+    assert leader.layout is not None
+    layout = leader.layout.at(leader.layout.dim + meta.ndim - leader.ndim)
+    losses = call.emit([layout], layout.axis, lambda v: broadcast(v, meta.ndim, layout), metas=meta)
+    if reduction == NONE:
+        return losses
+    dims = list(range(meta.ndim))
+    return record(aten.mean.dim, losses, dims) if reduction == MEAN else total(losses, dims, False, meta.dtype)
+
+
+@RULES.register(aten.nll_loss_forward, aten.nll_loss2d_forward)
+def nll_loss(call: Call) -> Any:
+    """-weight[target] * x[target], its mean taken over the weights of all valid targets of all chunks."""
+    log_probs, target, weight = call["self"], call["target"], call["weight"]
+    reduction, call["reduction"] = call["reduction"], NONE
+    metas = call.infer()
+    layout: Layout | None = log_probs.layout
+    if layout is not None and layout.dim == 1 and log_probs.ndim == 2 and target.layout is None:
+        return _picked_from_chunks(call, reduction)
+    if layout is None or layout.dim == 1 or log_probs.ndim == 1:
+        raise call.unchunkable("the classes are chunked, or only the targets")
+    rows = layout.at(max(layout.dim - 1, 0))
+    losses, nothing = call.emit(
+        [rows, None],
+        layout.axis,
+        lambda v: v if v is log_probs else along(v, rows) if v is target else whole(v),
+        op=_losses_of(call.op),
+        metas=metas,
+    )
+    if reduction == NONE:
+        return losses, constant(torch.zeros((), dtype=nothing.dtype, device=log_probs.device))
+    return reduced(losses, target, weight, call["ignore_index"], reduction == MEAN, log_probs.dtype)
+
+
+def reduced(
+    losses: Value, target: Value, weight: Value | None, ignored: int, mean: bool, dtype: torch.dtype
+) -> tuple[Value, Value]:
+    """The sum of losses of hard targets, or their mean over the weights of those that count, and these weights."""
+    summed = total(losses, list(range(losses.ndim)), False, arithmetic_dtype(dtype))
+    weights = _total_weight(target, weight, ignored, arithmetic_dtype(dtype), losses.device)
+    out = record(aten.div.Tensor, summed, weights) if mean else summed
+    return cast(out, dtype), cast(weights, dtype)
+
+
+def _picked_from_chunks(call: Call, reduction: int) -> Any:
+    """The classes are chunked: each sample's target is in one chunk."""
+    log_probs, target, weight = call["self"], call["target"], call["weight"]
+    dtype, ignored = log_probs.dtype, call["ignore_index"]
+    valid = record(aten.ne.Scalar, target, ignored)
+    classes = record(aten.where.ScalarOther, valid, target, 0)
+    samples = torch.arange(log_probs.shape[0], device=log_probs.device)
+    losses = record(aten.neg.default, record(aten.index.Tensor, log_probs, [constant(samples), classes]))
+    if weight is not None:
+        losses = record(aten.mul.Tensor, losses, record(aten.index.Tensor, weight, [classes]))
+    losses = record(aten.where.ScalarOther, valid, losses, 0)
+    weights = _total_weight(target, weight, ignored, arithmetic_dtype(dtype), log_probs.device)
+    if reduction == NONE:
+        return losses, cast(weights, dtype)
+    summed = record(aten.sum.default, cast(losses, arithmetic_dtype(dtype)))
+    out = record(aten.div.Tensor, summed, weights) if reduction == MEAN else summed
+    return cast(out, dtype), cast(weights, dtype)
+
+
+def _losses_of(op: Any) -> Any:
+    def losses(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    losses.__name__ = str(op).removeprefix("aten.")
+    return losses
+
+
+def _total_weight(target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, device: torch.device) -> Value:
+    """The weights of all targets that are not ignored, summed."""
+
+    def summed(target: Tensor, weight: Tensor | None) -> Tensor:
+        valid = target != ignored
+        if weight is None:
+            return valid.sum(dtype=dtype)
+        return torch.where(valid, weight[torch.where(valid, target, 0).clamp(0, weight.numel() - 1)], 0).sum(
+            dtype=dtype
+        )
+
+    if target.layout is None and (tensor := known(target)) is not None:
+        weights = None if weight is None else known(weight)
+        if weight is None or (weights is not None and not weights.requires_grad):
+            return constant(summed(tensor, weights))
+    meta = torch.empty((), dtype=dtype, device="meta")
+    whole_target = whole(target)
+    out = emit(summed, (whole_target, weight if weight is None else whole(weight)), {}, meta, [None], None)
+    assert isinstance(out, Value)
+    return out

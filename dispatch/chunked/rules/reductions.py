@@ -1,0 +1,248 @@
+"""Reductions: over other dims each chunk reduces its own; over the rows the parts of the chunks are merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.bound_call import Call, wrapped
+from subtensors.dispatch.chunked.lazy_graph import Join, PerChunk, Value, emit, infer
+from subtensors.dispatch.chunked.rules.table import RULES, record
+from subtensors.dispatch.chunked.tree import tensors_of
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+
+aten = torch.ops.aten
+
+
+@RULES.register(OpClass.REDUCTION, aten.argmax, aten.argmin, aten.max.dim, aten.min.dim)
+def reduction(call: Call) -> Any:
+    """A dim that isn't chunked is reduced by each chunk; the chunked one as `ALONG` says of the op."""
+    if len(call.values) > 1:
+        raise call.unchunkable("it reduces several operands")
+    (value,) = call.values
+    layout = value.layout
+    assert layout is not None
+    dims = reduced_dims(call, value)
+    if layout.dim in dims:
+        merge = ALONG.get(call.op.overloadpacket)
+        if merge is None:
+            raise call.unchunkable("it reduces over the rows")
+        return merge(call, value, dims)
+    metas = call.infer()
+    kept = all(m.ndim == value.ndim for m in tensors_of(metas))
+    out = layout if kept else layout.at(layout.dim - sum(d < layout.dim for d in dims))
+    return call.emit([out] * len(tensors_of(metas)), layout.axis, lambda v: v, metas=metas)
+
+
+def reduced_dims(call: Call, value: Value) -> list[int]:
+    """The dims that a call reduces, counted from the front."""
+    dims = call["dim"]
+    if dims is None or dims == []:
+        return list(range(value.ndim))
+    return sorted({wrapped(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
+
+
+def total(value: Value, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Value:
+    """The sum over dims that hold the rows, added up in a wide dtype."""
+    layout = value.layout
+    assert layout is not None
+    call = Call(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
+    summed = call.emit([Join.SUM], layout.axis, lambda v: v)
+    return cast(summed, dtype)
+
+
+def cast(value: Value, dtype: torch.dtype) -> Value:
+    """The value in a dtype."""
+    out: Value = value if value.dtype == dtype else record(aten._to_copy.default, value, dtype=dtype)
+    return out
+
+
+def _sum(call: Call, value: Value, dims: list[int]) -> Value:
+    return total(value, dims, bool(call["keepdim"]), call.infer().dtype)
+
+
+def _mean(call: Call, value: Value, dims: list[int]) -> Value:
+    dtype = call.infer().dtype
+    summed = total(value, dims, bool(call["keepdim"]), arithmetic_dtype(dtype))
+    count = math.prod(value.shape[d] for d in dims)
+    return cast(record(aten.div.Tensor, summed, count), dtype)
+
+
+def _added(call: Call, value: Value, dims: list[int]) -> Value:
+    assert value.layout is not None
+    part: Value = call.emit([Join.SUM], value.layout.axis, lambda v: v)
+    return part
+
+
+Merge = Callable[[Tensor], Tensor]
+
+
+def _stacked(call: Call, value: Value, merge: Merge) -> Value:
+    """Each chunk's result, stacked, and a merge of the stack."""
+    assert value.layout is not None
+    meta = call.infer()
+    parts = call.emit([Join.STACK], value.layout.axis, lambda v: v, metas=meta)
+    merged = emit(merge, (parts,), {}, meta, [None], None)
+    assert isinstance(merged, Value)
+    return merged
+
+
+def _any(stack: Tensor) -> Tensor:
+    return stack.any(0)
+
+
+def _all(stack: Tensor) -> Tensor:
+    return stack.all(0)
+
+
+def _prod(stack: Tensor) -> Tensor:
+    return stack.prod(0)
+
+
+def _logsumexp(stack: Tensor) -> Tensor:
+    return stack.logsumexp(0)
+
+
+def _merged_by(merge: Merge) -> Callable[[Call, Value, list[int]], Value]:
+    return lambda call, value, dims: _stacked(call, value, merge)
+
+
+def _norm(call: Call, value: Value, dims: list[int]) -> Value:
+    order = call["ord"] if "ord" in call else call["p"]
+    order = 2.0 if order is None else float(order)
+
+    def merge(stack: Tensor) -> Tensor:
+        return stack.sum(0) if order == 0 else torch.linalg.vector_norm(stack, order, dim=0)
+
+    dtype = call.infer().dtype
+    wide = arithmetic_dtype(dtype)
+    if wide != dtype:
+        wider = Call(aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide})
+        return cast(_stacked(wider, value, merge), dtype)
+    return _stacked(call, value, merge)
+
+
+def _keepdim(call: Call) -> bool:
+    return bool(call["keepdim"]) if "keepdim" in call else False
+
+
+class _Extreme(torch.autograd.Function):
+    """The largest (or smallest) of the chunks' extremes; its gradient is shared by all elements that equal it.
+
+    A chunk's own extreme shares its part among its ties, so a chunk with k of the n ties gets k / n.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor, ties: Tensor, largest: bool) -> Tensor:
+        best = stack.amax(0) if largest else stack.amin(0)
+        ctx.save_for_backward(torch.where(stack == best, ties, 0))
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ties,) = ctx.saved_tensors
+        return grads[0] * (ties / ties.sum(0)).to(grads[0].dtype), None, None
+
+
+def _extreme(call: Call, value: Value, dims: list[int], largest: bool) -> Value:
+    assert value.layout is not None
+    keepdim = _keepdim(call)
+    meta = call.infer()
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        best = x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
+        ties = (x.detach() == best.detach()).sum(dims, keepdim=keepdim)
+        return (best if keepdim else best.squeeze(dims)), ties
+
+    metas = (meta, torch.empty(meta.shape, dtype=torch.int64, device="meta"))
+    best, ties = emit(parts, (value,), {}, metas, [Join.STACK, Join.STACK], value.layout.axis)
+
+    def merge(stack: Tensor, ties: Tensor) -> Tensor:
+        if not stack.dtype.is_floating_point:
+            return stack.amax(0) if largest else stack.amin(0)
+        out: Tensor = _Extreme.apply(stack, ties, largest)  # type: ignore[no-untyped-call]
+        return out
+
+    merged = emit(merge, (best, ties), {}, meta, [None], None)
+    assert isinstance(merged, Value)
+    return merged
+
+
+def _selected(call: Call, value: Value, dims: list[int], largest: bool) -> Any:
+    """The extreme of the rows and its position: of the first chunk that has it."""
+    layout = value.layout
+    assert layout is not None
+    only_positions = call.op.overloadpacket in (aten.argmax, aten.argmin)
+    if call["dim"] is None:
+        raise call.unchunkable("it counts positions over all dims")
+    (dim,), keepdim = dims, bool(call["keepdim"])
+    metas = infer(aten.max.dim, (value, dim, keepdim), {})
+    if layout.outer != 1:
+        raise call.unchunkable("its rows lie in several runs")
+
+    def parts(x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        best = x.max(dim, keepdim) if largest else x.min(dim, keepdim)
+        return best.values, best.indices + start
+
+    start = PerChunk(lambda span: layout.window(span)[0])
+    stacks = emit(parts, (value, start), {}, metas, [Join.STACK, Join.STACK], layout.axis)
+
+    def merge(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        which = (values.argmax(0) if largest else values.argmin(0))[None]
+        return values.gather(0, which)[0], indices.gather(0, which)[0]
+
+    best, positions = emit(merge, tuple(stacks), {}, tuple(metas), [None, None], None)
+    return positions if only_positions else (best, positions)
+
+
+def _variance(call: Call, value: Value, dims: list[int]) -> Any:
+    """Two passes: the mean, then the squares of what is left of it."""
+    keepdim, packet = bool(call["keepdim"]), call.op.overloadpacket
+    correction = call["correction"] if "correction" in call else (1 if call["unbiased"] in (None, True) else 0)
+    count = math.prod(value.shape[d] for d in dims)
+    accurate = cast(value, arithmetic_dtype(value.dtype))
+    mean = record(aten.mean.dim, accurate, dims, True)
+    squares = record(aten.pow.Tensor_Scalar, record(aten.sub.Tensor, accurate, mean), 2)
+    left = max(count - (1 if correction is None else correction), 0)
+    scaled = record(aten.div.Tensor, total(squares, dims, keepdim, arithmetic_dtype(value.dtype)), left)
+    spread = cast(record(aten.sqrt.default, scaled) if packet in (aten.std, aten.std_mean) else scaled, value.dtype)
+    if packet not in (aten.var_mean, aten.std_mean):
+        return spread
+    mean = cast(mean if keepdim else record(aten.squeeze.dims, mean, dims), value.dtype)
+    return spread, mean
+
+
+ALONG: dict[Any, Callable[[Call, Value, list[int]], Any]] = {
+    aten.sum: _sum,
+    aten.nansum: lambda call, value, dims: _sum(
+        call, record(aten.nan_to_num.default, value, 0.0, math.inf, -math.inf), dims
+    ),
+    aten.mean: _mean,
+    aten.count_nonzero: _added,
+    aten.any: _merged_by(_any),
+    aten.all: _merged_by(_all),
+    aten.prod: _merged_by(_prod),
+    aten.logsumexp: _merged_by(_logsumexp),
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten.amax: partial(_extreme, largest=True),
+    aten.amin: partial(_extreme, largest=False),
+    aten.max: lambda call, value, dims: _max(call, value, dims, True),
+    aten.min: lambda call, value, dims: _max(call, value, dims, False),
+    aten.argmax: partial(_selected, largest=True),
+    aten.argmin: partial(_selected, largest=False),
+    aten.var: _variance,
+    aten.std: _variance,
+    aten.var_mean: _variance,
+    aten.std_mean: _variance,
+}
+
+
+def _max(call: Call, value: Value, dims: list[int], largest: bool) -> Any:
+    return (_selected if "dim" in call else _extreme)(call, value, dims, largest)

@@ -1,0 +1,42 @@
+"""The rule table of chunked values, and how an op is recorded by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from subtensors.dispatch.chunked.bound_call import Call
+from subtensors.dispatch.chunked.lazy_graph import NeedsValues, constant, emit, infer
+from subtensors.dispatch.chunked.tree import replace_leaves, tensors_of
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import OpClass, op_class
+from subtensors.dispatch.ops.rule_table import RuleTable
+
+RULES = RuleTable("ChunkedTensor", dict.fromkeys(OpClass, "realize() it first, which is what is done otherwise"))
+
+
+def record(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Record an op on values and tensors.
+
+    Args:
+        op: a functional aten overload.
+        args, kwargs: its arguments; tensors are constants of the region.
+
+    Returns:
+        the nest of its results, with values in place of tensors.
+
+    Raises:
+        NeedsValues: the op has no rule, or its rule doesn't hold for these arguments.
+    """
+    args, kwargs = replace_leaves((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
+    call = Call(op, args, kwargs)
+    if not call.chunked and op_class(op) is not OpClass.RANDOM:
+        metas = infer(op, args, kwargs)
+        return emit(op, args, kwargs, metas, [None] * len(tensors_of(metas)), None)
+    try:
+        rule = RULES.lookup(op)
+    except RuleError as error:
+        raise NeedsValues(op, str(error)) from None
+    return rule(call)

@@ -1,0 +1,105 @@
+"""The route of an element: what its tensors' types, devices, dtypes and layouts say of the way in which it can run.
+
+Elements with the same route run together, in one group of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.fused.bound_call import interprets_kernels
+from subtensors.dispatch.fused.tensor_columns import Columns, PerBlock, Repeated
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.torch_internals import memory
+from subtensors.kernels.fused.lowering import DTYPES
+from subtensors.kernels.fused.program import Extent, Parameter
+
+_layout = attrgetter("layout")
+_look = attrgetter("device", "dtype", "layout", "shape")
+
+
+@dataclass(frozen=True)
+class Route:
+    """What the elements of one group have in common."""
+
+    reason: str = ""
+    """Why the function itself must be called; empty when the traced program will do."""
+    device: str = "cpu"
+    parameters: tuple[Parameter, ...] = ()
+    triton: bool = False
+    copies: bool = False
+
+
+def routes_of(columns: Columns) -> dict[Route, list[int]]:
+    """The elements by how they can run, in order; looked into once for all that are alike."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, row in enumerate(zip(*map(_kinds, columns), strict=True)):
+        alike.setdefault(row, []).append(index)
+    routes: dict[Route, list[int]] = {}
+    for indices in alike.values():
+        routes.setdefault(route_of([c[indices[0]] for c in columns], columns), []).extend(indices)
+    return {route: sorted(indices) for route, indices in routes.items()}
+
+
+def _kinds(column: Sequence[Tensor]) -> list[Any]:
+    """Of each tensor all that a route depends on."""
+    if isinstance(column, Repeated):
+        return _kinds(column[:1]) * len(column)
+    strides: Iterable[Any] = map(Tensor.stride, column)
+    if set(map(_layout, column)) != {torch.strided}:
+        strides = [t.stride() if t.layout is torch.strided else () for t in column]
+    return list(zip(map(type, column), map(_look, column), strides, strict=True))
+
+
+def route_of(row: Sequence[Tensor], columns: Columns) -> Route:
+    """How the element with these tensors can run."""
+    if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
+        return Route(reason="an element is not a plain strided tensor")
+    on_host = [
+        t.dim() == 0 and t.device.type == "cpu" and isinstance(c, Repeated) for t, c in zip(row, columns, strict=True)
+    ]
+    devices = {t.device for t, host in zip(row, on_host, strict=True) if not host} or {torch.device("cpu")}
+    if len(devices) > 1:
+        return Route(reason="an element's tensors are on several devices")
+    is_scales = [isinstance(c, PerBlock) for c in columns]
+    sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
+    if any(t.shape != sized[0].shape for t in sized):
+        return Route(reason="an element's tensors have several shapes")
+    expanded = _expanded(row, is_scales)
+    device = devices.pop()
+    triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
+    parameters = tuple(
+        Parameter(
+            f"x{i}",
+            t.dtype,
+            Extent.BLOCK if scales else Extent.ELEMENT if t.dim() else Extent.TENSOR,
+            expanded[i],
+            on_host=host and device.type != "cpu",
+        )
+        for i, (t, host, scales) in enumerate(zip(row, on_host, is_scales, strict=True))
+    )
+    triton = triton and all(p.dtype in DTYPES for p in parameters)
+    sized = [t for t, scales, e in zip(row, is_scales, expanded, strict=True) if t.dim() > 0 and not scales and not e]
+    alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or memory.is_dense(sized[0]))
+    return Route("", str(device), parameters, triton, copies=triton and not alike)
+
+
+def _expanded(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
+    """For each tensor, along what of its matrices it repeats its values; beside others only that lie row after row."""
+    kinds = ["" if scales or t.dim() < 2 else _repeats(t) for t, scales in zip(row, is_scales, strict=True)]
+    others = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
+    return kinds if others and all(t.is_contiguous() for t in others) else [""] * len(row)
+
+
+def _repeats(t: Tensor) -> str:
+    """Is this a value a row, or a value a column, of contiguous matrices, expanded to all of each?"""
+    for kind, dim in (("row", -1), ("column", -2)):
+        if t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():
+            return kind
+    return ""

@@ -1,0 +1,119 @@
+"""Reductions and other composite ops, written in the few ops that have a formula of their own.
+
+Torch's decompositions cover most of what is not in the table of formulas; these are the ones it keeps
+whole because it has a kernel for them. Half precision is summed in float32, as torch's kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+
+aten = torch.ops.aten
+
+
+class DimensionError(NotImplementedError):
+    """A reduction over some dimensions only: elements of different ranks have none in common."""
+
+
+def _whole(dim: Any, keepdim: bool) -> None:
+    if (dim is not None and dim != []) or keepdim:
+        raise DimensionError(
+            "it reduces over named dimensions; inside fused maths a reduction is over the whole tensor"
+        )
+
+
+def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    _whole(dim, keepdim)
+    return aten.sum.default(x, dtype=dtype)
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    _whole(dim, keepdim)
+    result = dtype or x.dtype
+    return (aten.sum.default(x.to(arithmetic_dtype(result))) / torch.ops.subtensors.numel(x)).to(result)
+
+
+def _vector_norm(
+    x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    _whole(dim, keepdim)
+    result = dtype or x.dtype
+    x = x.to(arithmetic_dtype(result))
+    if order == 2:
+        norm = (x * x).sum().sqrt()
+    elif order == 1:
+        norm = x.abs().sum()
+    elif order == 0:
+        norm = (x != 0).sum().to(x.dtype)
+    elif order == float("inf"):
+        norm = x.abs().amax()
+    elif order == float("-inf"):
+        norm = x.abs().amin()
+    else:
+        norm = (x.abs() ** order).sum() ** (1 / order)
+    return norm.to(result)
+
+
+def _variance(x: Tensor, *args: Any, **options: Any) -> Any:
+    return _wide_variance(x, *args, **options).to(x.dtype)
+
+
+def _deviation(x: Tensor, *args: Any, **options: Any) -> Any:
+    return _wide_variance(x, *args, **options).sqrt().to(x.dtype)
+
+
+def _wide_variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """In the dtype that sums are taken in: its root may be a float16 where itself is none."""
+    _whole(dim, keepdim)
+    if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
+        raise RuntimeError("std and var only support floating point and complex dtypes")
+    wide = x.to(arithmetic_dtype(x.dtype))
+    count = torch.ops.subtensors.numel(x)
+    away = wide - wide.sum() / count
+    degrees = count - (1 if correction is None else correction)
+    return (away * away).sum() / degrees.clamp(min=0)
+
+
+def _any(x: Tensor) -> Any:
+    return (aten.sum.default(x != 0) != 0).to(_truth(x.dtype))
+
+
+def _all(x: Tensor) -> Any:
+    return (aten.sum.default(x == 0) == 0).to(_truth(x.dtype))
+
+
+def _truth(dtype: torch.dtype) -> torch.dtype:
+    """What torch's `any` and `all` return: uint8 was its first boolean type."""
+    return torch.uint8 if dtype == torch.uint8 else torch.bool
+
+
+EXPANSIONS: dict[Any, Callable[..., Any]] = {
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: lambda x, p=2: _vector_norm(x, p),
+    aten.var.correction: _variance,
+    aten.std.correction: _deviation,
+    aten.max.default: lambda x: aten.amax.default(x),
+    aten.min.default: lambda x: aten.amin.default(x),
+    aten.empty_like.default: lambda x, **options: aten.zeros_like.default(x, **options),
+    aten.any.default: _any,
+    aten.all.default: _all,
+    aten.count_nonzero.default: lambda x, dim=None: aten.sum.default(x != 0),
+}
+"""Overload -> the same maths in simpler ops."""
+
+# How many elements the tensor has, as a number per tensor: the one fact about its shape that maths may use.
+torch.library.define("subtensors::numel", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("subtensors::numel", "CompositeExplicitAutograd")
+def _numel(x: Tensor) -> Tensor:
+    return torch.scalar_tensor(x.numel(), dtype=torch.int64, device=x.device)

@@ -1,0 +1,76 @@
+"""Refusing maths that can't be fused, with the line of the user's source that asked for it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch._ops import OpOverload
+
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import OpClass, op_class
+
+_INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(traceback.__file__).parent]
+
+
+ADVICE = {
+    OpClass.COPY: "it moves elements, and fused maths sees one at a time: call it on the TensorList itself",
+    OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
+    OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
+    OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
+    OpClass.SCATTER_GATHER: "choose with torch.where(condition, a, b), or call it on the TensorList itself",
+    OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
+}
+"""What to do instead of calling an op of a class in fused maths."""
+
+
+def _is_users(filename: str) -> bool:
+    """Is this source file neither torch's, nor Python's, nor the tracer's?"""
+    path = Path(filename).resolve()
+    in_packages = "site-packages" in path.parts
+    internal = any(path.is_relative_to(folder.resolve()) for folder in _INTERNAL[: 2 if in_packages else 3])
+    return not internal and not filename.startswith("<frozen")
+
+
+def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The innermost line of the user's own source, as `file:line: text`."""
+    own = [f for f in traceback.StackSummary.extract(iter(frames)) if _is_users(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called; what is no function by what it is made of."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def refuse(reason: str, advice: str) -> NoReturn:
+    """RuleError with the innermost line of the user's own source.
+
+    Args:
+        reason: why the maths can't be fused.
+        advice: what to do instead.
+    """
+    frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
+    raise RuleError(f"this maths cannot be fused: {reason}\n  at {source_line(frames)}\n  instead: {advice}")
+
+
+def refuse_op(op: OpOverload) -> NoReturn:
+    """RuleError for an op that fused maths has no rule for."""
+    kind = op_class(op)
+    refuse(f"{op} ({kind.value}) has no rule here", ADVICE.get(kind, "call it on the TensorList itself"))
+
+
+def refuse_value(how: str) -> NoReturn:
+    """RuleError for a value that is asked for on the host."""
+    refuse(
+        f"it needs the value of a tensor on the host ({how})",
+        "keep the decision on the device: torch.where(condition, a, b)",
+    )

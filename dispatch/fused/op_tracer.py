@@ -1,0 +1,281 @@
+"""How each op on stand-ins becomes instructions: itself, through an expansion or a decomposition, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subtensors.dispatch.fused.decompositions import EXPANSIONS, DimensionError
+from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_value
+from subtensors.dispatch.fused.proxies import EXAMPLES, SHAPES, Cell, Traced
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class
+from subtensors.dispatch.torch_internals import ops
+from subtensors.kernels.fused import blockwise
+from subtensors.kernels.fused.lowering import INTEGERS, can_lower, may_exceed_dtype
+from subtensors.kernels.fused.program import REDUCTIONS, Extent, Instruction, Parameter, Ref, Scalar, call_form
+
+aten = torch.ops.aten
+
+# A view that keeps all of these keeps any shape: they differ in rank, one holds a 1, one is larger than any slice.
+_VIEWED_SHAPES = ((3, 5), (1,), (1, 7), (2, 1, 3), (1 << 20, 1 << 20))
+
+_TRACEABLE = frozenset({OpClass.POINTWISE, OpClass.FACTORY, OpClass.REDUCTION})
+_WRITABLE = _TRACEABLE | {OpClass.COPY, OpClass.VIEW}
+_OWN_SHAPE = "it makes a tensor of its own shape", "torch.zeros_like and the like take the shape of a tensor"
+
+
+@dataclass
+class OpTracer(TorchDispatchMode):
+    """Records every op on the stand-ins as instructions.
+
+    Args:
+        device: where the elements live.
+        parameters: what the stand-ins that it starts with are.
+    """
+
+    device: torch.device
+    parameters: tuple[Parameter, ...]
+    instructions: list[Instruction] = field(default_factory=list)
+    scalars: dict[Any, Scalar] = field(default_factory=dict)
+    unlowered: list[str] = field(default_factory=list)
+    numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """Instruction -> the value it gave: the same maths is done once."""
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = _schema_order(func, args, kwargs or {})
+        if func is aten._local_scalar_dense.default:
+            refuse_value("item(), float(), or an `if` on it")
+        if func is aten.lift_fresh.default and not isinstance(arguments[0], Traced):
+            return self._constant(arguments[0])
+        if func in _IDENTITIES:
+            return self._stand_in(arguments[0])
+        if func._schema.is_mutable:
+            return self._mutate(func, arguments)
+        return self._apply(func, arguments)
+
+    def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
+        self._check_blocks(func, arguments)
+        if not self.depth:
+            self._check_kernel(func, arguments)
+        if func in EXPANSIONS:
+            # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
+            positional, keywords = call_form(func, [self._meta(a) for a in arguments])
+            func(*positional, **keywords)
+            return self._expand(func, EXPANSIONS[func], arguments)
+        if op_class(func) is OpClass.COPY and self.depth == 0:
+            refuse(f"{func} (copy) has no rule here", ADVICE[OpClass.COPY])
+        if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
+            return self._view(func, arguments)
+        instruction = self._instruction(func, arguments) if self._is_simple(func) else None
+        if instruction is not None and can_lower(instruction):
+            return self._emit(instruction)
+        if instruction is None and op_class(func) is OpClass.FACTORY and not self.depth:
+            refuse(*_OWN_SHAPE)
+        decomposition = ops.decomposition_of(func)
+        if instruction is not None and may_exceed_dtype(instruction):
+            decomposition = None  # it may not do what torch's own kernel does
+        if decomposition is not None:
+            recorded = len(self.instructions)
+            try:
+                return self._expand(func, decomposition, arguments)
+            except RuntimeError as error:
+                # Also a RuleError, or a live number that must not be looked at: torch can run the op as it is.
+                if isinstance(error, RuleError) and self.depth == 0 and op_class(func) is not OpClass.POINTWISE:
+                    refuse_op(func)  # by the name that the user knows
+                if instruction is None:
+                    raise
+                self._forget(recorded)
+        if instruction is None or op_class(func) is not OpClass.POINTWISE:
+            refuse_op(func)
+        self.unlowered.append(str(func))
+        return self._emit(instruction)
+
+    def _view(self, func: OpOverload, arguments: list[Any]) -> Traced:
+        """A view that keeps the shape is its input under another name."""
+        source = arguments[0]
+        # A user's own view must keep any shape; one inside a decomposition was written for the stand-ins' shape.
+        for shape in [SHAPES[source.extent]] if source.extent is Extent.TENSOR or self.depth else _VIEWED_SHAPES:
+            viewed = torch.empty(shape, dtype=source.dtype, device="meta")
+            positional, keywords = call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
+            try:
+                result = func(*positional, **keywords)
+            except (RuntimeError, IndexError):
+                result = None
+            if not isinstance(result, Tensor) or (result.shape, result.stride()) != (viewed.shape, viewed.stride()):
+                refuse(f"{func} changes the shape of a tensor", ADVICE[OpClass.VIEW])
+            if result.dtype != source.dtype:
+                refuse(f"{func} reads the bits of a tensor as {result.dtype}", ADVICE[OpClass.VIEW])
+        return Traced(source.cell, source.dtype, source.extent, self)
+
+    def _is_simple(self, func: OpOverload) -> bool:
+        """Could this op be one instruction: one tensor out, and a class that acts element by element?"""
+        returns = func._schema.returns
+        one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+        whole = func._schema.name.rpartition("::")[2] not in REDUCTIONS or func._overloadname == "default"
+        return one and whole and (func.namespace in ("prims", "subtensors") or op_class(func) in _TRACEABLE)
+
+    def _expand(self, func: OpOverload, written: Callable[..., Any], arguments: list[Any]) -> Any:
+        positional, keywords = call_form(func, arguments)
+        try:
+            self.depth += 1
+            with self:
+                return written(*positional, **keywords)
+        except DimensionError as error:
+            refuse(f"{func}: {error}", ADVICE[OpClass.REDUCTION])
+        finally:
+            self.depth -= 1
+
+    def _mutate(self, func: OpOverload, arguments: list[Any]) -> Any:
+        target = arguments[0]
+        functional = functional_form(func)
+        if op_class(func) is OpClass.RANDOM:
+            refuse(f"{func} is random", ADVICE[OpClass.RANDOM])
+        if functional is None or not isinstance(target, Traced):
+            refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
+        if func.namespace == "aten" and op_class(func) not in _WRITABLE:
+            refuse_op(func)
+        # Torch's own check that the result may be cast back, and that the shapes allow it.
+        positional, keywords = call_form(func, [self._meta(a) for a in arguments])
+        func(*positional, **keywords)
+        named = dict(zip((a.name for a in func._schema.arguments), arguments, strict=True))
+        result = self._apply(functional, _schema_order(functional, [], named))  # it may take them in another order
+        if result.dtype != target.dtype:
+            if not torch.can_cast(result.dtype, target.dtype):  # some ops' meta functions leave that to their kernels
+                raise RuntimeError(f"{func}: {result.dtype} can't be cast to {target.dtype}, which it writes to")
+            result = self._convert(result, target.dtype)
+        target.cell.value = result.cell.value
+        return target
+
+    def _convert(self, tensor: Traced, dtype: torch.dtype) -> Traced:
+        instruction = Instruction(_TO, (Ref(tensor.cell.value), dtype), dtype, tensor.dtype, tensor.extent)
+        return self._emit(instruction)
+
+    def _instruction(self, func: OpOverload, arguments: list[Any]) -> Instruction | None:
+        positional, keywords = call_form(func, [self._meta(a) for a in arguments])
+        result = func(*positional, **keywords)
+        shapes = {shape: extent for extent, shape in SHAPES.items()}
+        extent = shapes.get(tuple(result.shape))
+        if extent is None or (extent is Extent.BLOCK and func._opname not in (*blockwise.OPS, "copy")):
+            return None
+        if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
+            refuse(*_OWN_SHAPE)
+        operands = tuple(self._operand(a) for a in arguments)
+        compute = result.dtype
+        if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
+            numbers = [
+                self._meta(a) for a in arguments if isinstance(a, Traced | int | float | torch.SymFloat | torch.SymInt)
+            ]
+            compute = ops.computation_dtype(*numbers) if numbers else torch.bool
+        if func in _CONVERSIONS:
+            compute = arguments[0].dtype
+        if func._opname in blockwise.OPS:
+            compute = torch.float32
+        return Instruction(func, operands, result.dtype, compute, extent)
+
+    @staticmethod
+    def _check_blocks(func: OpOverload, arguments: list[Any]) -> None:
+        """Refuse to use numbers per block for anything but the quantization of elements."""
+        extents = {a.extent for a in arguments if isinstance(a, Traced)}
+        is_moved = func._opname == "copy" and extents == {Extent.BLOCK}
+        is_quantization = func._opname in blockwise.OPS and Extent.TENSOR not in extents
+        if Extent.BLOCK in extents and not (is_moved or is_quantization):
+            refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
+
+    def _check_kernel(self, func: OpOverload, arguments: list[Any]) -> None:
+        """Refuse integers where torch has no kernel for them: a decomposition would give an answer all the same."""
+        integral = INTEGERS | {torch.bool}
+        if func.namespace != "aten" or not any(isinstance(a, Traced) and a.dtype in integral for a in arguments):
+            return
+        values = [
+            torch.ones(SHAPES[a.extent], dtype=a.dtype) if isinstance(a, Traced) else self._meta(a) for a in arguments
+        ]
+        positional, keywords = call_form(func, values)
+        try:
+            func(*positional, **keywords)
+        except NotImplementedError:
+            raise
+        except RuntimeError:
+            pass  # of these values, not of the dtype
+
+    def _emit(self, instruction: Instruction) -> Traced:
+        if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
+            # One number is its own sum, product, maximum and minimum.
+            instruction = replace(instruction, op=_TO, args=(instruction.args[0], instruction.dtype))
+        if instruction.name == "stochastic_round":
+            # Each rounding draws bits of its own.
+            salt = sum(earlier.name == "stochastic_round" for earlier in self.instructions)
+            instruction = replace(instruction, args=(instruction.args[0], salt))
+        # Python finds 1, 1.0 and True equal, and 0.0 and -0.0; their texts differ.
+        key = (instruction, repr(instruction.args))
+        number = self.numbers.get(key)
+        if number is None:
+            self.instructions.append(instruction)
+            number = self.numbers[key] = len(self.parameters) + len(self.instructions) - 1
+        return Traced(Cell(number), instruction.dtype, instruction.extent, self)
+
+    def _forget(self, recorded: int) -> None:
+        """Take back the instructions after the first `recorded` ones."""
+        del self.instructions[recorded:]
+        last = len(self.parameters) + recorded
+        self.numbers = {key: number for key, number in self.numbers.items() if number < last}
+
+    def _extent(self, ref: Ref) -> Extent:
+        first = len(self.parameters)
+        value = self.parameters[ref.index] if ref.index < first else self.instructions[ref.index - first]
+        return value.extent
+
+    def _constant(self, tensor: Tensor) -> Any:
+        if tensor.dim() != 0:
+            refuse("it makes a tensor of its own shape", "pass it as an argument")
+        func = aten.scalar_tensor.default
+        return self._apply(func, _schema_order(func, (tensor.item(),), {"dtype": tensor.dtype}))
+
+    def _stand_in(self, tensor: Any) -> Traced:
+        if not isinstance(tensor, Traced):
+            self._foreign()
+        return Traced(tensor.cell, tensor.dtype, tensor.extent, self)
+
+    def _foreign(self) -> NoReturn:
+        refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
+
+    def _meta(self, argument: Any) -> Any:
+        """The argument without values: what torch needs to say the result's dtype and shape."""
+        if isinstance(argument, Traced):
+            return torch.empty(SHAPES[argument.extent], dtype=argument.dtype, device="meta")
+        if isinstance(argument, Tensor):
+            self._foreign()
+        if type(argument) in EXAMPLES:
+            return EXAMPLES[type(argument)]
+        return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+    def _operand(self, argument: Any) -> Any:
+        if isinstance(argument, Traced):
+            return Ref(argument.cell.value)
+        if isinstance(argument, torch.SymFloat | torch.SymInt):
+            expression = ops.expression_of(argument)
+            kind: type[float] | type[int] = float if isinstance(argument, torch.SymFloat) else int
+            return self.scalars.setdefault(expression, Scalar(len(self.scalars), kind))
+        return tuple(argument) if isinstance(argument, list) else argument
+
+
+_IDENTITIES = {aten.detach.default, aten.alias.default, aten.view_as.default}
+_TO = torch.ops.prims.convert_element_type.default
+_CONVERSIONS = {aten._to_copy.default, _TO}
+
+
+def _schema_order(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Every argument of the schema in order, defaults filled in."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(a.name, a.default_value) for a in func._schema.arguments]

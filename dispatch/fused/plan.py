@@ -1,0 +1,82 @@
+"""The plan of a fused call: which of its elements run in which way, and for which later calls that holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from subtensors.dispatch.fused.executors import Group, Leaves, MappedGroup, TorchGroup
+from subtensors.dispatch.fused.tensor_columns import (
+    Addresses,
+    ColumnGuard,
+    Columns,
+    Repeated,
+    addresses_of,
+    written_overlap,
+)
+from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.kernels.fused.compilation import compile_together
+
+logger = logging.getLogger("subtensors.fused")
+
+
+@dataclass
+class Plan:
+    """The groups of one call, good for every later call whose tensors are alike."""
+
+    guards: list[ColumnGuard]
+    groups: list[tuple[list[int], Group]]
+    """Which elements, and how they run."""
+    mapped: MappedGroup
+    """What runs instead when elements of several groups share memory that is written: they take turns."""
+    is_compiled: bool = False
+    """Was Triton asked for its kernels?"""
+
+    def __post_init__(self) -> None:
+        traces = [group.trace for _, group in self.groups if isinstance(group, TorchGroup | KernelGroup)]
+        # What the function itself writes, where a group runs that, is not known.
+        is_known = len(self.groups) == len(traces) > 1
+        self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
+        self._compared: tuple[list[int], bool] = [], False
+
+    def match(self, columns: Columns) -> Addresses | None:
+        """Where these columns are, as far as that took a look at them; None when the plan is not for them."""
+        addresses: Addresses = []
+        for guard, column in zip(self.guards, columns, strict=True):
+            if not guard.matches(column, addresses):
+                return None
+        return addresses
+
+    def compile(self) -> None:
+        """Have the kernels of all groups compiled at once, the first time."""
+        if not self.is_compiled:
+            self.is_compiled = True
+            compile_together([group.grid for _, group in self.groups if isinstance(group, KernelGroup)])
+
+    def groups_overlap(self, columns: Columns) -> bool:
+        """Does a group write memory of another one?"""
+        if not self._written:
+            return False
+        addresses = [a for column in columns for a in addresses_of(column)]
+        if addresses != self._compared[0]:
+            self._compared = addresses, written_overlap(columns, self._written)
+            if self._compared[1]:
+                logger.info("runs as %s", self.mapped.describe())
+        return self._compared[1]
+
+    def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Run one group after the other; their results in the order of all elements."""
+        parts = [(indices, group.run(part_of(columns, indices), numbers)) for indices, group in self.groups]
+        merged: Leaves = [None if leaf is None else [None] * len(columns[0]) for leaf in parts[0][1]]
+        for indices, leaves in parts:
+            for whole, leaf in zip(merged, leaves, strict=True):
+                if whole is not None and leaf is not None:
+                    for index, value in zip(indices, leaf, strict=True):
+                        whole[index] = value
+        return merged
+
+
+def part_of(columns: Columns, indices: list[int]) -> Columns:
+    """The columns of some elements."""
+    return [Repeated(c[: len(indices)]) if isinstance(c, Repeated) else [c[i] for i in indices] for c in columns]

@@ -1,0 +1,137 @@
+"""Tracing straight-line maths once, on stand-ins for one element of every list, into a program.
+
+The stand-ins have a dtype and an extent but no values, so whatever would need a value or a shape is refused with the
+line of the user's source that asked for it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.fused.errors import name_of, source_line
+from subtensors.dispatch.fused.op_tracer import OpTracer
+from subtensors.dispatch.fused.proxies import Cell, Traced
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals import ops
+from subtensors.kernels.fused.program import Extent, Parameter, Program
+
+
+@dataclass
+class Trace:
+    """A program with what the host needs around it."""
+
+    program: Program
+    scalars: tuple[Callable[[Sequence[float]], float], ...]
+    """How each of the program's live numbers is computed from the numbers of the call."""
+    expressions: tuple[str, ...]
+    """The same, to be read."""
+    results: Any
+    """What the function returned: `Returned` leaves in a nest of tuples, lists and dicts."""
+    unlowered: tuple[str, ...] = ()
+    """Ops with no Triton formula: the program then runs through torch."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A leaf of the result: a parameter given back, or an output of the program."""
+
+    index: int
+    is_parameter: bool
+
+
+def trace(
+    function: Callable[..., Any],
+    parameters: Sequence[Parameter],
+    numbers: Sequence[type[float] | type[int]],
+    call: Callable[[list[Any], list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    device: torch.device,
+) -> Trace:
+    """Record what `function` does to one element of every list.
+
+    Args:
+        function: straight-line maths on tensors and numbers.
+        parameters: what the tensors are.
+        numbers: the kinds of the Python numbers whose values stay live.
+        call: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
+        device: where the elements live.
+
+    Returns:
+        The program, how its live numbers are computed, and what the function returned.
+
+    Raises:
+        RuleError: when the maths is not straight-line, or holds an op without a rule; with the source line.
+    """
+    tracer = OpTracer(device, tuple(parameters))
+    live = ops.LiveNumbers()
+    stand_ins = [Traced(Cell(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
+    args, kwargs = call(list(stand_ins), [live.new(kind) for kind in numbers])
+    with torch.no_grad(), tracer, _explained():
+        result = function(*args, **kwargs)
+    outputs: list[int] = []
+    results = _map_nest(lambda leaf: _returned(leaf, stand_ins, outputs, function), result)
+    program = Program(
+        name=name_of(function),
+        parameters=tuple(parameters),
+        instructions=tuple(tracer.instructions),
+        scalars=tuple(s.type for s in tracer.scalars.values()),
+        stores={i: s.cell.value for i, s in enumerate(stand_ins) if s.cell.value != i},
+        outputs=tuple(outputs),
+    )
+    evaluators = tuple(live.compile(expression) for expression in tracer.scalars)
+    expressions = tuple(map(str, tracer.scalars))
+    return Trace(program, evaluators, expressions, results, tuple(dict.fromkeys(tracer.unlowered)))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say which line of the user's needed the value of a live number, or raised an error of its own."""
+    try:
+        yield
+    except ops.undecidable() as error:
+        raise RuleError(
+            "this maths cannot be fused: it needs the value of a Python number while it is traced "
+            f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {_line_of(error)}\n"
+            "  instead: compute with ** and torch functions, or pass a bool, which is part of the signature"
+        ) from None
+    except RuleError:
+        raise
+    except Exception as error:
+        error.add_note(f"while the maths was traced, on stand-ins with a shape of their own\n  at {_line_of(error)}")
+        raise
+
+
+def _line_of(error: Exception) -> str:
+    return source_line(traceback.walk_tb(error.__traceback__))
+
+
+def _returned(
+    leaf: Any, stand_ins: Sequence[Traced], outputs: list[int], function: Callable[..., Any]
+) -> Returned | None:
+    """What a leaf of the function's result is; the number of a value that is an output is added to `outputs`."""
+    if leaf is None:
+        return None
+    for i, stand_in in enumerate(stand_ins):
+        if leaf is stand_in:
+            return Returned(i, is_parameter=True)
+    if not isinstance(leaf, Traced):
+        raise RuleError(f"fused maths returns tensors, got {type(leaf).__name__} from {name_of(function)}")
+    if leaf.extent is Extent.BLOCK:
+        raise RuleError(f"fused maths returns tensors, and {name_of(function)} numbers per block: store them instead")
+    outputs.append(leaf.cell.value)
+    return Returned(len(outputs) - 1, is_parameter=False)
+
+
+def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
+    """`function` of every leaf of nested tuples, lists and dicts."""
+    if isinstance(nest, dict):
+        return {key: _map_nest(function, value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        mapped = [_map_nest(function, value) for value in nest]
+        return type(nest)(*mapped) if hasattr(nest, "_fields") else type(nest)(mapped)
+    return function(nest)

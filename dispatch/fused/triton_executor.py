@@ -1,0 +1,332 @@
+"""The group whose traced program runs as Triton kernels over a pointer table."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.fused.executors import Group, Leaves, MappedGroup, leaves_of
+from subtensors.dispatch.fused.tensor_columns import (
+    Addresses,
+    Columns,
+    FixedLists,
+    addresses_of,
+    is_fixed,
+    written_overlap,
+)
+from subtensors.dispatch.fused.trace import Trace
+from subtensors.dispatch.graphs.fused_graph import Recording, recording_now
+from subtensors.dispatch.graphs.live_scalars import graph_numbers
+from subtensors.dispatch.graphs.protocols import NotRecordable
+from subtensors.dispatch.graphs.released_tensors import refuse_sleepers
+from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits
+from subtensors.kernels.fused.program import Extent, Parameter
+from subtensors.kernels.runtime import graph_lifetime
+from subtensors.kernels.runtime.current_device import current_stream
+from subtensors.kernels.runtime.transfer import to_device
+
+logger = logging.getLogger("subtensors.fused")
+
+_requires_grad = attrgetter("requires_grad")
+
+
+@dataclass
+class _OnStream:
+    """The live numbers on the device, as last written by the launches on one stream."""
+
+    values: list[int]
+    """Their bits, which tell -0.0 from 0.0."""
+    scalars: Tensor
+
+
+@dataclass
+class Binding:
+    """A pointer table for one set of addresses."""
+
+    fixed: FixedLists
+    addresses: list[list[int]]
+    """Where the tensors of the other lists start."""
+    table: Tensor
+    address: int
+    """The table's."""
+    overlaps: bool
+    streams: dict[int, _OnStream] = field(default_factory=dict)
+
+
+class KernelGroup(Group):
+    """The traced program as Triton kernels over a pointer table.
+
+    Args:
+        trace: the program; every instruction has a formula.
+        kernels: its kernels.
+        columns: the tensors of the first call; later calls have the same shapes, dtypes and strides.
+        mapped: what to run instead when the tensors overlap in memory.
+        copies: do some elements have strides of their own? Then those are copied in and out.
+        exchange: what brings reductions together, where other processes have other parts of the tensors.
+    """
+
+    # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
+    BINDINGS = 8
+
+    def __init__(
+        self,
+        trace: Trace,
+        kernels: Kernels,
+        columns: Columns,
+        mapped: MappedGroup,
+        copies: bool,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
+        self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+        self.parameters = trace.program.parameters
+        whole = [p.extent is Extent.ELEMENT and not p.expanded for p in self.parameters]
+        pattern = next(itertools.compress(columns, whole), columns[0])
+        self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
+        self.is_cuda = self.device.type == "cuda"
+        matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
+        self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices, exchange)
+        self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
+        self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
+        stored = trace.program.stores
+        self.scalars = trace.scalars
+        self.is_seeded = kernels.is_seeded
+        self.stores = {i: _bytes_written(self.parameters[i]) for i in stored}
+        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
+        self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
+        outputs = [trace.program.value(v) for v in trace.program.outputs]
+        is_tiled = any(v.extent is Extent.ELEMENT for v in outputs)
+        self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern] if is_tiled else []
+        """Of each element what an output has that is as large."""
+        self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
+        self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
+        self.bindings: list[Binding] = []
+        self.tables = 0
+        self.stream = 0
+        """The stream of the last eager call."""
+        self.reason = "elements with strides of their own are copied in and out" if copies else ""
+        self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._refuse_empty_extremes()
+
+    def _refuse_empty_extremes(self) -> None:
+        if (self.grid.sizes > 0).all() or self.grid.exchange is not None:
+            return  # of a part without elements, another process has the rest
+        for step in self.trace.program.instructions:
+            if step.name in ("amax", "amin"):
+                raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
+
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
+        """Launch the kernels, after or with the prelude."""
+        if self.is_on_current_device():
+            return self._run(columns, numbers, addresses, prelude)
+        with torch.cuda.device(self.device):
+            return self._run(columns, numbers, addresses, prelude)
+
+    def _run(
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
+    ) -> Leaves:
+        refuse_sleepers(columns)
+        if (recording := recording_now()) is not None:
+            return self._record(recording, columns, numbers)
+        if self.copies:
+            originals = columns
+            columns = [
+                [t.contiguous() if p.extent is Extent.ELEMENT else t for t in column]
+                for column, p in zip(columns, self.parameters, strict=True)
+            ]
+            addresses = None
+        is_capturing = self.is_capturing()
+        binding = self._bind(columns, addresses, is_capturing)
+        if binding.overlaps:
+            if prelude is not None:
+                prelude.alone()
+            return self.mapped.run(originals if self.copies else columns, numbers)
+        arenas = self.launch(binding, columns, numbers, is_capturing, prelude)
+        if self.copies:
+            for parameter in self.trace.program.stores:
+                for original, copy in zip(originals[parameter], columns[parameter], strict=True):
+                    if original is not copy:
+                        original.copy_(copy)
+            columns = originals
+            self._tell_autograd(columns)
+        return self._results(columns, arenas)
+
+    def launch(
+        self,
+        binding: Binding,
+        columns: Columns,
+        numbers: Sequence[float],
+        is_capturing: bool,
+        prelude: Prelude | None = None,
+    ) -> list[Tensor]:
+        """Run the kernels on a pointer table, which is that of these columns, after or with the prelude.
+
+        Returns:
+            The memory of the outputs.
+        """
+        stream = current_stream(self.device)
+        if not is_capturing:
+            self.stream = stream
+        hosts = [columns[i][0].item() for i in self.hosts]
+        if is_capturing and (kept := graph_numbers()) is not None:
+            scalars = kept.take(self, numbers, hosts, self.device)
+        else:
+            values = [evaluate(numbers) for evaluate in self.scalars]
+            scalars = self._scalars(binding, [*values, *hosts], is_capturing)
+        arenas = self.new_arenas()
+        seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
+        self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        if not self.copies:
+            self._tell_autograd(columns)
+        return arenas
+
+    def _tell_autograd(self, columns: Columns) -> None:
+        """Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know."""
+        for parameter in self.observed:
+            torch.autograd.graph.increment_version(columns[parameter])
+
+    def is_on_current_device(self) -> bool:
+        """Can it launch without a change of device?"""
+        return not self.is_cuda or self.device.index == torch.cuda.current_device()
+
+    def repeatable_binding(self) -> Binding | None:
+        """The pointer table of the last eager launch, if it may be launched again without a look at anything but it."""
+        if self.copies or self.returns or not self.bindings or self.bindings[0].overlaps or self.is_capturing():
+            return None
+        return self.bindings[0]
+
+    def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Give the launch to a recording."""
+        if self.copies:
+            raise NotRecordable(self.reason)
+        if written_overlap(columns, self.trace.program.stores):
+            raise NotRecordable(self.mapped.reason)
+        return self._results(columns, recording.launch(self, columns, numbers))
+
+    def new_arenas(self) -> list[Tensor]:
+        """Memory for the outputs of a launch."""
+        return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
+
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """None: it is a launch by itself."""
+        return None
+
+    def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
+        if not self.returns:
+            return []
+        return leaves_of(
+            self.trace,
+            columns,
+            [self._outputs(arena, v) for arena, v in zip(arenas, self.trace.program.outputs, strict=True)],
+        )
+
+    def _outputs(self, arena: Tensor, value: int) -> list[Tensor]:
+        is_tiled = self.trace.program.value(value).extent is Extent.ELEMENT
+        # `.data`: tensors in their own right, whose versions autograd counts one by one.
+        return [part.data for part in (self._parts(arena) if is_tiled else arena.unbind())]
+
+    def _parts(self, arena: Tensor) -> list[Tensor]:
+        offsets = self.grid.offsets.tolist()
+        if self.copies:
+            return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
+        return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
+
+    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> Binding:
+        addresses = list(map(_place, known, columns)) if known else list(map(addresses_of, columns))
+        for host in self.hosts:
+            addresses[host] = []
+        for position, binding in enumerate(self.bindings):
+            if binding.addresses == addresses and binding.fixed.matches(columns):
+                # The lists that a guard will hand over again: those compare by identity.
+                binding.addresses = addresses
+                if position:
+                    self.bindings.insert(0, self.bindings.pop(position))
+                if is_capturing:
+                    graph_lifetime.keep_with_graph((self, binding))
+                return binding
+        logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
+        nowhere = [0] * self.grid.count
+        pointers = [
+            nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
+        ]
+        overlaps = written_overlap(columns, self.trace.program.stores)
+        if overlaps:
+            logger.info("%s: runs as %s", self.trace.program.name, self.mapped.describe())
+        table = self.grid.table(pointers)
+        binding = Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
+        self.tables += 1
+        if is_capturing:
+            # Its table is filled at replay, so no eager call may use it.
+            graph_lifetime.keep_with_graph((self, binding))
+            return binding
+        self.bindings.insert(0, binding)
+        del self.bindings[self.BINDINGS :]
+        return binding
+
+    def is_capturing(self) -> bool:
+        """Is this call recorded into a CUDA graph rather than run?"""
+        return self.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _scalars(self, binding: Binding, numbers: list[float], is_capturing: bool) -> Tensor:
+        """The numbers on the device; written again only when one has changed.
+
+        A graph captured with the numbers of the eager call before it reads what later eager calls write, so
+        they stay live; one captured with others has numbers of its own.
+        """
+        values = bits(numbers, self.kinds)
+        state = binding.streams.get(self.stream)
+        if state is not None and state.values == values:
+            return state.scalars
+        fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
+        if is_capturing:
+            return fresh
+        if state is None:
+            binding.streams[self.stream] = state = _OnStream(values, fresh)
+        else:
+            state.values = values
+            state.scalars.copy_(fresh)
+        return state.scalars
+
+    def explain(self, columns: Columns) -> str:
+        """The kernels, and how many tensors they read and write in a slower way."""
+        if not self.copies and written_overlap(columns, self.trace.program.stores):
+            return self.mapped.describe()
+        pointers = [[0] * self.grid.count if i in self.hosts else addresses_of(c) for i, c in enumerate(columns)]
+        masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())
+        note = f"\n  {masked} of them not at multiples of {ALIGNMENT} bytes: with narrower loads and stores, masked"
+        return self.describe() + (note if masked else "")
+
+    def describe(self) -> str:
+        """The kernels, a line each."""
+        elements, tiles = self.grid.sizes.sum(), self.grid.tiles.total
+        lines = [f"{self.grid.count} tensors, {elements} elements, {tiles} tiles on {self.device}"]
+        for kernel in self.kernels.kernels:
+            what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
+            lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
+        return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
+
+
+def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
+    return float if dtype.is_floating_point else int
+
+
+def _bytes_written(parameter: Parameter) -> int:
+    return parameter.dtype.itemsize * (1 if parameter.extent is Extent.ELEMENT else -1)
+
+
+def _place(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:
+    return addresses_of(column) if known is None else known

@@ -1,0 +1,1 @@
+"""CUDA graphs: capture, memory pools, live scalars, guards, deferred work."""

@@ -1,0 +1,126 @@
+"""What must not happen while a CUDA graph is captured, and is done when none is any more.
+
+Note [Finalizers and captured graphs]
+Objects die at any moment: also while a stream is captured, by a recording of ours, by torch.compile, by the user. A
+finalizer that then waits for the device, unmaps memory or unlocks pages is not only refused by CUDA: it invalidates the
+capture, and torch's generator and allocator stay as if it were still on. So finalizers hand such work to `when_idle`.
+What has to wait is tried again by whatever asks for memory of the same kind, when a capture of ours ends, and after
+each garbage collection, of which there are enough in any program that makes garbage; none of it is ever dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+from subtensors.kernels.memory.cuda_reservation import has_driver, is_captured
+from subtensors.kernels.runtime.gc_pause import uncollected
+
+Work = Callable[[], None]
+
+STREAMS = 32
+"""How many torch has of each priority; it hands them out by turns."""
+
+_log = logging.getLogger(__name__)
+_waiting: deque[Work] = deque()
+_is_busy = Lock()
+_counts = Lock()
+_captures = 0
+_streams: dict[int, list[int]] = {}
+"""Handles of torch's streams of each watched device."""
+
+
+def is_capturing() -> bool:
+    """Is this thread's current stream captured, or one of torch's on a watched device, or does a recording capture?"""
+    if _captures > 0:
+        return True
+    if not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing() or any(map(is_captured, _streams.values()))
+
+
+def watch(device: torch.device) -> None:
+    """From now on `is_capturing` also tells of captures by other threads, on torch's own streams of this device.
+
+    A capture on a stream that another library made is known of in the thread alone whose current stream that is; so is
+    any where the package cuda-bindings is not installed.
+
+    Args:
+        device: a CUDA device with its index, or a CPU, for which there is nothing to do.
+    """
+    if device.type == "cuda" and device.index not in _streams and has_driver():
+        lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+        _streams[device.index] = [
+            torch.cuda.Stream(device, priority=p).cuda_stream
+            for p in range(lowest, highest - 1, -1)
+            for _ in range(STREAMS)
+        ]
+
+
+def when_idle(work: Work) -> None:
+    """Do this now, or after the capture that is on.
+
+    Args:
+        work: gives back what a dead object held. Where it raises RuntimeError it is called again later, and goes on.
+
+    Example:
+        >>> when_idle(lambda: print("given back"))
+        given back
+    """
+    _waiting.append(work)
+    catch_up()
+    if _waiting and _after_collection not in gc.callbacks:
+        gc.callbacks.append(_after_collection)
+
+
+def catch_up() -> None:
+    """Do what waited, unless a capture is still on, or another caller is at it."""
+    if not _waiting or is_capturing() or not _is_busy.acquire(blocking=False):
+        return
+    try:
+        while _waiting:
+            work = _waiting.popleft()
+            try:
+                work()
+            except RuntimeError as error:
+                # Another library's or thread's capture, which we could not know of.
+                _waiting.appendleft(work)
+                _log.debug("memory is given back later: %s", error)
+                return
+            del work  # what it held may die, and hand in more
+        if _after_collection in gc.callbacks:
+            gc.callbacks.remove(_after_collection)
+    finally:
+        _is_busy.release()
+
+
+def waiting() -> int:
+    """How many pieces of work wait."""
+    return len(_waiting)
+
+
+def _after_collection(phase: str, info: dict[str, Any]) -> None:
+    if phase == "stop":
+        catch_up()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While a graph is captured here no garbage is collected, and what finalizers hand in waits until it is over."""
+    global _captures
+    with _counts:
+        _captures += 1
+    try:
+        with uncollected():
+            yield
+    finally:
+        with _counts:
+            _captures -= 1
+        catch_up()

@@ -1,0 +1,110 @@
+"""What launches must tell of themselves so that they can be recorded and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from subtensors.kernels.fused.launch import Prelude
+
+Words = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class NotRecordable(Exception):
+    """These calls can't be replayed with live numbers and addresses; the message says why."""
+
+
+class Swept(Protocol):
+    """Tensors of given sizes that a launch sweeps over, wherever they are: `kernels.fused.launch.Grid` and its like."""
+
+    count: int
+    sizes: Words
+
+    @property
+    def table_size(self) -> int:
+        """How many numbers `rows` gives."""
+        ...
+
+    def rows(self, pointers: Words) -> Words:
+        """The table of these addresses."""
+        ...
+
+    def workspace(self, key: int) -> object:
+        """Memory of its own for launches of this number."""
+        ...
+
+    def forget(self, stream: int) -> None:
+        """Free the workspace of this number."""
+        ...
+
+    def launch(
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: Prelude | None = None,
+    ) -> None:
+        """Launch with a table and numbers that are on the device at these addresses, after or with the prelude."""
+        ...
+
+
+class Numbered(Protocol):
+    """What makes a launch with live numbers: `KernelGroup`."""
+
+    @property
+    def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
+        """How they are computed from those of the call."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[type[float] | type[int]]:
+        """Of its live numbers, and of its tensors on the host."""
+        ...
+
+
+class Recordable(Numbered, Protocol):
+    """What makes a launch that can be recorded: `KernelGroup` and its like."""
+
+    @property
+    def grid(self) -> Swept:
+        """What it sweeps over."""
+        ...
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """Which parameters are on the host."""
+        ...
+
+    @property
+    def observed(self) -> Collection[int]:
+        """The parameters whose versions autograd counts."""
+        ...
+
+    @property
+    def stores(self) -> Mapping[int, int]:
+        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
+        ...
+
+    @property
+    def is_seeded(self) -> bool:
+        """Does it round stochastically?"""
+        ...
+
+    @property
+    def seed(self) -> Tensor:
+        """Handed over where it does not."""
+        ...
+
+    def new_arenas(self) -> list[Tensor]:
+        """Memory for the outputs of a launch."""
+        ...
+
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """The launch as one that the next may be made together with; None where it is one by itself."""
+        ...

@@ -1,0 +1,24 @@
+"""The errors a user of subtensors can meet."""
+
+from __future__ import annotations
+
+
+class RuleError(NotImplementedError):
+    """An op that a type has no rule for, or maths that cannot be lowered.
+
+    The message names the op, its class, the type, and what to do instead.
+    """
+
+    __module__ = "subtensors"
+
+
+class SizeError(ValueError):
+    """A size outside what a `Dim` allows."""
+
+    __module__ = "subtensors"
+
+
+class AddressError(RuntimeError):
+    """Memory that moved, or was used, when it must not."""
+
+    __module__ = "subtensors"

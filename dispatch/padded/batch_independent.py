@@ -1,0 +1,231 @@
+"""Ops that treat each row alone: padding along other dims than those of a row is rows that nobody reads.
+
+The core dims of an operand are those that the op mixes; all before them are rows. Padded rows are filled with real
+ones, so that an op which needs a positive matrix, or a number in range, meets what it can work on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
+from subtensors.dispatch.padded.tree import mapped
+from subtensors.dispatch.padded.true_sizes import together
+from subtensors.dispatch.sizes.dim_factors import bucket_of, is_padded, static_dims
+
+aten = torch.ops.aten
+
+# How many of the last dims an op mixes, in each of its tensors.
+MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_cholesky cholesky cholesky_inverse linalg_eig
+    linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd
+    linalg_qr qr linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet
+    linalg_slogdet slogdet logdet linalg_matrix_exp matrix_exp linalg_ldl_factor linalg_ldl_factor_ex
+    linalg_matrix_power matrix_power linalg_cond linalg_matrix_norm cholesky_solve triangular_solve
+    linalg_solve_triangular pinverse geqrf"""
+IMAGE_OPS = {
+    1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d""",
+    2: """upsample_bilinear2d upsample_nearest2d _upsample_nearest_exact2d upsample_bicubic2d _upsample_bilinear2d_aa
+        _upsample_bicubic2d_aa adaptive_max_pool2d reflection_pad2d replication_pad2d max_unpool2d""",
+    3: """upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d adaptive_max_pool3d reflection_pad3d
+        replication_pad3d max_unpool3d grid_sampler_2d pixel_shuffle pixel_unshuffle channel_shuffle
+        native_channel_shuffle im2col col2im""",
+    4: "grid_sampler_3d",
+}
+
+# Pivots and reflectors' factors are vectors, tolerances single numbers.
+MIXED_OPS = {
+    "lu_unpack": (2, 1),
+    "linalg_lu_solve": (2, 1, 2),
+    "linalg_ldl_solve": (2, 1, 2),
+    "linalg_householder_product": (2, 1),
+    "orgqr": (2, 1),
+    "ormqr": (2, 1, 2),
+    "linalg_pinv": (2, 0, 0),
+    "linalg_matrix_rank": (2, 0, 0),
+    "_euclidean_dist": (2, 2),
+}
+
+
+def _overloads(names: str) -> list[Any]:
+    return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+
+
+_CORE: dict[Any, int | tuple[int, ...]] = dict.fromkeys(_overloads(MATRIX_OPS), 2)
+_CORE |= {packet: rank for rank, names in IMAGE_OPS.items() for packet in _overloads(names)}
+_CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _overloads(name)}
+
+
+def by_last_dims(call: Call) -> Any:
+    """An op that mixes its last dims."""
+    cores = _CORE[call.op.overloadpacket]
+    operands = len(call.values)
+    if [call.get("dim1", -2), call.get("dim2", -1)] != [-2, -1] or ("ord" in call and call["dim"] != [-2, -1]):
+        raise refuse(call, "it mixes other dims than the last")
+    if isinstance(cores, tuple) and len(cores) < operands:
+        raise refuse(call, "how its operands are laid out isn't known")
+    return row_wise(call, cores[:operands] if isinstance(cores, tuple) else [cores] * operands)
+
+
+def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
+    """Run an op whose rows are independent.
+
+    Args:
+        call: the call.
+        cores: of each operand, how many of its last dims are mixed.
+        out_leading: whether the rows are the first dims of the result.
+    """
+    operands = call.values
+    for x, core in zip(operands, cores, strict=True):
+        if x.dim() < core:
+            raise refuse(call, f"an operand has less than {core} dims")
+        if any(x.is_padded(d) for d in range(max(x.dim() - core, 0), x.dim())):
+            raise refuse(call, f"it mixes the last {core} dims")
+    batches = [
+        Padded(x.dense, x.dims[: max(x.dim() - core, 0)], x.sizes) for x, core in zip(operands, cores, strict=True)
+    ]
+    dims, sizes = _batch_dims(batches)
+    safe = {id(x): _safe(x, core, dims, sizes) for x, core in zip(operands, cores, strict=True)}
+    out = call.dense(mapped(Padded, lambda x: safe[id(x)], call.named))
+    shape = [bucket_of(f) for f in dims]
+
+    def wrapped(t: Tensor) -> Padded:
+        if list(t.shape[: len(shape)]) != shape:
+            raise refuse(call, "its rows are not the first dims of its result")
+        return result(t, [*dims, *static_dims(t.shape[len(shape) :])], sizes)
+
+    return mapped(Tensor, wrapped, out)
+
+
+def _batch_dims(batches: Sequence[Padded]) -> Any:
+    sizes = together([x.sizes for x in batches if x.sizes is not None])
+    rank = max(len(x.dims) for x in batches)
+    return [met([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)], sizes
+
+
+def _safe(x: Padded, core: int, dims: Sequence[Any], sizes: Any) -> Tensor:
+    rows = len(x.dims) - core
+    if x.padded_dims:
+        return x.repeated()
+    if rows < 0 or not any(is_padded(factors) for factors in dims):
+        return x.dense
+    inner = x.dims[max(rows, 0) :]
+    target = [*dims, *inner]
+    return gradient_safe(x, target, [bucket_of(f) for f in target], sizes)
+
+
+for _packet in _CORE:
+    table.register(_packet)(by_last_dims)
+
+
+_ADAPTIVE = {
+    aten.adaptive_avg_pool1d: 1,
+    aten.adaptive_max_pool1d: 1,
+    aten.adaptive_avg_pool2d: 2,
+    aten._adaptive_avg_pool2d: 2,
+    aten.adaptive_avg_pool3d: 3,
+    aten._adaptive_avg_pool3d: 3,
+}
+
+
+@table.register(*_ADAPTIVE)
+def adaptive_pool(call: Call) -> Any:
+    """Down to one position it is a reduction; windows for more of them depend on the true size."""
+    x: Padded = call["self"]
+    rank = _ADAPTIVE[call.op.overloadpacket]
+    over = range(x.dim() - rank, x.dim())
+    if any(size != 1 for size in call["output_size"]) or not any(x.is_padded(d) for d in over):
+        return row_wise(call, [rank])
+    if call.op.overloadpacket is aten.adaptive_max_pool1d:
+        return apply(aten.max.dim, x, x.dim() - 1, True)
+    return apply(aten.mean.dim, x, list(over), True)
+
+
+@table.register(aten._linalg_solve_ex)
+def solve(call: Call) -> Any:
+    """Systems of equations; the right side is of vectors where it has a dim less than the matrices."""
+    a, b = call["A"], call["B"]
+    vectors = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
+    return row_wise(call, [2, 1 if vectors else 2])
+
+
+@table.register(aten._linalg_check_errors)
+def check_errors(call: Call) -> None:
+    """Raise where a real matrix could not be worked on."""
+    call.dense({"info": call["info"].repeated()})
+
+
+@table.register(aten.cosine_similarity)
+def cosine(call: Call) -> Any:
+    """The cosine of the angle between vectors along a dim, their norms at least eps."""
+    a, b = apply(aten.broadcast_tensors.default, [call["x1"], call["x2"]])
+    d = [call["dim"]]
+    norms = [apply(aten.linalg_vector_norm.default, x, 2, d) for x in (a, b)]
+    product = apply(aten.sum.dim_IntList, apply(aten.mul.Tensor, a, b), d)
+    for norm in norms:
+        floor = norm.like(ClampValue.apply(norm.dense, call["eps"]))  # type: ignore[no-untyped-call]
+        product = apply(aten.div.Tensor, product, floor)
+    return product
+
+
+class ClampValue(torch.autograd.Function):
+    """At least a number, as torch clamps these norms: out of autograd's sight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, least: float) -> Tensor:
+        """The clamped values."""
+        return x.clamp_min(least)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient as it is."""
+        return gradients[0], None
+
+
+@table.register(aten.cdist, aten._cdist_forward)
+def distances(call: Call) -> Padded:
+    """The distance of each row of one matrix to each of another: zeros in padded features add nothing to it."""
+    a, b = call["x1"], call["x2"]
+    sizes = call.sizes()
+    features = met([a.dims[-1], b.dims[-1]], sizes)
+    dims, _ = _batch_dims([Padded(x.dense, x.dims[:-2], x.sizes) for x in (a, b)])
+    filled = {name: Padded(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", a), ("x2", b))}
+    return result(call.dense(filled), [*dims, a.dims[-2], b.dims[-2]], sizes).gradient_masked()
+
+
+@table.register(aten.glu)
+def gated(call: Call) -> Padded:
+    """One half of a dim times the sigmoid of the other."""
+    x: Padded = call["self"]
+    d = call["dim"] % x.dim()
+    if x.is_padded(d):
+        raise refuse(call, "where the halves of a padded dim meet depends on its true size")
+    out = call.dense()
+    return result(out, [*x.dims[:d], *static_dims([out.shape[d]]), *x.dims[d + 1 :]], x.sizes)
+
+
+@table.register(aten.linalg_cross, aten.cross)
+def cross(call: Call) -> Any:
+    """The vector product along a dim of size 3."""
+    rank = max(x.dim() for x in call.values)
+    d = call.get("dim")
+    if d is None or any(x.is_padded(d % rank - rank) for x in call.values if x.dim() >= rank - d % rank):
+        raise refuse(call, "the dim of the vectors is padded or not named")
+    return pointwise(call)
+
+
+@table.register(*_overloads("""_fft_c2c _fft_r2c _fft_c2r"""))
+def fourier(call: Call) -> Any:
+    """A transform of some dims: the others are rows."""
+    x: Padded = call["self"]
+    mixed = {d % x.dim() for d in call["dim"]}
+    if any(x.is_padded(d) for d in mixed):
+        raise refuse(call, "a transform's frequencies depend on the true size")
+    out = call.dense({"self": x.repeated()})
+    dims = [factors if d not in mixed else static_dims([out.shape[d]])[0] for d, factors in enumerate(x.dims)]
+    return result(out, dims, x.sizes)

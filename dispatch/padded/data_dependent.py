@@ -1,0 +1,195 @@
+"""Selections whose length the values decide: nonzero, a bool index, unique. What they give is plain, and so long.
+
+In order, the real elements of a padded tensor are those of the logical one, so that a selection among them is the same.
+How long it is nobody knows before: a compiler and a graph capture are told so, as torch tells them of plain tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.errors import Undecided
+from subtensors.dispatch.padded.interpreter import Call, refuse, table
+from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_prefix, static_dims
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
+
+aten = torch.ops.aten
+
+
+@table.register(aten.nonzero, aten.argwhere, aten.nonzero_numpy, aten.where.default)
+def nonzero(call: Call) -> Any:
+    """The positions of what is not zero, which padding is not."""
+    require_values(call)
+    out = _positions(call)
+    return [plain(t) for t in out] if isinstance(out, (list, tuple)) else plain(out)
+
+
+@table.register(aten.nonzero_static)
+def nonzero_static(call: Call) -> Padded:
+    """As many of them as the caller says."""
+    return plain(_positions(call))
+
+
+def _positions(call: Call) -> Any:
+    name = "condition" if "condition" in call else "self"
+    x: Padded = call[name]
+    if not all(map(is_prefix, x.dims)):
+        raise refuse(call, "a position in a flattened dim counts its padding")
+    return call.dense({name: x.filled(0)})
+
+
+@table.register(aten.masked_select)
+def masked_select(call: Call) -> Padded:
+    """The elements under a mask, of real positions only."""
+    require_values(call)
+    dims, sizes = broadcast([call["self"], call["mask"]])
+    mask = call["mask"].dense
+    real = Padded(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
+    return plain(call.dense({"mask": mask if real is None else mask & real}))
+
+
+def by_mask(call: Call) -> Padded:
+    """`x[..., mask]` with a bool mask of some adjacent dims."""
+    require_values(call)
+    x: Padded = call["self"]
+    at, mask = _the_mask(call)
+    over = range(at, at + mask.dim())
+    dims = [met([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
+    whole = Padded(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
+    real = whole.mask(over)
+    chosen = mask.dense
+    if real is not None:
+        if any(size != 1 for d, size in enumerate(real.shape) if d not in over):
+            raise refuse(call, "which of its positions are real differs from row to row")
+        chosen = chosen & real.reshape([real.shape[d] for d in over])
+    out = call.dense({"indices": [*[None] * at, chosen]})
+    selected = static_dims([out.shape[at]])
+    return result(out, [*x.dims[:at], *selected, *x.dims[at + mask.dim() :]], x.sizes).gradient_masked()
+
+
+def is_by_mask(call: Call) -> bool:
+    """Is the index of a call one bool mask?"""
+    given = [i for i in call["indices"] if i is not None]
+    return len(given) == 1 and given[0].dense.dtype == torch.bool and given[0].dim() > 0
+
+
+def _the_mask(call: Call) -> tuple[int, Padded]:
+    return next((at, i) for at, i in enumerate(call["indices"]) if i is not None)
+
+
+@table.register(aten.masked_scatter)
+def masked_scatter(call: Call) -> Padded:
+    """The elements of a source, one after the other, at the positions under a mask that are real."""
+    x, mask, source = call["self"], call["mask"], call["source"]
+    dims, sizes = broadcast([x, mask])
+    shape = list(map(bucket_of, dims))
+    real = Padded(x.dense.expand(shape), dims, sizes).mask()
+    changed: dict[str, Any] = {"source": in_a_row(source)}
+    if real is not None:
+        changed["mask"] = mask.dense & real
+    return result(call.dense(changed), dims, sizes).gradient_masked()
+
+
+@table.register(aten._unique2, aten._unique)
+def unique(call: Call) -> Any:
+    """The values of real elements."""
+    return _of_all(call)
+
+
+@table.register(aten.unique_consecutive)
+def unique_consecutive(call: Call) -> Any:
+    """The values of real elements, one for each run of equal ones."""
+    return _of_all(call) if call["dim"] is None else unique_along(call)
+
+
+def _of_all(call: Call) -> Any:
+    require_values(call)
+    x: Padded = call["self"]
+    mask = _mask_of_all(x)
+    values, inverse, *counts = call.dense({"self": x.dense[mask]})
+    if not call.get("return_inverse"):
+        return (plain(values), plain(inverse), *map(plain, counts))
+    placed = torch.zeros(x.shape, dtype=inverse.dtype, device=inverse.device)
+    placed[mask] = inverse
+    return (plain(values), x.like(placed), *map(plain, counts))
+
+
+@table.register(aten.unique_dim, aten.unique_dim_consecutive)
+def unique_along(call: Call) -> Any:
+    """The slices of a dim that differ; the padding that they themselves have is the same in each."""
+    require_values(call)
+    x: Padded = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    if x.sizes is not None and x.sizes.rows is not None:
+        raise refuse(call, "rows of different lengths are compared by what they hold")
+    if not x.dim() or not is_prefix(x.dims[d]):
+        raise refuse(call, "a position in a flattened dim counts its padding")
+    dense = x.filled(0)
+    real = x.mask([d])
+    if real is not None:
+        dense = dense.index_select(d, real.reshape(-1).nonzero().squeeze(1))
+    values, inverse, counts = call.dense({"self": dense})
+    dims: list[Factors] = [*x.dims[:d], *static_dims([values.shape[d]]), *x.dims[d + 1 :]]
+    if call.get("return_inverse"):
+        widths = (0, x.shape[d] - inverse.shape[0])
+        where = result(torch.constant_pad_nd(inverse, widths), [x.dims[d]], x.sizes)
+    else:
+        where = plain(inverse)
+    return result(values, dims, x.sizes), where, plain(counts)
+
+
+@table.register(aten.bincount)
+def bincount(call: Call) -> Padded:
+    """How often each number occurs, or the sum of its weights."""
+    require_values(call)
+    x, weights = call["self"], call["weights"]
+    dims, sizes = broadcast([x] if weights is None else [x, weights])
+    mask = _mask_of_all(Padded(x.dense, dims, sizes))
+    changed = {"self": x.dense[mask]}
+    if weights is not None:
+        changed["weights"] = weights.dense[mask]
+    return plain(call.dense(changed))
+
+
+@table.register(aten.equal, aten.allclose)
+def all_equal(call: Call) -> bool:
+    """Are all real elements equal, or close? A number for Python."""
+    require_values(call)
+    a, b = call["self"], call["other"]
+    alike = a.dim() == b.dim() and all(same_factors(f, g, call.sizes()) for f, g in zip(a.dims, b.dims, strict=True))
+    if not alike:
+        raise refuse(call, "whether their sizes are the same")
+    if call.op is aten.equal.default:
+        same = a.dense == b.dense
+    else:
+        named = {name: call[name] for name in ("rtol", "atol", "equal_nan")}
+        same = torch.isclose(a.dense, b.dense, **named)
+    return bool(same[_mask_of_all(a)].all())
+
+
+def in_a_row(x: Padded) -> Tensor:
+    """All elements, flat: the real ones first, in their order."""
+    flat, mask = x.dense.reshape(-1), x.mask()
+    if mask is None:
+        return flat
+    order = mask.expand(x.shape).reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)
+    return flat.index_select(0, order)
+
+
+def require_values(call: Call) -> None:
+    """Refuse a call where values are not known."""
+    for x in call.values:
+        if is_traced(x.dense) or (x.dense.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise refuse(call, "how long its result is depends on values", Undecided)
+
+
+def _mask_of_all(x: Padded) -> Tensor:
+    mask = x.mask()
+    if mask is None:
+        return torch.ones(x.shape, dtype=torch.bool, device=x.dense.device)
+    return mask.expand(x.shape)

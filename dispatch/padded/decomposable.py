@@ -1,0 +1,147 @@
+"""Ops and functions that torch writes in simpler ones: which may be taken apart with a bucket's size baked in.
+
+A function that is made of others asks for sizes, and gets the bucket's. Where it only hands them to views and slices
+the rules notice what doesn't fit; where it computes with them (`x.sum() / x.shape[0]`) nobody does. So a function is
+taken apart only if it is listed here, after a look at what it does with sizes and a sweep of torch's `op_db` that
+compared it with the unpadded program. Any other runs on the logical data.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import overload_name
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.sizes.dim_factors import is_padded
+
+
+class MustDecompose(Exception):
+    """An op without a rule that torch writes in simpler ones."""
+
+
+class NotDecomposed(RuleError):
+    """A function that torch writes in simpler ones, where sizes may be baked in."""
+
+
+OPS = frozenset(
+    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid dsplit nanmean
+    linalg_vecdot corrcoef diag diagflat linalg_solve linalg_solve_ex
+    dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
+    fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
+    hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d
+    movedim pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
+    tensordot trapezoid trapz vsplit vstack moveaxis swapaxes swapdims unflatten.int
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode
+    dropout_ feature_dropout alpha_dropout l1_loss square
+    concat type_as to.dtype to.device to.other to.dtype_layout relu6 selu
+    where.ScalarSelf where.ScalarOther where.Scalar
+    chalf var std var_mean std_mean cosine_embedding_loss triplet_margin_loss
+    index_select_backward poisson_nll_loss hinge_embedding_loss kl_div margin_ranking_loss""".split()
+)
+"""Composite ops, by name or overload."""
+
+aten = torch.ops.aten
+
+CAST_INSIDE = frozenset([aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, aten.cov, aten.nll_loss_nd, aten.pad])
+"""Ops that rules take whole, whose parts autocast casts; any other op it casts before, or never."""
+
+FUNCTIONS = frozenset(
+    """torch._tensor.Tensor.__rdiv__ torch._tensor.Tensor.__rmatmul__ torch._tensor.Tensor.__rmod__
+    torch._tensor.Tensor.__rpow__ torch._tensor.Tensor.__rsub__ torch._tensor.Tensor.__rfloordiv__
+    torch._tensor.TensorBase.pow torch._tensor.TensorBase.pow_ torch._tensor.Tensor.__floordiv__
+    torch._tensor.Tensor.__rlshift__ torch._tensor.Tensor.__rrshift__
+    torch._tensor.Tensor.split torch._tensor.Tensor.norm torch._tensor.Tensor.unflatten
+    torch._tensor.Tensor.unique torch._tensor.Tensor.unique_consecutive torch.functional.boolean_dispatch.<locals>.fn
+    torch.functional.atleast_1d torch.functional.atleast_2d torch.functional.atleast_3d
+    torch.functional.broadcast_tensors torch.functional.cartesian_prod torch.functional.cdist torch.functional.einsum
+    torch.functional.meshgrid torch.functional.norm torch.functional.split torch.functional.tensordot
+    torch.functional.unravel_index""".split()
+) | {
+    "torch.nn.functional." + name
+    for name in """_threshold adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d_with_indices
+    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices alpha_dropout batch_norm binary_cross_entropy
+    binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy ctc_loss dropout dropout1d
+    dropout2d dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
+    instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax lp_pool1d lp_pool2d lp_pool3d
+    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss
+    triplet_margin_loss multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss grid_sample kl_div
+    multi_head_attention_forward gumbel_softmax local_response_norm unfold nll_loss normalize pad gaussian_nll_loss
+    poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
+    tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss
+    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    _max_pool1d _max_pool2d _max_pool3d _adaptive_max_pool1d _adaptive_max_pool2d _adaptive_max_pool3d""".split()
+}
+"""Functions of torch that are written in Python."""
+
+EXCEPT: dict[str, Callable[[tuple[Any, ...], list[str]], bool]] = {
+    # The mean over the batch divides by its size.
+    "torch.nn.functional.kl_div": lambda args, words: "batchmean" in words and _counts_padding(args, 0),
+    # So does the mean over the classes by theirs.
+    "torch.nn.functional.multilabel_soft_margin_loss": lambda args, words: _counts_padding(args, -1),
+}
+"""Calls of those that compute with sizes after all, by their arguments and the words among them."""
+
+
+def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise NotDecomposed for a Python function of torch that isn't listed."""
+    if not isinstance(func, types.FunctionType):
+        return
+    name = f"{func.__module__}.{func.__qualname__}"
+    words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
+    if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):
+        raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
+
+
+def _counts_padding(args: tuple[Any, ...], d: int) -> bool:
+    """Is this dim of the first argument of a bucket's size? The rows of a ragged batch are all real."""
+    dims = getattr(args[0], "_dims", None) if args else None
+    return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [rows_symbol()])
+
+
+def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:
+    """Raise RuleError where Python of torch that no type can intercept is about to count a bucket's elements.
+
+    Args:
+        frame: of the code that asks for a tensor's layout, which these functions do first of all.
+        is_padded_alike: is this value padded wherever that tensor is? With such a mask they count what is real.
+    """
+    if frame.f_globals.get("__name__") != "torch.masked._ops" or frame.f_code.co_name not in COUNTING:
+        return
+    if not is_padded_alike(frame.f_locals.get("mask")):
+        raise RuleError(
+            f"torch.masked.{COUNTING[frame.f_code.co_name]} would divide by a number of elements that counts padding: "
+            f"call the method of the PaddedTensor, or give it a mask padded as it is"
+        )
+
+
+COUNTING = {"mean": "mean", "_std_var": "std or var"}
+"""Functions of `torch.masked` that divide by a count of `torch.ones(x.shape)` or of their mask."""
+
+
+@functools.cache
+def is_composite(op: OpOverload) -> bool:
+    """May this op be taken apart?"""
+    if op.namespace != "aten":
+        return False
+    name = overload_name(op)
+    return (name in OPS or name.split(".")[0] in OPS) and op._can_decompose()
+
+
+def decompose(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op as the simpler ones.
+
+    Raises:
+        NotDecomposed: torch has no simpler ones for these arguments.
+    """
+    out = op.decompose(*args, **kwargs)
+    if out is NotImplemented:
+        raise NotDecomposed(f"{op} has no rule and no simpler parts")
+    return out

@@ -1,0 +1,13 @@
+"""Calls on padded values that no rule covers."""
+
+from __future__ import annotations
+
+from subtensors.dispatch.ops.errors import RuleError
+
+
+class Inexpressible(RuleError):
+    """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
+
+
+class Undecided(Inexpressible):
+    """A call that a rule covers where values and true sizes are known, which a compiler and a graph capture don't."""

@@ -1,0 +1,84 @@
+"""Masked softmax, reductions and norms as one kernel each, on a GPU: what padding holds is not even read.
+
+A compiler fuses a fill into the op behind it by itself, and an opaque kernel would stop it; so these run in eager mode
+and in captured graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.torch_internals import dispatcher
+from subtensors.kernels.padded import masked_ops
+from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, has_kernel
+from subtensors.kernels.runtime.valid_lengths import Extent
+
+aten = torch.ops.aten
+
+KINDS: dict[Any, str] = {
+    aten.sum: "sum",
+    aten.mean: "mean",
+    aten.prod: "prod",
+    aten.amax: "amax",
+    aten.amin: "amin",
+    aten.logsumexp: "logsumexp",
+    aten.var: "var",
+    aten.linalg_vector_norm: "norm",
+}
+"""What a reduction is called among the kernels."""
+
+
+def extents(x: Padded) -> list[Extent] | None:
+    """The padded dims as the kernels take them; None where a kernel doesn't take them, or there is none to run.
+
+    Args:
+        x: the value.
+    """
+    if not has_kernel(x.dense, FLOAT_DTYPES) or dispatcher.is_traced(x.dense) or x.sizes is None or not x.dim():
+        return None
+    rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == rows_symbol()]
+    found = []
+    for d in x.padded_dims:
+        if d in rows:
+            continue
+        if len(x.dims[d]) != 1 or x.dims[d][0].size.has(rows_symbol()):
+            return None
+        sizes = x.sizes.of(x.dims[d][0].size)
+        if sizes.dim() and not rows:
+            return None
+        found.append(Extent(d, sizes, rows[0] if rows else 0))
+    return found
+
+
+def softmax(x: Padded, dim: int, is_log: bool) -> Padded | None:
+    """Softmax along a dim by a kernel; None where there is none for it."""
+    padding = extents(x)
+    if not padding:
+        return None
+    return x.like(masked_ops.masked_softmax(x.dense, dim, padding, 0.0, is_log), 0)
+
+
+def reduced(op: Any, x: Padded, dims: Sequence[int], p: float = 2.0, correction: float = 1.0) -> Tensor | None:
+    """A reduction by a kernel, without the reduced dims; None where there is none for it."""
+    kind = KINDS.get(op)
+    padding = extents(x) if kind is not None and dims and p >= 0 else None
+    if not padding or kind is None:
+        return None
+    return masked_ops.masked_reduction(x.dense, kind, list(dims), padding, p, correction).out
+
+
+def normed(
+    x: Padded, normalized: int, weight: Padded | None, bias: Padded | None, eps: float, is_rms: bool
+) -> Padded | None:
+    """Layer or rms norm over the last dims by a kernel; None where there is none for it."""
+    padding = extents(x)
+    if not padding:
+        return None
+    scale, shift = (None if w is None else w.dense for w in (weight, bias))
+    return x.like(masked_ops.masked_norm(x.dense, normalized, scale, shift, eps, padding, 0.0, is_rms).y, 0)

@@ -1,0 +1,103 @@
+"""Borders around the real part: of a constant, or of what lies next to them within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.offset_reads import gathered
+from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static, static_dims
+from subtensors.dispatch.sizes.expressions import largest
+
+aten = torch.ops.aten
+
+
+@table.register(aten.constant_pad_nd, aten.pad)
+def bordered(call: Call) -> Padded:
+    """A constant around the real part, which stands in the padding too, so that it follows the true end; or a copy."""
+    x: Padded = call["self"]
+    if call.get("mode", "constant") != "constant":
+        return _of_itself(call, x)
+    widths = list(call["pad"])
+    value = call["value"] or 0
+    dims = list(x.dims)
+    touched = []
+    for i in range(len(widths) // 2):
+        d = x.dim() - 1 - i
+        left, right = widths[2 * i], widths[2 * i + 1]
+        bucket = x.shape[d] + left + right
+        if not x.is_padded(d):
+            dims[d] = (static(bucket),)
+        elif left or right:
+            size = prefix_size(x, d)
+            if size.has(rows_symbol()):
+                raise refuse(call, "it adds rows to a ragged batch")
+            touched.append(d)
+            dims[d] = padded_dim(
+                bucket, largest(0, size + left + right) if min(left, right) < 0 else size + left + right
+            )
+    dense = x.filled(value, touched) if touched else x.dense
+    out = torch.constant_pad_nd(dense, widths, value)
+    moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
+    # Cut off at the end, real positions of the whole are padding of the part, and take no gradient from there.
+    return moved.gradient_masked() if touched else moved
+
+
+# Which position of n a border's position p repeats.
+_REPEATED: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
+    "replicate": lambda p, n: p.clamp(min=0).minimum(torch.as_tensor(n - 1, device=p.device)),
+    "reflect": lambda p, n: (n - 1) - ((n - 1) - p.abs()).abs(),
+    "circular": lambda p, n: p % n,
+}
+# How much wider than the dim a border may be.
+_ROOM = {"reflect": -1, "circular": 0}
+
+
+def _of_itself(call: Call, x: Padded) -> Padded:
+    """A border that repeats the real part: each dim after the other."""
+    mode, widths = call["mode"], list(call["pad"])
+    if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # Autocast has them in single precision, on a CPU.
+        x = x.like(x.dense.float()) if x.dense.dtype in (torch.float16, torch.bfloat16) else x
+    for i in range(len(widths) // 2):
+        d = x.dim() - 1 - i
+        left, right = widths[2 * i], widths[2 * i + 1]
+        if mode == "circular" and min(left, right) < 0:
+            # What is cut off does not come round.
+            x = apply(aten.slice.Tensor, x, d, max(-left, 0), min(right, 0) or None)
+            left, right = max(left, 0), max(right, 0)
+        if not (left or right):
+            continue
+        size = prefix_size(x, d)
+        if size.has(rows_symbol()):
+            raise refuse(call, "it adds rows to a ragged batch")
+        for n in host_sizes(x, d) or [x.shape[d]]:
+            if mode in _ROOM and max(left, right) > n + _ROOM[mode]:
+                raise RuntimeError(f"a border of {max(left, right)} by {mode} is wider than a dim of {n} allows")
+        bucket = x.shape[d] + left + right
+        dims: Factors = padded_dim(bucket, size + left + right) if x.is_padded(d) else static_dims([bucket])[0]
+        x = repeated(x, d, mode, left, bucket, dims)
+    return x
+
+
+def repeated(x: Padded, d: int, mode: str, left: int, bucket: int, factors: Factors) -> Padded:
+    """A dim with what it repeats beside its real part.
+
+    Args:
+        x: the value.
+        d: the dim.
+        mode: "replicate", "reflect" or "circular".
+        left: how many positions come before the first.
+        bucket: how many there are in all.
+        factors: the dim of the result, whose real positions may be more than the true size.
+    """
+    n = x.size(d)
+    position = torch.arange(bucket, device=x.dense.device) - left
+    if isinstance(n, Tensor) and n.dim():
+        n = n.unsqueeze(-1)
+    return gathered(x, d, _REPEATED[mode](position, n), factors)

@@ -1,0 +1,312 @@
+"""Sizes as sympy expressions in the symbols of named dimensions: what an op makes of them, and what they are worth.
+
+A padded dimension reports its bucket size, and carries beside it an expression for the true one: `seq`, `2*seq + 1`,
+`floor((seq - 3)/2) + 1`. Expressions are the same for all sizes of a bucket, so compiled code may hold them; their
+values come from a small int64 tensor on the device, or from Python ints where the host knows those.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.ops.errors import RuleError, SizeError
+
+if TYPE_CHECKING:
+    import sympy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Size: TypeAlias = "sympy.Expr"
+"""An integer expression; a plain int is accepted where one is taken."""
+
+
+def size_symbol(name: str) -> sympy.Symbol:
+    """The symbol of a named dimension: a whole number, not negative."""
+    import sympy
+
+    return sympy.Symbol(name, integer=True, nonnegative=True)
+
+
+def as_expression(size: Size | int) -> Size:
+    """An int as an expression; an expression as it is."""
+    import sympy
+
+    return sympy.Integer(size) if type(size) is int else sympy.sympify(size)
+
+
+def _remembered(function: F) -> F:
+    """A function of expressions and ints that computes each answer once: sympy takes longer than the op it is for."""
+    return functools.wraps(function)(functools.lru_cache(4096, typed=True)(function))  # type: ignore[return-value]
+
+
+@_remembered
+def added(*sizes: Size | int) -> Size:
+    """The size of a concatenation.
+
+    >>> added(size_symbol("seq"), 1)
+    seq + 1
+    """
+    import sympy
+
+    return sympy.Add(*sizes)
+
+
+@_remembered
+def multiplied(*sizes: Size | int) -> Size:
+    """The size of several dimensions as one, or of one that is repeated.
+
+    >>> multiplied(size_symbol("batch"), size_symbol("seq"), 4)
+    4*batch*seq
+    """
+    import sympy
+
+    return sympy.Mul(*sizes)
+
+
+@_remembered
+def divided(size: Size | int, by: Size | int) -> Size:
+    """The size that makes `size` when multiplied with `by`.
+
+    Raises:
+        RuleError: no expression does, whatever the sizes are.
+
+    >>> seq = size_symbol("seq")
+    >>> divided(12 * seq, 4)
+    3*seq
+    """
+    import sympy
+
+    quotient = sympy.cancel(sympy.sympify(size) / by)
+    if not _is_whole(quotient):
+        raise RuleError(
+            f"a size of {size} cannot be divided by {by}: it is not a multiple of it for every size; "
+            "divide a dimension that is not padded, or unpad first"
+        )
+    return quotient
+
+
+@_remembered
+def floor_divided(size: Size | int, by: int) -> Size:
+    """How many times `by` fits into a size.
+
+    >>> floor_divided(size_symbol("seq") + 1, 2)
+    floor(seq/2 + 1/2)
+    """
+    import sympy
+
+    return sympy.sympify(size) if by == 1 else sympy.floor(size / sympy.Integer(by))
+
+
+@_remembered
+def smallest(*sizes: Size | int) -> Size:
+    """The least of several sizes."""
+    import sympy
+
+    return sympy.Min(*sizes)
+
+
+@_remembered
+def largest(*sizes: Size | int) -> Size:
+    """The greatest of several sizes."""
+    import sympy
+
+    return sympy.Max(*sizes)
+
+
+@_remembered
+def sliced(size: Size | int, start: int | None, stop: int | None, step: int = 1) -> tuple[Size, Size]:
+    """Where a Python slice of a dimension starts, and its size; both count from the true end where they are negative.
+
+    Args:
+        size: of the dimension.
+        start, stop, step: of the slice; the step is at least 1.
+
+    Returns:
+        The first index, and how many there are.
+
+    Raises:
+        RuleError: the step is not positive.
+
+    >>> seq = size_symbol("seq")
+    >>> sliced(seq, None, -1), sliced(seq, 0, 64), sliced(seq, 5, None)
+    ((0, Max(0, seq - 1)), (0, Min(64, seq)), (Min(5, seq), Max(0, seq - Min(5, seq))))
+    """
+    if step < 1:
+        raise RuleError(f"a slice with step {step} has no size expression; a step is at least 1")
+    size = as_expression(size)
+    first, last = (_within(size, bound, default) for bound, default in ((start, as_expression(0)), (stop, size)))
+    return first, largest(0, _ceiling(last - first, step))
+
+
+def _within(size: Size, bound: int | None, default: Size) -> Size:
+    if bound is None:
+        return default
+    return largest(0, size + bound) if bound < 0 else smallest(bound, size)
+
+
+@_remembered
+def convolved(
+    size: Size | int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, ceil_mode: bool = False
+) -> Size:
+    """The size of a convolution's or a pooling's result along one dimension.
+
+    Args:
+        size: of the input.
+        kernel, stride, padding, dilation: along the dimension; `padding` is that of one side.
+        ceil_mode: whether a window may stand out beyond the end, as pooling has it.
+
+    >>> convolved(size_symbol("t"), kernel=3, stride=2, padding=1)
+    floor(t/2 - 1/2) + 1
+    """
+    reach = as_expression(size) + 2 * padding - dilation * (kernel - 1) - 1
+    if not ceil_mode:
+        return floor_divided(reach, stride) + 1
+    windows = _ceiling(reach, stride) + 1
+    # The last window has to start inside the input or its left padding.
+    return smallest(windows, _ceiling(as_expression(size) + padding, stride))
+
+
+@_remembered
+def deconvolved(
+    size: Size | int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, output_padding: int = 0
+) -> Size:
+    """The size of a transposed convolution's result along one dimension; arguments as of `convolved`.
+
+    >>> deconvolved(size_symbol("t"), kernel=4, stride=2, padding=1)
+    2*t
+    """
+    return (as_expression(size) - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+
+
+def _ceiling(numerator: Size, denominator: int) -> Size:
+    return -floor_divided(-numerator, denominator)
+
+
+def _is_whole(expression: Size) -> bool:
+    """Is it an integer whatever integers its symbols are?"""
+    import sympy
+
+    return bool(expression.is_integer) and sympy.fraction(sympy.together(expression))[1] == 1
+
+
+def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """The value of an expression, from Python ints.
+
+    Args:
+        size: the expression.
+        sizes: the true size behind each symbol.
+
+    Raises:
+        SizeError: a symbol has no size here, or the value is negative or no whole number.
+
+    >>> seq = size_symbol("seq")
+    >>> size_on_host(convolved(seq, kernel=3, stride=2), {seq: 8})
+    3
+    """
+    import sympy
+
+    expression = sympy.sympify(size)
+    missing = expression.free_symbols - set(sizes)
+    if missing:
+        raise SizeError(f"the size {expression} needs {sorted(map(str, missing))}, which nothing here is padded on")
+    value = expression.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()})
+    if not value.is_Integer or value < 0:
+        given = ", ".join(f"{symbol}={sizes[symbol]}" for symbol in sorted(expression.free_symbols, key=str))
+        raise SizeError(f"the size {expression} is {value} for {given}; a size is a whole number, not negative")
+    return int(value)
+
+
+def size_on_device(size: Size | int, symbols: Sequence[sympy.Symbol], sizes: Tensor) -> Tensor:
+    """The value of an expression, computed on the device from its true sizes: the host never reads them.
+
+    Args:
+        size: the expression.
+        symbols: of the dimensions, in the order of `sizes`.
+        sizes: (number of symbols, *rows) int64; `rows` is empty, or the batch of a ragged dimension.
+
+    Returns:
+        (*rows) int64. An expression without symbols gives the same number in each row.
+
+    Raises:
+        RuleError: the expression holds a symbol that is not listed, or a function that has no device arithmetic.
+
+    >>> seq = size_symbol("seq")
+    >>> size_on_device(sliced(seq, 1, -1)[1], [seq], torch.tensor([[5, 2, 1]]))
+    tensor([3, 0, 0])
+    """
+    expression = as_expression(size)
+    values = {symbol: sizes[i] for i, symbol in enumerate(symbols)}
+    value = _computed(expression, values)
+    if isinstance(value, int):
+        # Filled on the device: a copy of a host tensor would make the host wait, and breaks graph capture.
+        return torch.full(sizes.shape[1:], value, dtype=torch.int64, device=sizes.device)
+    return value
+
+
+def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor | int:
+    import sympy
+
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
+    if isinstance(expression, sympy.Symbol):
+        if expression not in values:
+            raise RuleError(f"the size {expression} is that of no dimension here; known are {list(map(str, values))}")
+        return values[expression]
+    numerator, denominator = _fraction(expression)
+    if denominator != 1:
+        return _computed(numerator, values) // _computed(denominator, values)
+    if isinstance(expression, sympy.floor):
+        numerator, denominator = _fraction(expression.args[0])
+        return _computed(numerator, values) // _computed(denominator, values)
+    parts = [_computed(part, values) for part in expression.args]
+    if isinstance(expression, sympy.Pow) and isinstance(parts[1], int) and parts[1] > 0:
+        return reduce(lambda a, b: a * b, [parts[0]] * parts[1])
+    combine = _device_arithmetic().get(type(expression))
+    if combine is None:
+        raise RuleError(f"a size of {expression} has no device arithmetic: {type(expression).__name__} is not known")
+    return reduce(combine, parts)
+
+
+@_remembered
+def _fraction(expression: Size) -> tuple[Size, Size]:
+    import sympy
+
+    numerator, denominator = sympy.fraction(sympy.together(expression))
+    return numerator, denominator
+
+
+def _least(a: Tensor | int, b: Tensor | int) -> Any:
+    return _clamped(a, b, max_is=True)
+
+
+def _greatest(a: Tensor | int, b: Tensor | int) -> Any:
+    return _clamped(a, b, max_is=False)
+
+
+def _clamped(a: Tensor | int, b: Tensor | int, max_is: bool) -> Any:
+    """min(a, b) or max(a, b), of tensors and ints in either place."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.minimum(a, b) if max_is else torch.maximum(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        tensor, number = (a, b) if isinstance(a, Tensor) else (b, a)
+        return torch.clamp(tensor, max=number) if max_is else torch.clamp(tensor, min=number)  # type: ignore[call-overload, arg-type]
+    return min(a, b) if max_is else max(a, b)
+
+
+@functools.cache
+def _device_arithmetic() -> dict[type, Any]:
+    import sympy
+
+    return {
+        sympy.Add: lambda a, b: a + b,
+        sympy.Mul: lambda a, b: a * b,
+        sympy.Mod: lambda a, b: a % b,
+        sympy.Min: _least,
+        sympy.Max: _greatest,
+    }

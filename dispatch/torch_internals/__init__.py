@@ -1,0 +1,1 @@
+"""Private torch APIs, a file a subsystem; nothing happens at import."""

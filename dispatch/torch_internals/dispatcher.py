@@ -1,0 +1,96 @@
+"""What torch keeps private of its dispatcher: which keys an op passes, and what a tensor is just now.
+
+One function each, with the versions checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.torch_internals.requires import requires
+
+_AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+
+
+@requires("torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set")
+def dispatch_keys() -> tuple[Any, Any]:
+    """The keys that torch's dispatcher includes and excludes in this thread now. Checked on 2.13."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@requires("torch._C.DispatchKey", "torch._C.DispatchKeySet", "torch._C._ForceDispatchKeyGuard")
+def restored_dispatch_keys(keys: tuple[Any, Any], casting: bool = False) -> Any:
+    """A context in which the dispatcher includes and excludes these keys. Checked on 2.13.
+
+    Args:
+        keys: what `dispatch_keys` gave.
+        casting: autocast's as well.
+    """
+    included, excluded = keys
+    for key in () if casting else _AUTOCAST:
+        excluded = excluded | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+@requires("torch._C.DispatchKey", "torch._C.DispatchKeySet", "torch._C._ForceDispatchKeyGuard")
+def restored_autocast(keys: tuple[Any, Any]) -> Any:
+    """A context in which the dispatcher casts where it did under these keys. Checked on 2.13."""
+    included, excluded = dispatch_keys()
+    for key in (getattr(torch._C.DispatchKey, name) for name in _AUTOCAST):
+        if not keys[1].has(key):
+            excluded = excluded - torch._C.DispatchKeySet(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+@requires("torch._C._DisableTorchDispatch")
+def without_modes() -> Any:
+    """A context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.11, 2.13."""
+    return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+
+
+@requires("torch._C._AutoDispatchBelowAutograd")
+def below_autograd() -> Any:
+    """A context in which ops go past autograd, and composite ones stay whole. Checked on 2.13."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+@requires(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.functional_tensor.FunctionalTensor",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._is_functional_tensor",
+)
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Is it a stand-in of a compiler or a transform, whose values nobody knows yet? Checked on 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+
+
+@requires("torch._C._functorch.maybe_current_level", "torch.autograd.forward_ad._current_level")
+def is_transforming() -> bool:
+    """Is a transform of torch.func, or forward-mode differentiation, under way? Checked on 2.11, 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+@requires("torch._C._is_any_autocast_enabled", "torch._C._len_torch_dispatch_stack", otherwise=lambda: True)
+def is_intercepted() -> bool:
+    """Does autocast, or a mode that sees ops, stand between a function and its ops? Checked on 2.11, 2.13."""
+    return torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@requires("torch._C._functorch.is_functorch_wrapped_tensor", "torch.autograd.forward_ad._current_level")
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Is it what a transform of torch.func (grad, vmap, ...) hands to its function, or has it a tangent?
+
+    Checked on 2.11, 2.13.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

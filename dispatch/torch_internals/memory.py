@@ -1,0 +1,160 @@
+"""What torch keeps private of a tensor's memory, and of who holds it: one function each, with the versions checked."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.torch_internals.requires import requires
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11 - 2.15."""
+    return tensor.is_contiguous() or _is_dense(tensor)
+
+
+@requires("torch._prims_common.is_non_overlapping_and_dense_or_false", otherwise=lambda tensor: False)
+def _is_dense(tensor: torch.Tensor) -> bool:
+    import torch._prims_common as prims
+
+    return bool(prims.is_non_overlapping_and_dense_or_false(tensor))
+
+
+@requires("torch.Tensor._use_count")
+def use_count(tensor: torch.Tensor) -> int:
+    """How many hold this tensor in C++, its Python object being one: autograd, reducers. Checked on 2.11, 2.13."""
+    return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
+
+
+def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
+    """How many references to its base a view holds, as another view of it would. Checked on 2.11, 2.13.
+
+    >>> pairs = torch.zeros(2, dtype=torch.complex64)
+    >>> holds_of_base(pairs[1:], pairs), holds_of_base(torch.view_as_real(pairs), pairs)
+    (1, 2)
+    """
+    before = use_count(base)
+    with torch.no_grad():
+        another = torch.Tensor.view_as(view, view)
+    held = use_count(base) - before
+    del another
+    return held
+
+
+@requires("torch.UntypedStorage._cdata")
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tells the tensor's storage from all others. Checked on 2.11, 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@requires("torch.UntypedStorage._cdata", "torch._C._storage_Use_Count")
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors hold the tensor's storage, in C++ and in Python. Checked on 2.11, 2.13."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+class _Nowhere(torch.Tensor):
+    """A tensor on the meta device that counts as one of another device where memory is exchanged."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
+    """Leave a tensor without memory, so that C++ that reads or writes it raises rather than ends the process.
+
+    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile; errors are torch's.
+    A leaf whose gradient a graph is to accumulate stays as it is there: the gradient would follow it to the device.
+
+    Args:
+        tensor: of any class that has a storage.
+        message: of the error.
+
+    Returns:
+        The memory, to be given back with `give_memory`.
+
+    >>> t = torch.ones(2)
+    >>> memory = take_memory(t, "it is away")
+    >>> torch.func.vmap(torch.neg)(t)
+    Traceback (most recent call last):
+    ...
+    RuntimeError: ...
+    >>> give_memory(t, memory)
+    >>> t
+    tensor([1., 1.])
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        memory = torch.Tensor.detach(tensor)
+        if (release := getattr(torch._C, "_set_storage_access_error_msg", None)) is not None:
+            release(tensor, message)
+        elif not _awaits_gradient(tensor):
+            count = memory.untyped_storage().nbytes() // memory.element_size()
+            nothing = torch.empty(count, dtype=memory.dtype, device="meta")
+            nothing = nothing.as_strided(memory.shape, memory.stride(), memory.storage_offset())
+            nowhere = torch.Tensor._make_subclass(_Nowhere, nothing, False, device_for_backend_keys=memory.device)
+            give_memory(tensor, nowhere)
+        return memory
+
+
+def _awaits_gradient(tensor: torch.Tensor) -> bool:
+    """Does a graph, or whoever hooked it, hold the node that accumulates this leaf's gradient? Checked on 2.13."""
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return False
+
+    def notes() -> dict[str, bool]:
+        with torch.enable_grad():
+            node: Any = torch.Tensor.view_as(tensor, tensor).grad_fn
+        return node.next_functions[0][0].metadata  # type: ignore[no-any-return]
+
+    notes()["asked"] = True  # of a node that nobody holds, nothing is left
+    return notes().pop("asked", False)
+
+
+def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a tensor the memory that was taken from it, with its place there."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(tensor, memory)  # type: ignore[attr-defined]
+
+
+def holding_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without memory, of which each lets C++ hold one of these while it lives. Checked on 2.11, 2.13.
+
+    A tensor that only its Python object holds changes hands, with counts of both, whenever C++ takes it from a list:
+    reading the addresses of a thousand and counting writes to them then take twice as long. A view holds its base.
+    """
+    with torch.no_grad():
+        views = [t.view_as(t) for t in tensors]
+    empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for view in views:
+        # Not the memory, which goes when the tensor is given another by `.data`.
+        kind = view.dtype, view.device
+        view.data = empty.setdefault(kind, torch.empty(0, dtype=view.dtype, device=view.device))
+    return views
+
+
+class Sharers:
+    """How many tensors, and others, hold the memory of these, themselves counted. Checked on 2.11, 2.13."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._storages = [t.untyped_storage() for t in tensors]
+        self._handles = [storage._cdata for storage in self._storages]
+
+    @requires("torch._C._storage_Use_Count")
+    def counts(self) -> list[int]:
+        """Of each storage, in order."""
+        return list(map(torch._C._storage_Use_Count, self._handles))  # type: ignore[attr-defined]
+
+
+@requires("torch._C._cuda_customAllocator")
+def custom_allocator(allocate: Any, free: Any) -> Any:
+    """An allocator for `torch.cuda.MemPool` of two C functions, made by ctypes. Checked on 2.11, 2.13.
+
+    Args:
+        allocate: `void *(ssize_t size, int device, cudaStream_t stream)`.
+        free: `void (void *address, ssize_t size, int device, cudaStream_t stream)`.
+    """
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, free)]
+    return torch._C._cuda_customAllocator(*addresses)  # type: ignore[attr-defined, arg-type]

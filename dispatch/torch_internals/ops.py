@@ -1,0 +1,199 @@
+"""What torch keeps private of ops, symbols, shards and its compiler: one function each, with the versions checked."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+from torch.optim import optimizer as _optimizers
+
+from subtensors.dispatch.torch_internals.requires import requires
+
+if TYPE_CHECKING:
+    import sympy
+
+
+@requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """How torch itself writes `op` in simpler ops; None when it doesn't. Checked on 2.11, 2.13."""
+    from torch._decomp import decomposition_table
+
+    table: dict[Any, Callable[..., Any]] = decomposition_table
+    return table.get(op) or (op.decompose if op._can_decompose() else None)
+
+
+@requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
+def default_device() -> torch.device | None:
+    """Where tensors are made that are given no device; None where nobody has set that. Checked on 2.11, 2.13."""
+    # Modes decide: what torch's own function asks of each takes longer than to know that there are none.
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+@requires("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND", "torch._prims_common.elementwise_dtypes")
+def computation_dtype(*args: Any) -> torch.dtype:
+    """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+    _, promoted = elementwise_dtypes(*args, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH)
+    return promoted
+
+
+class LiveNumbers:
+    """Python numbers whose values a trace must not see: torch's unbacked SymFloat and SymInt.
+
+    Checked on 2.11, 2.13.
+    """
+
+    @requires("torch.fx.experimental.symbolic_shapes.ShapeEnv")
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._env = ShapeEnv()
+        # It would note and log the source line where each number was made, and import all of inductor for that.
+        vars(self._env).update(
+            _get_stack_summary=lambda *_, **__: (None, ""), _log_create_unbacked_symbol=lambda *_, **__: None
+        )
+        self.symbols: list[sympy.Symbol] = []
+
+    def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
+        """A number of this kind; arithmetic on it is recorded, a decision on it raises what `undecidable()` gives."""
+        number: Any = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
+        self.symbols.append(number.node.expr)
+        return number  # type: ignore[no-any-return]
+
+    @requires("torch.utils._sympy.printers.PythonPrinter")
+    def compile(self, expression: sympy.Expr) -> Callable[[Sequence[float]], float]:
+        """A function from the numbers' values, in order, to the value of an expression of them."""
+        from torch.utils._sympy.printers import PythonPrinter
+
+        if expression in self.symbols:
+            index = self.symbols.index(expression)
+            return lambda values: values[index]
+        import sympy
+
+        names = {symbol: sympy.Symbol(f"x{i}") for i, symbol in enumerate(self.symbols)}
+        source = PythonPrinter().doprint(expression.xreplace(names))
+        arguments = ", ".join(f"x{i}" for i in range(len(self.symbols)))
+        function = eval(f"lambda {arguments}: {source}", {"math": math, "torch": torch})
+        return lambda values: function(*values)  # type: ignore[no-any-return]
+
+
+@requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
+def undecidable() -> type[Exception]:
+    """What torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+def expression_of(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
+    """The sympy expression behind a live number. Checked on 2.11, 2.13."""
+    return number.node.expr  # type: ignore[no-any-return]
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """An overload's schema: its argument names, types and what it writes to. Checked on 2.13."""
+    return op._schema
+
+
+_local_tensor, _placements = attrgetter("_local_tensor"), attrgetter("_spec.placements")
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The part that is here of each DTensor, the very tensor it holds. Checked on 2.11, 2.13.
+
+    As `to_local` gives it where autograd records nothing, but from C, and a list a time.
+    """
+    try:
+        parts = list(map(_local_tensor, tensors))
+    except AttributeError:  # of a torch that keeps it elsewhere
+        return [t.to_local() for t in tensors]  # type: ignore[attr-defined]
+    if set(map(type, parts)) <= {torch.Tensor}:
+        return parts
+    return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # of one that a collective still writes
+
+
+def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Has each of these DTensors the placements of the one in its place? Checked on 2.11, 2.13."""
+    try:
+        # FSDP2 gives a gradient the very placements of its parameter, and lists compare by identity first.
+        return list(map(_placements, tensors)) == list(map(_placements, others))
+    except AttributeError:  # a plain tensor
+        return False
+
+
+@requires(
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
+    "torch.optim.optimizer._global_optimizer_post_hooks",
+    "torch._C._autograd._profiler_enabled",
+    otherwise=lambda optimizer: True,
+)
+def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Does a hook or a profiler want to know of this optimizer's step? Checked on 2.11, 2.13."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _optimizers._global_optimizer_pre_hooks
+        or _optimizers._global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+@requires("torch._guards.CompileContext.current_compile_id", otherwise=torch.compiler.is_compiling)
+def is_in_compiler() -> bool:
+    """Does torch.compile look at this process's objects just now? Checked on 2.11, 2.13."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_compile_id() is not None
+
+
+@cache
+def take_foreach_paths(kind: type[torch.Tensor]) -> None:
+    """Let torch.optim take its foreach and fused paths for tensors of a subclass, as it does for its own.
+
+    For a type that is read as a plain tensor, when the first tensor of it is made. Checked on 2.11 - 2.15.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        known = getattr(module, "_foreach_supported_types", None)
+        if known is not None and kind not in known:
+            known.append(kind)
+
+
+@requires("torch._guards.TracingContext.try_get", otherwise=torch.compiler.is_compiling)
+def is_tracing() -> bool:
+    """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is not None:
+        return True
+    asker: FrameType | None = sys._getframe(2)
+    while asker is not None and asker.f_code.co_name == "__torch_function__":
+        asker = asker.f_back  # a mode's, such as that of torch.set_default_device
+    return asker is not None and str(asker.f_globals.get("__name__")).startswith(_COMPILER)
+
+
+def asks_names_alone() -> bool:
+    """Is the caller `__tensor_flatten__`, asked for names alone, beside a guard that looks at the context, or after it?
+
+    Checked on 2.11, 2.13.
+    """
+    asker = sys._getframe(2)
+    return (asker.f_globals.get("__name__"), asker.f_code.co_name) in _ASK_NAMES
+
+
+_ASK_NAMES = {
+    ("torch._dynamo.guards", "<lambda>"),
+    ("torch._functorch._aot_autograd.subclass_utils", "flatten_subclass"),
+}
+
+_COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")

@@ -1,0 +1,285 @@
+"""One graph of aten ops for every size, found by tracing a program at a few.
+
+A program over padded tensors sees its bucket as numbers: in views, in `arange`, in `expand`. Traced at two sizes it
+gives two graphs that differ in those numbers alone. A number that is `v` where the size is `s`, and `w` where it is
+`t`, is taken to be
+
+    a * s + b,    a = (w - v) / (t - s),    b = v - a * s,
+
+for several sizes a sum over their products. A further trace, at another size, must come out as the template says; where
+it doesn't, or the graphs differ in more than numbers, there is no template.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from subtensors.dispatch.graphs import capture
+
+Sizes = tuple[int, ...]
+Place = tuple[int, int]
+"""Where a size can be read: which input, which of its dims."""
+
+
+class NoTemplate(Exception):
+    """The program's graphs at several sizes are not one; the message says where they differ."""
+
+
+class Number:
+    """An integer as a polynomial of sizes, linear in each.
+
+    Args:
+        terms: for each product of sizes, given as their indices, what it is multiplied by.
+
+    Example:
+        >>> fitted = Number.through([(4,), (6,)], [9, 13])
+        >>> fitted.at((10,))
+        21
+    """
+
+    def __init__(self, terms: dict[tuple[int, ...], int]) -> None:
+        self.terms = terms
+
+    @staticmethod
+    def through(points: Sequence[Sizes], values: Sequence[int]) -> Number:
+        """The polynomial through these points, one for each product of sizes.
+
+        Raises:
+            NoTemplate: its coefficients are no integers.
+        """
+        products = _products(len(points[0]))
+        rows = [
+            [Fraction(_product(point, p)) for p in products] + [Fraction(v)]
+            for point, v in zip(points, values, strict=True)
+        ]
+        solved = _solve(rows)
+        if any(c.denominator != 1 for c in solved):
+            raise NoTemplate(f"{list(values)} at the sizes {list(points)} is no polynomial")
+        return Number({p: int(c) for p, c in zip(products, solved, strict=True) if c})
+
+    def at(self, sizes: Sizes) -> int:
+        """Its value."""
+        return sum(c * _product(sizes, p) for p, c in self.terms.items())
+
+
+class Template:
+    """A program's graph with sizes left open.
+
+    Args:
+        program: a function of tensors, which returns a list of tensors and, as a pytree of ints and other values, what
+            else depends on the sizes.
+        make: the inputs at some sizes, as tensors of any values; they are not run on.
+        points: at which sizes to trace: as many as `points_needed` says, and any number more to check with.
+        places: for each size where it can be read.
+        simplified: as `torch_capture.traced` takes it.
+
+    Raises:
+        NoTemplate: there is none.
+    """
+
+    def __init__(
+        self,
+        program: Callable[[Sequence[Tensor]], tuple[list[Tensor], Any]],
+        make: Callable[[Sizes], list[Tensor]],
+        points: Sequence[Sizes],
+        places: Sequence[Place],
+        simplified: bool = False,
+    ) -> None:
+        extras: list[Any] = []
+
+        def traced(*inputs: Tensor) -> list[Tensor]:
+            tensors, extra = program(inputs)
+            extras.append(extra)
+            return tensors
+
+        graphs = []
+        for point in points:
+            graphs.append(capture.traced(traced, make(point), simplified))
+        self.traces = [list(graph.graph.nodes) for graph in graphs]
+        """The nodes at each point; those at the first are the module's own."""
+        self.points = list(points)
+        self._fitted = points_needed(len(places))
+        self.module = self._merged(graphs, self.traces, places)
+        self._extra = self._merge(extras, "what it returns beside tensors")
+
+    def extra(self, sizes: Sizes) -> Any:
+        """What the program returns beside tensors, at some sizes."""
+        return pytree.tree_map_only(Number, lambda n: n.at(sizes), self._extra, is_leaf=lambda x: isinstance(x, Number))
+
+    def _merge(self, values: Sequence[Any], where: str) -> Any:
+        """One value of those at the points: equal parts as they are, numbers that differ as polynomials."""
+        leaves, specs = zip(*[pytree.tree_flatten(value) for value in values], strict=True)
+        if any(spec != specs[0] for spec in specs):
+            raise NoTemplate(f"{where} has another structure at another size")
+        merged = [self._one(parts, where) for parts in zip(*leaves, strict=True)]
+        return pytree.tree_unflatten(merged, specs[0])
+
+    def _one(self, parts: Sequence[Any], where: str) -> Any:
+        if all(type(p) is int for p in parts):
+            if len(set(parts)) == 1:
+                return parts[0]
+            number = Number.through(self.points[: self._fitted], parts[: self._fitted])
+            if any(number.at(point) != p for point, p in zip(self.points, parts, strict=True)):
+                raise NoTemplate(f"{where} has the numbers {list(parts)} at the sizes {self.points}")
+            return number
+        if any(type(p) is not type(parts[0]) or not _equal(p, parts[0]) for p in parts):
+            raise NoTemplate(f"{where} differs between sizes: {parts[0]} and {parts[-1]}")
+        return parts[0]
+
+    def _merged(
+        self, graphs: Sequence[fx.GraphModule], listed: Sequence[Sequence[fx.Node]], places: Sequence[Place]
+    ) -> fx.GraphModule:
+        """The first graph, in which the numbers that differ between graphs are computed from the sizes."""
+        if len({len(nodes) for nodes in listed}) > 1:
+            raise NoTemplate(f"the graphs have {[len(nodes) for nodes in listed]} nodes")
+        first = graphs[0]
+        order = [{node: i for i, node in enumerate(nodes)} for nodes in listed]
+        numbers = _NumberNodes(first.graph, [node for node in listed[0] if node.op == "placeholder"], places)
+
+        def back(x: Any) -> Any:
+            if isinstance(x, Number):
+                return numbers.node(x)
+            return listed[0][x.index] if isinstance(x, _Reference) else x
+
+        for nodes in zip(*listed, strict=True):
+            head = nodes[0]
+            where = f"{head.op} {head.target}"
+            is_named = head.op in ("placeholder", "get_attr")  # as the trace named it
+            if any(node.op != head.op or (node.target != head.target and not is_named) for node in nodes):
+                raise NoTemplate(f"{where} is {nodes[-1].op} {nodes[-1].target} at another size")
+            if head.op == "get_attr":
+                held = [_held(graph, node) for graph, node in zip(graphs, nodes, strict=True)]
+                if any(not _equal(h, held[0]) for h in held):
+                    raise NoTemplate(f"a constant of shape {list(held[0].shape)} differs between sizes")
+                continue
+            arguments = [
+                pytree.tree_map_only(fx.Node, _reference_by(at), (node.args, node.kwargs))
+                for node, at in zip(nodes, order, strict=True)
+            ]
+            merged = self._merge(arguments, where)
+            head.args, head.kwargs = pytree.tree_map(back, merged)
+        first.graph.lint()
+        first.recompile()
+        return first
+
+
+class _NumberNodes:
+    """The nodes of a graph that compute numbers from the sizes of its inputs, each once.
+
+    Args:
+        graph: they are put behind its inputs.
+        inputs: those.
+        places: for each size where it can be read.
+    """
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node], places: Sequence[Place]) -> None:
+        self._graph = graph
+        self._last = inputs[-1]
+        self._sizes = [self._add(torch.ops.aten.sym_size.int, inputs[source], dim) for source, dim in places]
+        self._made: dict[Any, Any] = {}
+
+    def node(self, number: Number) -> Any:
+        """The node of a number."""
+        key = tuple(sorted(number.terms.items()))
+        if key not in self._made:
+            total: Any = number.terms.get((), 0)
+            for product, factor in number.terms.items():
+                if product:
+                    term = self._times(factor, product)
+                    total = term if total == 0 else self._add(operator.add, term, total)
+            self._made[key] = total
+        return self._made[key]
+
+    def _times(self, factor: int, product: tuple[int, ...]) -> Any:
+        term: Any = factor
+        for i in product:
+            term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
+        return term
+
+    def _add(self, function: Any, *arguments: Any) -> fx.Node:
+        """One more node, behind the others."""
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(function, arguments)
+        return self._last
+
+
+class _Reference:
+    """A node of a graph, by its place."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
+
+def _reference_by(order: dict[fx.Node, int]) -> Callable[[fx.Node], _Reference]:
+    return lambda node: _Reference(order[node])
+
+
+def points_needed(sizes: int) -> int:
+    """How many traces fix a number that depends on so many sizes.
+
+    >>> points_needed(1), points_needed(2)
+    (2, 4)
+    """
+    return int(2**sizes)
+
+
+def grid(near: Sizes, far: Sizes) -> list[Sizes]:
+    """Points that fix a polynomial linear in each size: each size is its near or its far one.
+
+    >>> grid((4,), (8,))
+    [(4,), (8,)]
+    """
+    return [tuple(pair) for pair in itertools.product(*zip(near, far, strict=True))]
+
+
+def _products(count: int) -> list[tuple[int, ...]]:
+    return [p for n in range(count + 1) for p in itertools.combinations(range(count), n)]
+
+
+def _product(sizes: Sizes, indices: tuple[int, ...]) -> int:
+    out = 1
+    for i in indices:
+        out *= sizes[i]
+    return out
+
+
+def _solve(rows: list[list[Fraction]]) -> list[Fraction]:
+    """The solution of a square linear system, each row with its right-hand side, by Gauss-Jordan elimination."""
+    count = len(rows)
+    for i in range(count):
+        pivot = next((r for r in range(i, count) if rows[r][i]), None)
+        if pivot is None:
+            raise NoTemplate("the sizes that were traced don't tell the numbers apart")
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        rows[i] = [x / rows[i][i] for x in rows[i]]
+        for r in range(count):
+            if r != i and rows[r][i]:
+                rows[r] = [x - rows[r][i] * y for x, y in zip(rows[r], rows[i], strict=True)]
+    return [row[-1] for row in rows]
+
+
+def _held(module: fx.GraphModule, node: fx.Node) -> Any:
+    found: Any = module
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b)))
+    return bool(a == b) or (a != a and b != b)

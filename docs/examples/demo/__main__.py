@@ -1,0 +1,49 @@
+"""The demo's command line: `make demo`, or `PYTHONPATH=docs/examples python -m demo`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from demo.compare import PLANS, demo
+
+
+def at_least_two(text: str) -> int:
+    """A whole number of steps: the first is measured apart, so there must be another."""
+    steps = int(text)
+    if steps < 2:
+        raise argparse.ArgumentTypeError(f"{steps} is less than 2")
+    return steps
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Args:
+        arguments: of the command line; the process's own where there are none.
+
+    Returns:
+        the exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="demo", description="Train a small GPT with plain PyTorch and with subtensors, side by side."
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=at_least_two, help="optimizer steps of each run, two at least")
+    parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the plot (%(default)s)")
+    options = parser.parse_args(arguments)
+    plan = PLANS[options.device]
+    if options.steps is not None:
+        plan = dataclasses.replace(plan, steps=options.steps)
+    demo(plan, options.out, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

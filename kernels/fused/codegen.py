@@ -1,0 +1,123 @@
+"""Writing a segment of a program as a Triton kernel over pointer tables (`segment_writer` says what is in them)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+from dataclasses import dataclass
+from typing import Any
+
+from subtensors.kernels.fused.program import Extent, Program
+from subtensors.kernels.fused.segment_writer import ARGUMENTS, SegmentWriter, function_source
+from subtensors.kernels.fused.segments import Segment
+from subtensors.kernels.fused.text import renumbered
+from subtensors.kernels.fused.tile_writer import TileWriter
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled-on-first-use Triton kernel and the segment it runs."""
+
+    segment: Segment
+    run: Any
+    """The `triton.jit` function."""
+    source: str
+    name: str
+    block: int
+    """Elements a tile, or tensors a program."""
+    lanes: Any = None
+    """Of a tensor segment, the `triton.jit` function of one program, which other kernels may call."""
+
+
+def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
+    """The Triton kernel of one segment.
+
+    Args:
+        program: the program the segment is cut from.
+        segment: what to read, compute and write.
+        name: what the kernel is called in profiles.
+        block: elements a tile, or tensors a program of a tensor segment.
+
+    Returns:
+        The kernel; its source can be read in tracebacks and with `st.explain`.
+    """
+    writer = TileWriter if segment.extent is Extent.ELEMENT else LaneWriter
+    source = renumbered(writer(program, segment, name).source())
+    has_codes = any(program.parameters[p].extent is Extent.BLOCK for p in segment.memory.values())
+    names = _compile(source, name, has_codes)
+    return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
+
+
+_serial = itertools.count()
+
+
+@functools.lru_cache(maxsize=256)
+def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
+    from subtensors.kernels.fused import blockwise_kernel
+    from subtensors.kernels.runtime import tile_math_kernel
+    from subtensors.kernels.runtime.libdevice import libdevice
+    from subtensors.kernels.runtime.triton_compat import tl, triton
+
+    # Programs of several dtypes have segments in common, which Triton then compiles once.
+    # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
+    filename = f"<subtensors {name} {next(_serial)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    names: dict[str, Any] = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": __name__}
+    names |= {f: getattr(tile_math_kernel, f) for f in _TILE_FUNCTIONS}
+    names |= {f: getattr(blockwise_kernel, f) for f in _BLOCK_FUNCTIONS}
+    if has_codes:
+        # Beside codes of 8 bits, the last bit of a quotient is nothing; that of the parameter is rounded afterwards.
+        names |= {"sqrt": blockwise_kernel.approximate_sqrt, "div": blockwise_kernel.approximate_div}
+    exec(compile(source, filename, "exec"), names)
+    return names
+
+
+_TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
+tile_amin row_of column_of load_tile store_tile to_bits fold arrive combine""".split()
+_BLOCK_FUNCTIONS = "blockwise_absmax quantize_blockwise dequantize_blockwise load_blocks store_blocks".split()
+
+
+class LaneWriter(SegmentWriter):
+    """A tensor segment: one lane a tensor."""
+
+    MASK = ", mask=inside, other=0"
+
+    def is_tile(self, index: int) -> bool:
+        """Does a program hold many of this value, rather than one?"""
+        return True
+
+    def load(self, index: int, parameter: int) -> str:
+        """The expression that reads a value from the memory of a parameter."""
+        if self.program.parameters[parameter].on_host:
+            return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
+        return self.loaded(f"tl.load({self.pointer(parameter, self.MASK)}{self.MASK})", parameter, index)
+
+    def load_slot(self, index: int) -> str:
+        """The expression that reads a value from its slot."""
+        return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor{self.MASK})", index)
+
+    def source(self) -> str:
+        """The segment's functions; the last one is the kernel."""
+        body = [
+            "lane = tl.arange(0, BLOCK)",
+            "tensor = tile * BLOCK + lane",
+            "inside = tensor < N",
+            f"size = tl.load(table + tensor{self.MASK})",
+            "seed = tl.load(seed_pointer)",
+            "which = 0",
+            *self.steps(),
+        ]
+        for parameter, value in self.segment.stores.items():
+            text = self.in_memory(value, self.program.parameters[parameter].dtype)
+            body.append(f"tl.store({self.pointer(parameter, self.MASK)}, {text}, mask=inside)")
+        for number, value in self.segment.outputs.items():
+            text = self.in_memory(value, self.value(value).dtype)
+            body.append(f"tl.store(out{number} + tensor, {text}, mask=inside)")
+        for slot, value in self.segment.keeps.items():
+            body.append(f"tl.store(slots + {slot} * N + tensor, to_bits(v{value}), mask=inside)")
+        arguments = "table, scalars, slots, seed_pointer, N, tile" + self.outputs
+        call = f"{self.name}_lanes({arguments}, BLOCK)"
+        return function_source(f"{self.name}_lanes", arguments, body) + function_source(
+            self.name, f"{ARGUMENTS}{self.outputs}", ["tile = tl.program_id(0)", call], kernel=True
+        )

@@ -1,0 +1,185 @@
+"""The sum of the squares of all elements of many tensors, by one kernel.
+
+    total = sum_t sum_i x_t[i]^2        in float64
+
+The tensors are cut into chunks. As many programs as the device holds share them, and each adds up in registers what it
+comes by; so there are few partial sums, which the program that finishes last adds up. What another program computes
+first, a number per tensor that may depend on the sum, can follow in the same kernel (`Prelude`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subtensors.kernels.fused.codegen import Kernel
+from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
+from subtensors.kernels.runtime.transfer import to_device
+
+BLOCK = 2048
+"""Elements that a program reads at a time."""
+ROUNDS = 8
+"""Blocks a chunk."""
+WARPS = 8
+PROGRAMS = 4
+"""Programs a multiprocessor: as many as its registers hold."""
+
+LANES = 256
+"""Tensors that a kernel which follows takes at a time."""
+
+# What the table says of a dtype; bfloat16 has the size of float16.
+_KINDS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: -2}
+
+DTYPES = frozenset(_KINDS)
+"""What the kernel adds up."""
+
+
+def reference(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum by torch, tensor by tensor.
+
+    Args:
+        tensors: real floats of any shapes.
+
+    Returns:
+        0-d float64, on the device of the first.
+
+    Example:
+        >>> reference([torch.ones(3), torch.full((2, 2), 2.0)])
+        tensor(19., dtype=torch.float64)
+    """
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]
+    return torch.stack(norms).square().sum()
+
+
+class SquareSum:
+    """The sum over tensors of these sizes and dtypes, wherever they are; depends on no address.
+
+    Args:
+        sizes: elements of each.
+        dtypes: of each, from `DTYPES`.
+        device: where they are.
+        total: 0-d float64 there, for the sum.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, total: Tensor
+    ) -> None:
+        self.device, self.total = device, total
+        self.count = len(sizes)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.kinds = np.asarray([_KINDS[dtype] for dtype in dtypes], dtype=np.int64)
+        counts = -(-self.sizes // (BLOCK * ROUNDS))
+        tensor = np.repeat(np.arange(self.count, dtype=np.int64), counts)
+        within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Without elements there is one chunk of none.
+        entries = tensor << 32 | within if len(tensor) else np.zeros(1, np.int64)
+        self.chunks = to_device(entries, device)
+        self.programs = min(len(entries), PROGRAMS * multiprocessors(device))
+        present = set(dtypes)
+        kinds = [dtype in present for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
+        self._chunk_count = len(entries)
+        self.constants = (*kinds, ROUNDS, BLOCK)
+        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def workspace(self, key: int) -> tuple[Tensor, Tensor]:
+        """Partial sums, and the arrival counter, which launches leave at zero; one pair a stream."""
+        if key not in self._workspaces:
+            self._workspaces[key] = (
+                torch.empty(self.programs, dtype=torch.int64, device=self.device),
+                torch.zeros(1, dtype=torch.int32, device=self.device),
+            )
+        return self._workspaces[key]
+
+    def forget(self, key: int) -> None:
+        """Free the workspace of this number."""
+        self._workspaces.pop(key, None)
+
+    @property
+    def table_size(self) -> int:
+        """How many numbers `rows` gives."""
+        return 3 * self.count
+
+    def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The table: sizes, dtypes, addresses.
+
+        Args:
+            pointers: one row, of addresses.
+        """
+        return np.concatenate([self.sizes, self.kinds, np.asarray(pointers, dtype=np.int64).reshape(-1)])
+
+    def launch(
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: object = None,
+    ) -> None:
+        """Add up, on the current stream of the device.
+
+        Args:
+            table: address of what `rows` gave, on the device.
+            scalars: nothing; `launch.Grid` has numbers there, and what follows.
+            seed: nothing.
+            outputs: nothing.
+            stream: nothing.
+            workspace: which workspace to use; launches that may run at the same time want different ones.
+            prelude: nothing.
+        """
+        from subtensors.kernels.fused.grad_norm_kernel import square_sum
+
+        with launching_on(self.device):
+            square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
+
+    def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
+        """What the kernels take, before their constants."""
+        partials, counter = self.workspace(workspace)
+        addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
+        return (table, *addresses, self.count, self._chunk_count)
+
+
+@dataclass(frozen=True)
+class Prelude:
+    """A launch that has yet to be made, so that the first kernel of a program may follow in the same one."""
+
+    sweep: SquareSum
+    table: Tensor | int
+    """What `SquareSum.rows` gave, on the device, or its address."""
+    workspace: int
+
+    def alone(self) -> None:
+        """Launch the sum."""
+        self.sweep.launch(self._address, 0, 0, [], 0, self.workspace)
+
+    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch the sum, and a kernel of a lane a tensor after it.
+
+        Args:
+            kernel: of a tensor segment, without outputs.
+            table: and what follows, its arguments (`codegen.ARGUMENTS`).
+            scalars: addresses.
+            slots: addresses.
+            seed: addresses.
+            count: how many tensors it takes.
+        """
+        from subtensors.kernels.fused.grad_norm_kernel import square_sum_then
+
+        with launching_on(self.sweep.device):
+            square_sum_then[(self.sweep.programs,)](
+                *self.sweep.arguments(self._address, self.workspace),
+                *(table, scalars, slots, seed, count, kernel.lanes, LANES),
+                *self.sweep.constants,
+                num_warps=WARPS,
+                **({"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}),
+            )
+
+    @property
+    def _address(self) -> int:
+        return self.table if isinstance(self.table, int) else self.table.data_ptr()

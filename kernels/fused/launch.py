@@ -1,0 +1,315 @@
+"""Running a program's kernels over many tensors at once: tiles, pointer tables, and the launch itself."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subtensors.kernels.fused import blockwise
+from subtensors.kernels.fused.codegen import Kernel, write_kernel
+from subtensors.kernels.fused.lowering import FLOATS, register
+from subtensors.kernels.fused.program import Extent, Instruction, Program
+from subtensors.kernels.fused.segment_writer import ADDRESSED
+from subtensors.kernels.fused.segments import plan_segments, slot_count
+from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.launcher import Launch, launcher
+from subtensors.kernels.runtime.transfer import to_device
+
+LANES = 128
+"""Tensors a program of a tensor segment."""
+
+ROUNDS = 8
+"""Tiles that a program takes, one after another, where it adds up what it reads: the programs of a tensor wait for each
+other's arrival, so there had better be few of them."""
+
+PROGRAMS = 16
+"""With fewer programs a multiprocessor than this, each of them takes one tile instead."""
+
+ALIGNMENT = 16
+"""Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
+
+
+Exchange = Callable[[Tensor, str], None]
+"""Makes one result out of what several processes have for each tensor: float64 or int64 to be written in place, and how
+they go together: "sum", "prod", "amax" or "amin"."""
+
+
+class Prelude(Protocol):
+    """A launch to be made before those of a program; its first kernel, of a lane a tensor, may follow in the same."""
+
+    def alone(self) -> None:
+        """Launch it."""
+        ...
+
+    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch it, and the kernel after it, for so many tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a sweep over elements is cut up: elements a tile, and warps that share one."""
+
+    block: int = 512
+    warps: int = 2
+
+
+class Kernels:
+    """The Triton kernels of a program, one a segment."""
+
+    def __init__(self, program: Program, tiling: Tiling) -> None:
+        self.program, self.tiling = program, tiling
+        if any(p.extent is Extent.BLOCK for p in program.parameters):
+            # Blocks are whole in a tile.
+            self.tiling = tiling = replace(tiling, block=max(tiling.block, blockwise.SIZE))
+        self.segments = plan_segments(program)
+        self.kernels: list[Kernel] = [
+            write_kernel(
+                program,
+                segment,
+                name=f"{_identifier(program.name)}_{segment.extent.value}_{segment.round}",
+                block=tiling.block if segment.extent is Extent.ELEMENT else LANES,
+            )
+            for segment in self.segments
+        ]
+        self.slots = slot_count(self.segments)
+        self.reductions = max((len(s.reductions) for s in self.segments), default=0)
+        self.is_seeded = any(step.name == "stochastic_round" for step in program.instructions)
+        self.are_compiled = False
+        """Did `compile_together` see to them?"""
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tensors in parts of so many elements, a part a program."""
+
+    entries: Tensor
+    """(total,) int64: tensor << 32 | part of the tensor."""
+    address: int
+    first: np.ndarray[Any, Any]
+    """The number of each tensor's first part."""
+    total: int
+
+    @staticmethod
+    def of(sizes: np.ndarray[Any, Any], part: int, least: int, device: torch.device) -> Cut:
+        """Cut up tensors.
+
+        Args:
+            sizes: elements of each.
+            part: elements a part.
+            least: parts of a tensor without elements.
+            device: where the entries are to be.
+        """
+        parts = np.maximum(-(-sizes // part), least)
+        first = np.cumsum(parts) - parts
+        total = int(parts.sum())
+        tensor = np.repeat(np.arange(len(sizes), dtype=np.int64), parts)
+        within = np.arange(total, dtype=np.int64) - np.repeat(first, parts)
+        # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
+        entries = to_device((tensor << 32 | within) if total else np.zeros(1, np.int64), device)
+        return Cut(entries, entries.data_ptr(), first, total)
+
+
+class Grid:
+    """The tiles of a list of tensor sizes, on the device. Depends on no address.
+
+    Args:
+        kernels: that run over them.
+        sizes: elements of each tensor.
+        device: where they are.
+        matrices: the last two dimensions of each, for programs with expanded parameters; a row each by default.
+        exchange: where other processes have other parts of the tensors, what brings reductions together.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        sizes: Sequence[int],
+        device: torch.device,
+        matrices: Sequence[tuple[int, int]] | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.kernels, self.device, self.exchange = kernels, device, exchange
+        self._matrices = self._matrix_rows(sizes, matrices)
+        self._launchers: dict[int, Launch] = {}
+        self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
+        self.count = len(sizes)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        block = kernels.tiling.block
+        self.tiles = Cut.of(self.sizes, block, 0, device)
+        self.rounds, self.chunks = 1, self.tiles
+        if kernels.reductions:
+            is_large = self.tiles.total >= ROUNDS * PROGRAMS * _multiprocessors(device)
+            self.rounds = ROUNDS if is_large else 1
+            # Where there are no elements, reductions must come out as the identity.
+            self.chunks = Cut.of(self.sizes, block * self.rounds, 1, device)
+        rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
+        self.offsets = np.cumsum(rounded) - rounded
+        self.arena = int(rounded.sum())
+
+    def _matrix_rows(self, sizes: Sequence[int], matrices: Sequence[tuple[int, int]] | None) -> list[list[int]]:
+        """The rows of the table that say where rows and columns of matrices are, if the program asks for them."""
+        if not any(p.expanded for p in self.kernels.program.parameters):
+            return []
+        matrices = matrices or [(1, size) for size in sizes]
+        # Never 0: they divide, also where there is nothing to divide.
+        return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
+
+    def workspace(self, key: int) -> list[int]:
+        """Addresses of slots, of partial results of chunks, and of the arrival counters, which launches leave at zero.
+
+        Launches on one stream follow each other and share them; those on several streams do not.
+        """
+        known = self._workspaces.get(key)
+        if known is not None:
+            return known[0]
+        needed = self.kernels.slots * self.count, self.kernels.reductions * self.chunks.total
+        slots, partials = (torch.empty(max(n, 1), dtype=torch.int64, device=self.device) for n in needed)
+        counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
+        buffers = [slots, partials, counters]
+        self._workspaces[key] = addresses, _ = [b.data_ptr() for b in buffers], buffers
+        return addresses
+
+    def forget(self, stream: int) -> None:
+        """Free the workspace of this number."""
+        self._workspaces.pop(stream, None)
+
+    @property
+    def table_size(self) -> int:
+        """How many numbers `rows` gives."""
+        return (4 + len(self.kernels.program.parameters) + len(self._matrices)) * self.count
+
+    def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
+        """The pointer table on the device: `rows` of these pointers."""
+        return to_device(self.rows(pointers), self.device)
+
+    def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The pointer table (`codegen` says what is in it).
+
+        Args:
+            pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
+        """
+        addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
+        aligned = self.is_aligned(addresses)
+        matrices = np.asarray(self._matrices, dtype=np.int64).reshape(-1, self.count)
+        return np.concatenate(
+            [self.sizes[None], aligned[None], self.chunks.first[None], self.offsets[None], addresses, matrices]
+        )
+
+    def is_aligned(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """For each tensor, may full tiles of it be read and written without a mask? Pointers as in `rows`."""
+        parameters = self.kernels.program.parameters
+        elements = [i for i, p in enumerate(parameters) if p.extent is Extent.ELEMENT and not p.expanded]
+        addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
+        return (addresses[elements] % ALIGNMENT == 0).all(axis=0)  # type: ignore[no-any-return]
+
+    def launch(
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: Prelude | None = None,
+    ) -> None:
+        """Run every kernel of the program once.
+
+        Args:
+            table: address of what `table` made.
+            scalars: address of the live numbers' bits, (n,) int64.
+            seed: address of a 0-d int64; read only by programs that round stochastically.
+            outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
+            stream: the CUDA stream to launch on, the current one, as a number.
+            workspace: which workspace to use; launches that may run at the same time want different ones.
+            prelude: a launch to make before.
+        """
+        rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
+        for number, kernel in enumerate(self.kernels.kernels):
+            cut, constants = self._cut(kernel)
+            arenas = [outputs[k] for k in kernel.segment.outputs]
+            if prelude is not None:
+                is_followed = kernel.lanes is not None and not arenas
+                if is_followed:
+                    prelude.followed_by(kernel, table, scalars, rest[1], seed, self.count)
+                else:
+                    prelude.alone()
+                prelude = None
+                if is_followed:
+                    continue
+            arguments = (table, cut.address, *rest, *arenas, *constants)
+            launch = self._launchers.get(number)
+            if launch is not None:
+                launch(*arguments, stream=stream)
+            else:
+                self._first_launch(number, kernel, arguments)
+            if self.exchange is not None:
+                self._exchange(self.exchange, kernel, workspace)
+
+    def _cut(self, kernel: Kernel) -> tuple[Cut, tuple[int, ...]]:
+        """What a kernel goes over, and the constants that it is compiled for."""
+        return (
+            (self.chunks, (self.rounds, kernel.block)) if kernel.segment.reductions else (self.tiles, (kernel.block,))
+        )
+
+    def programs(self, kernel: Kernel) -> int:
+        """How many programs a launch of a kernel has; none where there are no elements."""
+        return self._cut(kernel)[0].total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
+
+    def compile(self, kernel: Kernel) -> None:
+        """Have Triton compile a kernel for what `launch` is going to hand it, without launching it."""
+        cut, constants = self._cut(kernel)
+        addresses = [cut.address] * len(ADDRESSED)  # one is like another
+        outputs = [self.kernels.program.value(self.kernels.program.outputs[k]).dtype for k in kernel.segment.outputs]
+        arguments = (*addresses, self.count, self.chunks.total, *outputs, *constants)
+        kernel.run.warmup(*arguments, grid=(1,), num_warps=self.kernels.tiling.warps, **self._options())
+
+    def _options(self) -> dict[str, bool]:
+        return _PRECISE if self.device.type == "cuda" else {}
+
+    def _exchange(self, exchange: Exchange, kernel: Kernel, workspace: int) -> None:
+        """Bring together what this sweep and those of other processes have reduced to."""
+        slots = self._workspaces[workspace][1][0]
+        for slot, value in kernel.segment.reductions.items():
+            step = self.kernels.program.value(value)
+            assert isinstance(step, Instruction)
+            results = slots[slot * self.count : (slot + 1) * self.count]
+            is_float = register(step.compute, Extent.ELEMENT) in FLOATS
+            exchange(results.view(torch.float64) if is_float else results, step.name)
+
+    @uncollected()
+    def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
+        programs = self.programs(kernel)
+        if not programs:
+            return
+        compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options())
+        if compiled is not None:
+            self._launchers[number] = launcher(compiled, programs)
+
+
+# Torch's kernels keep denormal numbers; libdevice as Triton links it by default takes them for zero.
+_PRECISE = {"enable_reflect_ftz": False}
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """None on a CPU, where the interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def bits(numbers: Iterable[float], kinds: Iterable[type[float] | type[int]]) -> list[int]:
+    """Each number as the int64 the kernels read: a float's float64 bits, an integer itself."""
+    return [
+        struct.unpack("<q", struct.pack("<d", n))[0] if k is float else int(n)
+        for n, k in zip(numbers, kinds, strict=True)
+    ]

@@ -1,0 +1,213 @@
+"""What a segment's source is made of, whatever runs it: values in order, their formulas, loads and conversions.
+
+The table has one column a tensor and these rows, all int64::
+
+    0 SIZE        elements of the tensor
+    1 ALIGNED     1 when every pointer below is a multiple of 16 bytes
+    2 FIRST_CHUNK number of its first chunk
+    3 OUTPUT      where its part of an output arena starts, in elements
+    4 ...         the address of each parameter, in order
+
+and, where a parameter is expanded, two more: the columns of each tensor's matrices, and the elements of one.
+
+An element segment runs one tile a program: `tiles[program] = tensor << 32 | tile of the tensor`. With reductions it
+runs one chunk a program, ROUNDS tiles one after another, and `tiles` holds the chunks. A full, aligned tile reads and
+writes 16 bytes a thread without masks; any other one is masked. A tensor segment runs one lane a tensor. Numbers per
+tensor travel between segments in slots, as int64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from subtensors.kernels.fused.lowering import (
+    ABSENT,
+    CONDITIONS,
+    FLOATS,
+    INTEGERS,
+    TRITON_TYPES,
+    Text,
+    register,
+    template,
+)
+from subtensors.kernels.fused.program import Extent, Instruction, Parameter, Program, Ref, Scalar
+from subtensors.kernels.fused.segments import Segment
+from subtensors.kernels.fused.text import arithmetic, cast, constant, wrapped
+
+SIZE, ALIGNED, FIRST_CHUNK, OUTPUT, POINTERS = range(5)
+
+ARGUMENTS = "table, tiles, scalars, slots, partials, counters, seed_pointer, N, T"
+"""What every kernel takes, before the output arenas: addresses, as integers that are cheap to pass, and two counts."""
+
+ADDRESSED = dict.fromkeys("table tiles scalars slots partials seed_pointer".split(), "tl.int64") | {
+    "counters": "tl.int32"
+}
+
+
+class SegmentWriter:
+    """Writes the body of a segment; the two subclasses know how it reads and writes memory."""
+
+    def __init__(self, program: Program, segment: Segment, name: str) -> None:
+        self.program, self.segment, self.name = program, segment, name
+        self.outputs = "".join(f", out{k}" for k in segment.outputs)
+
+    def value(self, index: int) -> Parameter | Instruction:
+        """The parameter or instruction of this number."""
+        return self.program.value(index)
+
+    def register(self, index: int) -> torch.dtype:
+        """The dtype in which a kernel computes this value."""
+        return register(self.value(index).dtype, self.value(index).extent)
+
+    def steps(self) -> Iterator[str]:
+        """One line a live number and a value, in order."""
+        computed = [i for i in self.segment.steps if i not in self.segment.memory and i not in self.segment.slots]
+        operands = [a for i in computed for a in getattr(self.value(i), "args", ())]
+        for scalar in dict.fromkeys(a for a in operands if isinstance(a, Scalar)):
+            suffix = "" if scalar.type is int else ".to(tl.float64, bitcast=True)"
+            yield f"s{scalar.index} = tl.load(scalars + {scalar.index}){suffix}"
+        for index in self.segment.steps:
+            if index in self.segment.memory:
+                text = self.load(index, self.segment.memory[index])
+            elif index in self.segment.slots:
+                text = self.load_slot(index)
+            else:
+                step = self.value(index)
+                assert isinstance(step, Instruction)
+                if step.is_reduction:
+                    continue
+                text = self.formula(index, step)
+                if self.is_rounded(index, step):
+                    text = cast(cast(text, self.register(index), step.dtype), step.dtype, self.register(index))
+            yield f"v{index} = {text}"
+
+    def is_rounded(self, index: int, step: Instruction) -> bool:
+        """Does a value wider in registers than its dtype lose the difference at once?
+
+        When the program converts to that dtype, and when memory will hold the value: what is read from it
+        later in this kernel is then what is read from memory in the next, and compensated sums work.
+        """
+        if step.dtype not in FLOATS or step.dtype == self.register(index):
+            return False
+        source = step.args[1 if step.name == "copy" else 0] if step.name in _CONVERSIONS else None
+        is_converted = isinstance(source, Ref) and self.value(source.index).dtype != step.dtype
+        return is_converted or index in self.program.stores.values()
+
+    def formula(self, index: int, step: Instruction) -> str:
+        """The expression of an instruction, in the register type of its result."""
+        compute = self.compute_register(step)
+        operands = [self.operand(step, i, a, compute) for i, a in enumerate(step.args)]
+        if step.name in _FREE:
+            # Nothing to compute: the operand's own register converts straight to the result's.
+            source = self.register(step.args[0].index)
+            return cast(f"v{step.args[0].index}", source, self.register(index))
+        rule = template(step.name, step.compute)
+        assert rule is not None
+        arity = _ARITY.get(step.name, len(operands))
+        text = rule(*operands[:arity])
+        made = torch.bool if step.name in _COMPARISONS else compute
+        if step.name == "numel":
+            made = torch.int64
+            if self.value(step.args[0].index).extent is Extent.TENSOR:
+                text = "tl.full([], 1, tl.int64)"
+        if text.isdigit():
+            text = f"tl.full([], {text}, {TRITON_TYPES[arithmetic(made)]})"
+        text = cast(text, made, self.register(index))
+        if step.extent is Extent.ELEMENT and not any(self.is_tile(r) for r in step.reads()):
+            kind = arithmetic(self.register(index))
+            text = cast(f"tl.full([BLOCK], {text}, {TRITON_TYPES[kind]})", kind, self.register(index))
+        return text
+
+    def is_tile(self, index: int) -> bool:
+        """Does a program hold many of this value, rather than one?"""
+        return self.value(index).extent is Extent.ELEMENT
+
+    def compute_register(self, step: Instruction) -> torch.dtype:
+        """The dtype in which an instruction is computed."""
+        dtype = register(step.compute, step.extent)
+        if step.is_reduction:
+            dtype = register(step.compute, Extent.ELEMENT)
+        return torch.int8 if dtype == torch.bool and not step.name.startswith("logical_") else dtype
+
+    def operand(self, step: Instruction, position: int, operand: Any, compute: torch.dtype) -> Text:
+        """An operand of an instruction, converted to what it computes in."""
+        wanted = torch.bool if CONDITIONS.get(step.name) == position else compute
+        # Truths compute as int8, where 0.5 would be 0: it is true first.
+        through = torch.bool if step.compute == torch.bool else wanted
+
+        def converted(text: str, source: torch.dtype) -> Text:
+            return Text(cast(cast(text, source, through), through, wanted))
+
+        match operand:
+            case Ref(index):
+                if index not in self.segment.steps:
+                    return ABSENT
+                return converted(f"v{index}", self.register(index))
+            case Scalar(index, kind):
+                return converted(f"s{index}", torch.int64 if kind is int else torch.float64)
+            case bool() | int() | float():
+                if through == torch.bool:
+                    operand = bool(operand)
+                if wanted in INTEGERS:
+                    operand = wrapped(int(operand), torch.iinfo(wanted))
+                return Text(constant(operand, arithmetic(wanted)), operand)
+            case None:
+                return ABSENT
+            case _:
+                return Text(repr(operand))
+
+    def load(self, index: int, parameter: int) -> str:
+        """The expression that reads a value from the memory of a parameter."""
+        raise NotImplementedError
+
+    def load_slot(self, index: int) -> str:
+        """The expression that reads a value from its slot."""
+        raise NotImplementedError
+
+    def from_bits(self, bits: str, index: int) -> str:
+        """The bits of a slot or a live number as this value."""
+        kind = self.register(index)
+        if kind in FLOATS:
+            return f"{bits}.to(tl.float64, bitcast=True)"
+        return cast(bits, torch.int64, kind)
+
+    def in_memory(self, index: int, dtype: torch.dtype) -> str:
+        """Value `index` as the bits memory of `dtype` holds."""
+        return cast(f"v{index}", self.register(index), torch.int8 if dtype == torch.bool else dtype)
+
+    def pointer(self, parameter: int, mask: str = "") -> str:
+        """The address of a parameter's part of this tensor."""
+        dtype = self.program.parameters[parameter].dtype
+        kind = "tl.int8" if dtype == torch.bool else TRITON_TYPES[dtype]
+        return f"tl.load(table + {POINTERS + parameter} * N + tensor{mask}).to(tl.pointer_type({kind}))"
+
+    def loaded(self, text: str, parameter: int, index: int) -> str:
+        """What memory of a parameter holds, as this value is computed."""
+        dtype = self.program.parameters[parameter].dtype
+        return cast(text, torch.int8 if dtype == torch.bool else dtype, self.register(index))
+
+    def host_slot(self, parameter: int) -> int:
+        """Where the scalars hold a parameter that lives on the host."""
+        hosts = [i for i, p in enumerate(self.program.parameters) if p.on_host]
+        return len(self.program.scalars) + hosts.index(parameter)
+
+
+_FREE = frozenset({"_to_copy", "convert_element_type", "clone"})
+_CONVERSIONS = frozenset({"_to_copy", "convert_element_type", "copy"})
+_COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not".split())
+
+# Ops whose last arguments say where or how the result is stored, which is already known.
+_ARITY = {"full_like": 2, "copy": 2, "full": 2}
+_ARITY |= dict.fromkeys(("scalar_tensor", "zeros_like", "ones_like", "sum", "prod", "amax", "amin", "numel"), 1)
+
+
+def function_source(name: str, arguments: str, body: list[str], kernel: bool = False) -> str:
+    """A `triton.jit` function; as a kernel it is given addresses, which it takes for pointers."""
+    decorator = f"@triton.jit(do_not_specialize={ARGUMENTS.split(', ')})" if kernel else "@triton.jit"
+    if kernel:
+        body = [f"{name} = {name}.to(tl.pointer_type({kind}))" for name, kind in ADDRESSED.items()] + body
+    lines = "".join(f"    {line}\n" for line in body)
+    return f"{decorator}\ndef {name}({arguments}, BLOCK: tl.constexpr):\n{lines}\n\n"

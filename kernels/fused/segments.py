@@ -1,0 +1,189 @@
+"""Cutting a program into kernels: one sweep over the elements between reductions.
+
+Time goes T0 E0 T1 E1 ... where Tk works on numbers per tensor (one lane a tensor) and Ek on elements and
+their blocks (one tile at a time), each after k rounds of reductions. A value is computed again in every
+segment that needs it, from memory, rather than kept: registers are free and memory is not. So the one
+question is what memory holds by then, because a store may have overwritten what a later segment reads. Then
+the store is put off until that segment (`_Overwritten`), or, for a number per tensor, the value is kept in a
+slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from subtensors.kernels.fused.program import Extent, Instruction, Program
+
+
+def _time(round_: int, extent: Extent) -> int:
+    """The position of Tk or Ek in T0 E0 T1 E1 ..."""
+    return 2 * round_ + (extent is not Extent.TENSOR)
+
+
+@dataclass
+class Segment:
+    """One kernel: what it reads, computes in order, and writes."""
+
+    extent: Extent
+    round: int
+    steps: list[int] = field(default_factory=list)
+    """Values in the order they become available, however they do."""
+    memory: dict[int, int] = field(default_factory=dict)
+    """Value -> the parameter whose memory holds it."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """Value -> the slot of the workspace that holds it."""
+    stores: dict[int, int] = field(default_factory=dict)
+    """Parameter -> value written to its memory."""
+    outputs: dict[int, int] = field(default_factory=dict)
+    """Output number -> value."""
+    keeps: dict[int, int] = field(default_factory=dict)
+    """Slot -> value (number per tensor) written to the workspace."""
+    reductions: dict[int, int] = field(default_factory=dict)
+    """Slot -> reduction instruction finished here."""
+
+    @property
+    def writes(self) -> bool:
+        """Does it have any effect?"""
+        return bool(self.stores or self.outputs or self.keeps or self.reductions)
+
+
+class _Overwritten(Exception):
+    def __init__(self, parameter: int, round_: int) -> None:
+        self.parameter, self.round = parameter, round_
+
+
+class _Unkept(Exception):
+    def __init__(self, round_: int) -> None:
+        self.round = round_
+
+
+# A number per tensor is computed again in every tile unless it takes one of these.
+_COSTLY = frozenset("pow exp exp2 expm1 log log10 log1p log2 sin cos tan tanh sinh cosh erf erfc erfinv lgamma".split())
+
+
+@dataclass
+class _Planner:
+    program: Program
+    rounds: dict[int, int] = field(default_factory=dict)
+    postponed: dict[int, int] = field(default_factory=dict)
+    tensor_rounds: set[int] = field(default_factory=set)
+    slots: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index in range(len(self.program.parameters) + len(self.program.instructions)):
+            value = self.program.value(index)
+            reads = value.reads() if isinstance(value, Instruction) else []
+            before = max((self.rounds[r] for r in reads), default=0)
+            self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
+        stored, returned = self.program.stores, self.program.outputs
+        self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
+        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].extent is Extent.TENSOR]
+        per_tensor += [v for v in returned if self.program.value(v).extent is Extent.TENSOR]
+        self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
+        self.tensor_rounds.update(self.rounds[v] for v in self._costly())
+
+    def _costly(self) -> Iterable[int]:
+        first = len(self.program.parameters)
+        for index, step in enumerate(self.program.instructions, first):
+            if step.extent is Extent.TENSOR and step.name in _COSTLY:
+                yield index
+
+    def plan(self) -> list[Segment]:
+        while True:
+            try:
+                return self._attempt()
+            except _Overwritten as conflict:
+                self.postponed[conflict.parameter] = conflict.round
+            except _Unkept as conflict:
+                self.tensor_rounds.add(conflict.round)
+
+    def _attempt(self) -> list[Segment]:
+        self.slots = {}
+        segments = [Segment(e, r) for r in range(self.last + 1) for e in (Extent.TENSOR, Extent.ELEMENT)]
+        for parameter, value in self.program.stores.items():
+            segments[self._store_time(parameter)].stores[parameter] = value
+        for number, value in enumerate(self.program.outputs):
+            segments[_time(self.rounds[value], self.program.value(value).extent)].outputs[number] = value
+        # Later segments ask earlier ones to keep or reduce, so plan from the last to the first.
+        for segment in reversed(segments):
+            self._fill(segments, segment)
+        return [s for s in segments if s.writes]
+
+    def _store_time(self, parameter: int) -> int:
+        round_ = max(self.rounds[self.program.stores[parameter]], self.postponed.get(parameter, 0))
+        return _time(round_, self.program.parameters[parameter].extent)
+
+    def _fill(self, segments: list[Segment], segment: Segment) -> None:
+        for wanted in [*segment.stores.values(), *segment.outputs.values(), *segment.keeps.values()]:
+            self._obtain(segments, segment, wanted)
+        for reduction in segment.reductions.values():
+            instruction = self.program.value(reduction)
+            assert isinstance(instruction, Instruction)
+            for read in instruction.reads():
+                self._obtain(segments, segment, read)
+            segment.steps.append(reduction)
+
+    def _obtain(self, segments: list[Segment], segment: Segment, index: int) -> None:
+        """Make value `index` available in `segment`: from memory, from a slot, or by computing it."""
+        if index in segment.steps:
+            return
+        value = self.program.value(index)
+        home = self._home(index, segment)
+        # Only what no memory holds is kept: a number per tensor that is never stored has no time to be kept at.
+        kept = self._kept_in(index, segment) if home is None else None
+        if home is not None:
+            segment.memory[index] = home
+        elif kept is not None:
+            slot = self.slots.setdefault(index, len(self.slots))
+            segment.slots[index] = slot
+            keeper = segments[kept]
+            (keeper.keeps if keeper.extent is Extent.TENSOR else keeper.reductions)[slot] = index
+        elif isinstance(value, Instruction):
+            for read in value.reads():
+                self._obtain(segments, segment, read)
+        elif _time(segment.round, value.extent) == _time(segment.round, segment.extent):
+            raise _Overwritten(index, segment.round)
+        else:
+            raise _Unkept(self._store_time(index) // 2)
+        segment.steps.append(index)
+
+    def _home(self, index: int, segment: Segment) -> int | None:
+        """The parameter whose memory holds this value when `segment` reads."""
+        now = _time(segment.round, segment.extent)
+        if index < len(self.program.parameters):
+            return index if index not in self.program.stores or self._store_time(index) >= now else None
+        extent = self.program.value(index).extent
+        for parameter, value in self.program.stores.items():
+            if value == index and self._store_time(parameter) < now:
+                return parameter if self.program.parameters[parameter].extent is extent else None
+        return None
+
+    def _kept_in(self, index: int, segment: Segment) -> int | None:
+        """The time of the earlier segment that keeps this number per tensor in a slot."""
+        value = self.program.value(index)
+        if value.extent is not Extent.TENSOR:
+            return None
+        if isinstance(value, Instruction) and value.is_reduction:
+            return _time(self.rounds[index] - 1, Extent.ELEMENT)
+        if segment.extent is Extent.TENSOR:
+            return None
+        made = self.rounds[index] if isinstance(value, Instruction) else self._store_time(index) // 2
+        return _time(made, Extent.TENSOR) if made in self.tensor_rounds and made <= segment.round else None
+
+
+def plan_segments(program: Program) -> list[Segment]:
+    """The kernels of a program, in the order they run.
+
+    Args:
+        program: what happens to one element of every list.
+
+    Returns:
+        The segments; those without effect are left out.
+    """
+    return _Planner(program).plan()
+
+
+def slot_count(segments: Iterable[Segment]) -> int:
+    """How many numbers per tensor the segments hand on to one another."""
+    return 1 + max((slot for s in segments for slot in (*s.keeps, *s.reductions)), default=-1)

@@ -1,0 +1,178 @@
+"""The source of an element segment: a tile of a tensor a program, or a few of them where it ends in reductions.
+
+What a lane comes by is folded in registers from tile to tile. A program reduces that once, and leaves one partial
+result a reduction; the last program of a tensor to arrive combines them, always in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from subtensors.kernels.fused import blockwise
+from subtensors.kernels.fused.lowering import FLOATS, TRITON_TYPES, identity, template
+from subtensors.kernels.fused.program import Extent, Instruction
+from subtensors.kernels.fused.segment_writer import (
+    ALIGNED,
+    ARGUMENTS,
+    FIRST_CHUNK,
+    OUTPUT,
+    POINTERS,
+    SegmentWriter,
+    function_source,
+)
+
+
+class TileWriter(SegmentWriter):
+    """An element segment."""
+
+    def load(self, index: int, parameter: int) -> str:
+        """The expression that reads a value from the memory of a parameter."""
+        if self.program.parameters[parameter].on_host:
+            return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
+        if expanded := self.program.parameters[parameter].expanded:
+            return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, WHOLE)", parameter, index)
+        if self.is_tile(index):
+            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
+        if self.value(index).extent is Extent.BLOCK:
+            return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
+        return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
+
+    def load_slot(self, index: int) -> str:
+        """The expression that reads a value from its slot."""
+        return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor)", index)
+
+    def source(self) -> str:
+        """The segment's functions; the last one is the kernel."""
+        arguments = "table, scalars, slots, seed_pointer, N, tensor, tile, start, left, size" + self.outputs
+        body = ["lane = tl.arange(0, BLOCK)", "inside = lane < left"]
+        if self.seeded():
+            body += ["seed = tl.load(seed_pointer)", "which = tensor"]
+        touched = {*self.segment.memory.values(), *self.segment.stores}
+        expanded = {self.program.parameters[p].expanded for p in touched} - {""}
+        if expanded:
+            first = POINTERS + len(self.program.parameters)
+            body.append(f"columns = tl.load(table + {first} * N + tensor)")
+            body.append(f"matrix = tl.load(table + {first + 1} * N + tensor)")
+            body += [f"{kind} = {kind}_of(lane, start, columns, matrix, BLOCK)" for kind in sorted(expanded)]
+        for p in sorted(touched):
+            if self.program.parameters[p].expanded:
+                body.append(f"p{p} = {self.pointer(p)}")
+            elif self.program.parameters[p].extent is Extent.ELEMENT:
+                start = self.aligned(f"{self.pointer(p)} + start", self.program.parameters[p].dtype)
+                body.append(f"p{p} = {start}")
+            elif self.program.parameters[p].extent is Extent.BLOCK:
+                body.append(f"p{p} = {self.pointer(p)} + start // {blockwise.SIZE}")
+        body += self.steps()
+        for parameter, value in self.segment.stores.items():
+            text = self.in_memory(value, self.program.parameters[parameter].dtype)
+            if self.program.parameters[parameter].extent is Extent.BLOCK:
+                body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
+            else:
+                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
+        if self.segment.outputs:
+            body.append(f"offset = tl.load(table + {OUTPUT} * N + tensor) + start")
+        for number, value in self.segment.outputs.items():
+            text = self.in_memory(value, self.value(value).dtype)
+            start = self.aligned(f"out{number} + offset", self.value(value).dtype)
+            body.append(f"store_tile({start}, lane, inside, {text}, WHOLE)")
+        for slot, value in self.segment.reductions.items():
+            body.append(f"r{slot} = {self.contribution(value)}")
+        body.append(f"return {self.names('r') or 'tile'}")
+        kernel = [*(self.sweep() if self.segment.reductions else self.tile())]
+        more = ", ROUNDS: tl.constexpr" if self.segment.reductions else ""
+        return function_source(f"{self.name}_tile", f"{arguments}, WHOLE: tl.constexpr", body) + function_source(
+            self.name, f"{ARGUMENTS}{self.outputs}{more}", kernel, kernel=True
+        )
+
+    def names(self, prefix: str) -> str:
+        """A variable for each reduction."""
+        return ", ".join(f"{prefix}{slot}" for slot in self.segment.reductions)
+
+    def one_tile(self, target: str) -> list[str]:
+        """One tile, in the way that suits it."""
+        arguments = "table, scalars, slots, seed_pointer, N, tensor, tile, start, left, size" + self.outputs
+        call = f"{target} = {self.name}_tile({arguments}, {{}}, BLOCK)"
+        return [
+            "start = tile.to(tl.int64) * BLOCK",
+            "left = size - start",
+            "if (left >= BLOCK) & aligned:",
+            f"    {call.format('True')}",
+            "else:",
+            f"    {call.format('False')}",
+        ]
+
+    def tile(self) -> Iterator[str]:
+        """The kernel where nothing is reduced."""
+        yield from self.entry("tile")
+        yield from self.one_tile("done")
+
+    def entry(self, part: str) -> Iterator[str]:
+        """What a program is to do."""
+        yield "entry = tl.load(tiles + tl.program_id(0))"
+        yield "tensor = (entry >> 32).to(tl.int32)"
+        yield f"{part} = (entry & 0xFFFFFFFF).to(tl.int32)"
+        yield "size = tl.load(table + tensor)"
+        yield f"aligned = tl.load(table + {ALIGNED} * N + tensor) != 0"
+
+    def sweep(self) -> Iterator[str]:
+        """The kernel where the tiles of a chunk are folded, and the last chunk of a tensor combines what all left."""
+        yield from self.entry("chunk")
+        for slot, value in self.segment.reductions.items():
+            step = self.reduction(value)
+            kind = self.compute_register(step)
+            yield f"r{slot} = tl.full([BLOCK], {identity(step.name, kind)}, {TRITON_TYPES[kind]})"
+        yield "tiles_left = tl.cdiv(size, BLOCK) - chunk * ROUNDS"
+        yield "for number in range(tl.minimum(tiles_left, ROUNDS).to(tl.int32)):"
+        yield "    tile = chunk * ROUNDS + number"
+        yield from (f"    {line}" for line in self.one_tile(self.names("more")))
+        for slot, value in self.segment.reductions.items():
+            yield f"    r{slot} = fold(r{slot}, more{slot}, {self.reduction(value).name!r})"
+        yield f"first = tl.load(table + {FIRST_CHUNK} * N + tensor)"
+        yield "count = tl.maximum(tl.cdiv(size, ROUNDS * BLOCK), 1)"
+        for order, (slot, value) in enumerate(self.segment.reductions.items()):
+            step = self.reduction(value)
+            rule = template(step.name, step.compute)
+            assert rule is not None
+            yield f"tl.store(partials + {order} * T + first + chunk, to_bits({rule(f'r{slot}')}))"
+        yield "if arrive(counters, tensor, count):"
+        for order, (slot, value) in enumerate(self.segment.reductions.items()):
+            step = self.reduction(value)
+            is_float = self.compute_register(step) in FLOATS
+            neutral = identity(step.name, torch.float64 if is_float else torch.int64)
+            yield (
+                f"    combine(partials + {order} * T + first, count, slots + {slot} * N + tensor, "
+                f"{neutral}, {step.name!r}, {is_float}, BLOCK)"
+            )
+
+    def reduction(self, value: int) -> Instruction:
+        """The instruction that a reduction is finished for."""
+        step = self.value(value)
+        assert isinstance(step, Instruction)
+        return step
+
+    def contribution(self, value: int) -> str:
+        """What each lane of a tile contributes to a reduction."""
+        step = self.reduction(value)
+        kind = self.compute_register(step)
+        operand = self.operand(step, 0, step.args[0], kind)
+        return f"({operand} if WHOLE else tl.where(inside, {operand}, {identity(step.name, kind)}))"
+
+    def aligned(self, pointer: str, dtype: torch.dtype) -> str:
+        """The start of a tile, with what a whole one promises: as many elements of each tensor fill 16 bytes or less.
+
+        Were it 16 bytes of each, a thread would hold other elements of a narrow tensor than of a wide one, and values
+        would change threads on their way. The promise is made where the address is computed: one made of a function's
+        argument is lost where the function is inlined.
+        """
+        touched = [self.program.parameters[p] for p in (*self.segment.memory.values(), *self.segment.stores)]
+        written = [self.value(value) for value in self.segment.outputs.values()]
+        widest = max(t.dtype.itemsize for t in (*touched, *written) if t.extent is Extent.ELEMENT)
+        return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if WHOLE else {pointer}"
+
+    def seeded(self) -> bool:
+        """Does it draw random bits?"""
+        return any(
+            isinstance(s := self.value(i), Instruction) and s.name == "stochastic_round" for i in self.segment.steps
+        )

@@ -1,0 +1,228 @@
+"""Tile sizes by measurement: what is fastest for one program on one kind of device, kept on disk.
+
+Elementwise kernels are bound by memory, so one tiling is good for nearly all of them (`Tiling()`); a program with many
+live values, narrow dtypes or another GPU may gain a few percent from another one. A choice is made on request only,
+because measuring compiles every candidate, and it holds for every later process on a device of the same kind
+(`kernels.fused.tuning_cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subtensors.kernels.fused import tuning_cache
+from subtensors.kernels.fused.blockwise import SIZE, block_count
+from subtensors.kernels.fused.launch import Grid, Kernels, Tiling, bits
+from subtensors.kernels.fused.program import Extent, Instruction, Parameter, Program
+from subtensors.kernels.runtime.transfer import to_device
+
+logger = logging.getLogger("subtensors.tuning")
+
+CANDIDATES = tuple(
+    Tiling(block, warps)
+    for block, warps in ((256, 1), (256, 2), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 8))
+)
+"""What `tune` compares; each thread gets 2 to 16 elements."""
+
+BYTES = 2**30
+"""Scratch memory of a measurement: so much that caches do not matter."""
+
+CACHES = 4
+"""Scratch memory is at least this many times the L2 cache; with less, nothing is measured."""
+
+ROUNDS, LAUNCHES = 7, 10
+"""Timings of each candidate, and launches a timing."""
+
+_chosen: dict[str, Tiling] = {}
+"""Signature -> what this process has measured or read."""
+
+
+def tuned_tiling(program: Program, device: torch.device) -> Tiling:
+    """How to cut up a program's sweeps: as measured before on such a device, or the default.
+
+    With `SUBTENSORS_TUNE=1` in the environment, a program that was never measured is measured now.
+
+    Args:
+        program: what happens to one element of every list.
+        device: where it will run.
+
+    Returns:
+        The tiling.
+
+    Example:
+        >>> tuned_tiling(Program("nothing", (), ()), torch.device("cpu"))
+        Tiling(block=512, warps=2)
+    """
+    if not _is_gpu(device):
+        return Tiling()
+    known = _known(program, device)
+    if known is None and os.environ.get("SUBTENSORS_TUNE") == "1":
+        return tune(program, device)
+    return known or default_tiling(program)
+
+
+def default_tiling(program: Program) -> Tiling:
+    """How to cut up a program's sweeps where nothing was measured: a block of codes is a warp's.
+
+    Its scale is then found within the warp, and no one waits.
+    """
+    has_blocks = any(p.extent is Extent.BLOCK for p in program.parameters)
+    return Tiling(SIZE, 1) if has_blocks else Tiling()
+
+
+def _known(program: Program, device: torch.device) -> Tiling | None:
+    signature = tuning_cache.signature_of(program, device)
+    known = _chosen.get(signature) or tuning_cache.read(tuning_cache.file_of(signature))
+    return known and _chosen.setdefault(signature, known)
+
+
+def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = CANDIDATES) -> Tiling:
+    """Measure every candidate on scratch tensors, and keep the fastest for this and later processes.
+
+    Without a GPU to measure on, or while a CUDA graph is being captured, nothing happens but a line in the log.
+
+    Args:
+        program: what happens to one element of every list.
+        device: where to measure.
+        candidates: the tilings to compare.
+
+    Returns:
+        The fastest; where none was measured, what is in use: an earlier choice or the default.
+
+    Example:
+        >>> tune(Program("nothing", (), ()), torch.device("cpu"))
+        Tiling(block=512, warps=2)
+    """
+    obstacle = _obstacle(program, device)
+    times: dict[Tiling, float] = {}
+    if not obstacle:
+        try:
+            times = measure(program, device, candidates)
+        except torch.OutOfMemoryError:
+            obstacle = "not enough free device memory"
+    if obstacle:
+        stays = (_known(program, device) if _is_gpu(device) else None) or default_tiling(program)
+        logger.info("%s: tile sizes not measured, %s stays: %s", program.name, stays, obstacle)
+        return stays
+    best = min(times, key=times.__getitem__)
+    signature = tuning_cache.signature_of(program, device)
+    _chosen[signature] = best
+    tuning_cache.write(tuning_cache.file_of(signature), tuning_cache.row_of(program, device, best, times))
+    compared = ", ".join(f"{t.block}/{t.warps} {seconds * 1e3:.3f} ms" for t, seconds in times.items())
+    logger.info("%s: %s is the fastest on %s (%s)", program.name, best, tuning_cache.kind_of(device), compared)
+    return best
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _obstacle(program: Program, device: torch.device) -> str:
+    """Why nothing can be measured; empty when it can."""
+    if not _is_gpu(device):
+        return f"{device} is no CUDA device"
+    if torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    if not _element_bytes(program):
+        return "it has no sweep over elements"
+    if _budget(device) < CACHES * torch.cuda.get_device_properties(device).L2_cache_size:
+        return "not enough free device memory"
+    return ""
+
+
+def measure(program: Program, device: torch.device, candidates: Sequence[Tiling]) -> dict[Tiling, float]:
+    """How long one run of the program takes with each tiling.
+
+    The candidates take turns, so that a clock that drifts slows all of them down alike.
+
+    Args:
+        program: what happens to one element of every list.
+        device: where to run it, on tensors made for the purpose.
+        candidates: the tilings.
+
+    Returns:
+        Seconds, the median of several timings of many launches each.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        launches = _launches(program, device, candidates)
+        for launch in launches:
+            launch()
+        rounds = [[seconds(launch) for launch in launches] for _ in range(ROUNDS)]
+    return dict(zip(candidates, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+
+
+def seconds(launch: Callable[[], None]) -> float:
+    """Device time of one of many launches back to back, on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(LAUNCHES):
+        launch()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / LAUNCHES
+
+
+def _launches(program: Program, device: torch.device, candidates: Sequence[Tiling]) -> list[Callable[[], None]]:
+    """For each tiling what runs the program once, on tensors that all of them share and that nobody else has."""
+    count = _budget(device) // _element_bytes(program)
+    # Four large tensors and one of odd size, whose last tile is masked.
+    sizes = [*[count // 5] * 4, count // 5 | 1]
+    # A generator of its own: the user's random numbers must not depend on whether something was tuned.
+    generator = torch.Generator(device).manual_seed(0)
+    columns = [[] if p.on_host else _values(p, sizes, generator) for p in program.parameters]
+    hosts = [p for p in program.parameters if p.on_host]
+    kinds = [*program.scalars, *(float if p.dtype.is_floating_point else int for p in hosts)]
+    scalars = to_device(np.asarray([*bits([0.5 if k is float else 1 for k in kinds], kinds), 0]), device)
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    grids = [Grid(Kernels(program, tiling), sizes, device) for tiling in candidates]
+    pointers = [[t.data_ptr() for t in column] or [0] * len(sizes) for column in columns]
+    tables = [grid.table(pointers) for grid in grids]
+    outputs = [
+        torch.empty(grids[0].arena if v.extent is Extent.ELEMENT else len(sizes), dtype=v.dtype, device=device)
+        for v in map(program.value, program.outputs)
+    ]
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+    def launch(grid: Grid, table: Tensor, _columns: list[list[Tensor]]) -> None:
+        grid.launch(table.data_ptr(), scalars.data_ptr(), seed.data_ptr(), outputs, stream, stream)
+
+    # The columns go along because the tables only hold their addresses.
+    return [functools.partial(launch, grid, table, columns) for grid, table in zip(grids, tables, strict=True)]
+
+
+def _values(parameter: Parameter, sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
+    """A tensor an element, of numbers in [0, 1) or small positive integers."""
+
+    def values(size: int) -> Tensor:
+        empty = torch.empty(size, dtype=parameter.dtype, device=generator.device)
+        if parameter.dtype.is_floating_point:
+            return empty.uniform_(generator=generator)
+        return empty.random_(*((0, 2) if parameter.dtype == torch.bool else (1, 8)), generator=generator)
+
+    if parameter.extent is Extent.ELEMENT:
+        return [values(size) for size in sizes]
+    if parameter.extent is Extent.BLOCK:
+        return [values(block_count(size)) for size in sizes]
+    return list(values(len(sizes)).unbind())
+
+
+def _element_bytes(program: Program) -> int:
+    """Memory of one element of every tensor that the program is given or returns."""
+    values: list[Parameter | Instruction] = [*program.parameters, *map(program.value, program.outputs)]
+    return sum(v.dtype.itemsize for v in values if v.extent is Extent.ELEMENT)
+
+
+def _budget(device: torch.device) -> int:
+    """Bytes of scratch memory: at most half of what is free."""
+    free = torch.cuda.mem_get_info(device)[0]
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(BYTES, (free + unused) // 2)

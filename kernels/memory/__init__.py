@@ -1,0 +1,1 @@
+"""Address ranges, and tensors over memory that is there."""

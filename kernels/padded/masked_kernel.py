@@ -1,0 +1,131 @@
+"""What the masked kernels share: where a tile lies in memory, and which of its elements are real.
+
+The levels, sizes and slots are those of `masked_layout`.
+"""
+
+from __future__ import annotations
+
+from subtensors.kernels.runtime.libdevice import libdevice
+from subtensors.kernels.runtime.triton_compat import tl, triton
+
+
+@triton.jit
+def exp(x, FAST: tl.constexpr):
+    """e ** x; Triton's own `exp` on float32 errs in proportion to the size of x, which half precision does not see."""
+    if FAST or x.dtype == tl.float64:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def _index(level, div, mod, HAS_MOD: tl.constexpr):
+    """The index of a dimension within its level."""
+    at = level // div
+    if HAS_MOD:
+        at = at % mod
+    return at
+
+
+@triton.jit
+def _level(WHICH: tl.constexpr, r1, r0, c1, c0):
+    if WHICH == 0:  # noqa: SIM116  (Triton has no dictionaries)
+        return r1
+    elif WHICH == 1:
+        return r0
+    elif WHICH == 2:
+        return c1
+    else:
+        return c0
+
+
+@triton.jit
+def _of_rows(sizes, row, inside):
+    """The sizes of a tile's rows, (BM, 1).
+
+    They are loaded as a vector: a column's layout would spread to all that meets it, a thread for each row, which then
+    holds whole rows of the tile.
+    """
+    BM: tl.constexpr = row.shape[0]
+    return tl.load(sizes + tl.reshape(row, [BM]), mask=tl.reshape(inside, [BM]), other=0)[:, None]
+
+
+@triton.jit
+def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
+    sizes, div, mod, batch_div, batch_mod = slot
+    at = _level(STATICS[SLOT][0], r1, r0, c1, c0)
+    if STATICS[SLOT][1]:
+        at = _index(at, div, mod, True)
+        scale = 1
+    else:
+        # The index is at // div, and at // div < size where at < size * div: one product in place of many quotients.
+        scale = div
+    if STATICS[SLOT][0] % 2 == 0:
+        # A level that is one number for all of a tile. Triton's interpreter makes integers of a lone truth value.
+        at = at + tl.zeros([1, 1], tl.int32)
+    if COARSE:
+        # Sixteen neighbours are loaded or left together, so that a thread's load stays one wide one.
+        at = at // 16 * 16
+    if STATICS[SLOT][2] >= 0:
+        row = _index(_level(STATICS[SLOT][2], r1, r0, c1, c0), batch_div, batch_mod, STATICS[SLOT][3])
+        # Lanes past the end of a level have no row to ask about.
+        if STATICS[SLOT][2] == 1:
+            size = _of_rows(sizes, row, r0 < R0)
+        elif STATICS[SLOT][2] == 3:
+            size = tl.load(sizes + row, mask=c0 < C0, other=0)
+        else:
+            size = tl.load(sizes + row)
+    else:
+        size = tl.load(sizes)
+    return at < size * scale
+
+
+@triton.jit
+def rows_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, R0):
+    """Which of a tile's rows are real, (BM, 1)."""
+    inside = r0 < R0
+    for i in tl.static_range(ROW_SLOTS):
+        inside &= _is_inside(slots[i], STATICS, i, r1, r0, 0, 0, R0, 1, False)
+    return inside
+
+
+@triton.jit
+def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
+    """Which elements of a tile are in real columns, (1 or BM, BN); `COARSE` takes in some neighbours too."""
+    inside = c0 < C0
+    for i in tl.static_range(ROW_SLOTS, len(STATICS)):
+        inside &= _is_inside(slots[i], STATICS, i, r1, r0, c1, c0, R0, C0, COARSE)
+    return inside
+
+
+@triton.jit
+def column_bounds(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, in_rows, R0, C0):
+    """Up to which column all elements of a tile's rows are real, and from which on none is."""
+    every = tl.min(in_rows.to(tl.int64)) * C0
+    some = tl.max(in_rows.to(tl.int64)) * C0
+    for i in tl.static_range(ROW_SLOTS, len(STATICS)):
+        sizes, div, mod, batch_div, batch_mod = slots[i]
+        if STATICS[i][2] == 3 or STATICS[i][0] < 2 or (STATICS[i][0] == 3 and STATICS[i][1]):
+            # What is real comes and goes along the columns.
+            every = every * 0
+        else:
+            if STATICS[i][2] == 1:
+                size = _of_rows(sizes, _index(r0, batch_div, batch_mod, STATICS[i][3]), in_rows)
+                most = tl.max(size)
+                least = tl.min(tl.where(in_rows, size, most))
+            else:
+                if STATICS[i][2] == 0:
+                    least = tl.load(sizes + _index(r1, batch_div, batch_mod, STATICS[i][3]))
+                elif STATICS[i][2] == 2:
+                    least = tl.load(sizes + _index(c1, batch_div, batch_mod, STATICS[i][3]))
+                else:
+                    least = tl.load(sizes)
+                most = least
+            if STATICS[i][0] == 3:
+                every = tl.minimum(every, least * div)
+                some = tl.minimum(some, most * div)
+            else:
+                at = _index(c1, div, mod, STATICS[i][1])
+                every = every * (at < least).to(tl.int64)
+                some = some * (at < most).to(tl.int64)
+    return every, some

@@ -1,0 +1,350 @@
+"""The masked reductions as Triton: lanes that absorb elements, merge into one number a row, and finish it.
+
+The state of a lane is three numbers (a, b, n); n counts the elements.
+
+| kind | a | b | finished |
+|---|---|---|---|
+| sum, mean | sum x | - | a, a / n |
+| prod | product of the x that are not 0 | how many are | a or 0 |
+| amax, amin | extreme | how many x equal it | a |
+| logsumexp | max x | sum exp(x - a) | a + log b |
+| var | mean | sum (x - a)^2 | b / (n - correction) |
+| norm | sum abs(x)^p, or max abs(x) | of a maximum, how many equal it | a^(1/p) |
+
+A lane absorbs a few elements of a tile at once, those that lie in the registers of one thread. A row that is long while
+rows are few is cut into parts, one program each, whose states a second kernel merges.
+"""
+
+from __future__ import annotations
+
+from subtensors.kernels.padded.masked_kernel import column_bounds, columns_inside, exp, rows_inside
+from subtensors.kernels.runtime.libdevice import libdevice
+from subtensors.kernels.runtime.tile_math_kernel import div, sqrt
+from subtensors.kernels.runtime.triton_compat import tl, triton
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _lowest(kind: tl.constexpr):
+    """The identity of a maximum."""
+    if kind == tl.int64:
+        return -9223372036854775808
+    else:
+        return float("-inf")
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _multiply(a, b):
+    return a * b
+
+
+@triton.jit
+def _identity(KIND: tl.constexpr, P: tl.constexpr, kind: tl.constexpr):
+    if KIND == "prod":
+        return 1
+    elif KIND == "amax" or KIND == "logsumexp" or (KIND == "norm" and P == INFINITY):
+        return _lowest(kind)
+    else:
+        return 0
+
+
+@triton.jit
+def _power(x, P: tl.constexpr):
+    """x ** P for x that are not negative, by way of float64."""
+    return libdevice.pow(x.to(tl.float64), tl.full(x.shape, P, tl.float64)).to(x.dtype)
+
+
+@triton.jit
+def _magnitude(x, P: tl.constexpr):
+    """What a p-norm adds up."""
+    if P == 0:
+        return (x != 0).to(x.dtype)
+    elif P == 1:
+        return tl.abs(x)
+    elif P == 2:
+        return x * x
+    else:
+        return _power(tl.abs(x), P)
+
+
+@triton.jit
+def _or_else(x, real, other, WHOLE: tl.constexpr):
+    """x where it is real."""
+    if WHOLE:
+        return x
+    else:
+        return tl.where(real, x, other)
+
+
+@triton.jit
+def _folded(x, LANES: tl.constexpr):
+    """A tile as (BM, elements a lane, LANES)."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES])
+
+
+@triton.jit
+def _absorb(
+    KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, real, WHOLE: tl.constexpr, TIES: tl.constexpr, FAST: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """The state with a tile's elements absorbed, a few by each lane, those that are real; in a `WHOLE` tile all are."""
+    if KIND != "var" and not WHOLE:
+        n += tl.sum(_folded(real.to(tl.int32), LANES), 1)
+    if KIND == "sum" or KIND == "mean":
+        a += tl.sum(_folded(_or_else(x, real, 0, WHOLE), LANES), 1)
+    elif KIND == "prod":
+        b += tl.sum(_folded((real & (x == 0)).to(b.dtype), LANES), 1)
+        a *= tl.reduce(_folded(tl.where(real & (x != 0), x, 1), LANES), 1, _multiply)
+    elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
+        x = tl.abs(x) if KIND == "norm" else x
+        tile = _folded(_or_else(x, real, _lowest(a.dtype), WHOLE), LANES)
+        higher = _largest(a, tl.reduce(tile, 1, _largest))
+        if TIES:
+            ties = tile == tl.expand_dims(higher, 1)
+            if not WHOLE:
+                ties &= _folded(real, LANES)
+            b = tl.where(higher == a, b, 0) + tl.sum(ties.to(b.dtype), 1)
+        a = higher
+    elif KIND == "logsumexp":
+        # What is not real is exp(-inf - shift) = 0.
+        tile = _folded(_or_else(x, real, float("-inf"), WHOLE), LANES)
+        higher = _largest(a, tl.reduce(tile, 1, _largest))
+        shift = tl.where(tl.abs(higher) == INFINITY, 0.0, higher)
+        b = b * exp(a - shift, FAST) + tl.sum(exp(tile - tl.expand_dims(shift, 1), FAST), 1)
+        a = higher
+    elif KIND == "var":
+        # Chan, Golub and LeVeque: mean and squares of a lane's few elements, then of all that it has met.
+        tile = _folded(_or_else(x, real, 0.0, WHOLE), LANES)
+        inside = _folded(real, LANES)
+        if WHOLE:
+            met = tl.full(n.shape, x.shape[1] // LANES, tl.int32)
+        else:
+            met = tl.sum(inside.to(tl.int32), 1)
+        count = met.to(a.dtype)
+        mean = div(tl.sum(tile, 1), tl.maximum(count, 1.0))
+        apart = _or_else(tile - tl.expand_dims(mean, 1), inside, 0.0, WHOLE)
+        delta = _or_else(mean - a, met > 0, 0.0, WHOLE)
+        share = div(count, tl.maximum(n + met, 1).to(a.dtype))
+        b += tl.sum(apart * apart, 1) + delta * delta * share * n.to(a.dtype)
+        a += delta * share
+        n += met
+    else:
+        a += tl.sum(_folded(_or_else(_magnitude(x, P), real, 0.0, WHOLE), LANES), 1)
+    return a, b, n
+
+
+@triton.jit
+def _total(n):
+    """The sum of each row, (BM, 1); of a single row a number, whose layout cannot spread to the lanes."""
+    if n.shape[0] == 1:
+        return tl.sum(n)
+    else:
+        return tl.sum(n, 1, keep_dims=True)
+
+
+@triton.jit
+def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n, FAST: tl.constexpr):
+    """The state of all lanes of a row together, (BM, 1)."""
+    count = _total(n.to(tl.int64))
+    if KIND == "prod":
+        return tl.reduce(a, 1, _multiply, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
+    elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
+        highest = tl.reduce(a, 1, _largest, keep_dims=True)
+        return highest, tl.sum(tl.where(a == highest, b, 0), 1, keep_dims=True), count
+    elif KIND == "logsumexp":
+        highest = tl.reduce(a, 1, _largest, keep_dims=True)
+        shift = tl.where(tl.abs(highest) == INFINITY, 0.0, highest)
+        lanes = tl.where(tl.abs(a) == INFINITY, 0.0, a)
+        return highest, tl.sum(b * exp(lanes - shift, FAST), 1, keep_dims=True), count
+    elif KIND == "var":
+        weight = n.to(a.dtype)
+        mean = div(tl.sum(a * weight, 1, keep_dims=True), tl.maximum(count, 1).to(a.dtype))
+        apart = a - mean
+        return mean, tl.sum(b + weight * apart * apart, 1, keep_dims=True), count
+    else:
+        return tl.sum(a, 1, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
+
+
+@triton.jit
+def _finish(KIND: tl.constexpr, P: tl.constexpr, a, b, n, CORRECTION: tl.constexpr):
+    """The result of a row, and what its gradient needs beside it."""
+    if KIND == "mean":
+        return div(a, n.to(a.dtype)), b
+    elif KIND == "prod":
+        # Of a row with a zero, the product of the others is the gradient of that zero; of two zeros nothing is.
+        return tl.where(b > 0, a * 0, a), tl.where(b > 1, a * 0, a)
+    elif KIND == "logsumexp":
+        shift = tl.where(tl.abs(a) == INFINITY, 0.0, a)
+        return tl.log(b) + shift, tl.zeros_like(b)
+    elif KIND == "var":
+        free = tl.maximum(n.to(a.dtype) - CORRECTION, 0.0)
+        return div(tl.where(n > 0, b, float("nan")), free), a
+    elif KIND == "norm":
+        if P == INFINITY:
+            return tl.where(n > 0, a, 0.0), b
+        elif P == 2:
+            return sqrt(a), b
+        elif P == 0 or P == 1:
+            return a, b
+        else:
+            return _power(a, 1.0 / P), b
+    else:
+        return a, b
+
+
+@triton.jit
+def reduction_kernel(
+    x, out, aux, counts, slots, parts, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, TIES: tl.constexpr, VARY: tl.constexpr,
+):  # fmt: skip
+    """Reduce x over its columns; with `SPLIT`, write the state of one part of each row: (parts, rows) of a, b and n."""
+    kind: tl.constexpr = aux.dtype.element_ty
+    high, wide = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
+    r1 = tl.program_id(0) // high
+    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
+    part = tl.program_id(1)
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
+    lane = tl.arange(0, BN)[None, :]
+    fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
+    a = tl.full([BM, LANES], _identity(KIND, P, kind), kind)
+    b = tl.zeros([BM, LANES], kind)
+    n = tl.zeros([BM, LANES], tl.int32)
+    # Only a running mean needs to know of whole tiles how many elements each lane has met. For others a number does: in
+    # a tensor of one element its layout would spread to the counts, a thread holding all lanes of a row.
+    in_whole_tiles = part.to(tl.int64) * 0
+    all_real = tl.full([BM, BN], 1, tl.int1)
+    tiles = C1 * wide
+    every, some = column_bounds(slots, STATICS, ROW_SLOTS, r1, r0, 0, in_rows, R0, C0)
+    for tile in range(part * tiles // parts, (part + 1) * tiles // parts):
+        c1, first = tile // wide, tile % wide * BN
+        c0 = first + lane
+        if VARY:
+            every, some = column_bounds(slots, STATICS, ROW_SLOTS, r1, r0, c1, in_rows, R0, C0)
+        if first < some:
+            at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
+            if first + BN <= every:
+                value = tl.load(x + at).to(kind)
+                value = -value if NEGATE else value
+                a, b, n = _absorb(KIND, P, a, b, n, value, all_real, True, TIES, fast, LANES)
+                if KIND != "var":
+                    in_whole_tiles += BN
+            else:
+                near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+                real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+                value = tl.load(x + at, mask=near, other=0).to(kind)
+                value = -value if NEGATE else value
+                a, b, n = _absorb(KIND, P, a, b, n, value, real, False, TIES, fast, LANES)
+    a, b, count = _merge(KIND, P, a, b, n, fast)
+    count += in_whole_tiles
+    row = r1.to(tl.int64) * R0 + r0
+    if SPLIT:
+        row += part.to(tl.int64) * R1 * R0
+        tl.store(out + row, a, mask=r0 < R0)
+        tl.store(aux + row, b, mask=r0 < R0)
+        tl.store(counts + row, count, mask=r0 < R0)
+    else:
+        _write(row, r0 < R0, in_rows, a, b, count, out, aux, counts, KIND, P, NEGATE, CORRECTION, FILL)
+
+
+@triton.jit
+def _write(
+    row, inside, in_rows, a, b, count, out, aux, counts,
+    KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    result, beside = _finish(KIND, P, a, b, count, CORRECTION)
+    result = tl.where(in_rows, (-result if NEGATE else result), FILL)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(aux + row, beside, mask=inside)
+    tl.store(counts + row, count, mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    states_a, states_b, states_n, out, aux, counts, slots, parts, R1, R0,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr, NEGATE: tl.constexpr,
+    CORRECTION: tl.constexpr, FILL: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of the parts of some rows."""
+    high = tl.cdiv(R0, BM)
+    r1 = tl.program_id(0) // high
+    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
+    part = tl.arange(0, PARTS)[None, :]
+    row = r1.to(tl.int64) * R0 + r0
+    at = row + part.to(tl.int64) * R1 * R0
+    inside = (part < parts) & (r0 < R0)
+    kind: tl.constexpr = aux.dtype.element_ty
+    a = tl.load(states_a + at, mask=inside, other=0)
+    a = tl.where(inside, a, _identity(KIND, P, kind))
+    b = tl.load(states_b + at, mask=inside, other=0)
+    n = tl.load(states_n + at, mask=inside, other=0)
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    a, b, count = _merge(KIND, P, a, b, n, False)
+    _write(row, r0 < R0, in_rows, a, b, count, out, aux, counts, KIND, P, NEGATE, CORRECTION, FILL)
+
+
+@triton.jit
+def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g, FAST: tl.constexpr):
+    """The gradient of an element, from its row's result, what was kept beside it, and the row's scaled gradient."""
+    if KIND == "sum" or KIND == "mean":
+        return g + x * 0
+    elif KIND == "prod":
+        return g * tl.where(x == 0, aux, div(out, tl.where(x == 0, 1.0, x)))
+    elif KIND == "amax":
+        # Of a NaN nothing is equal to the extreme, and g is divided by that count: inf, then NaN, as in torch.
+        return tl.where(x == out, g, g * 0)
+    elif KIND == "logsumexp":
+        return g * exp(x - out, FAST)
+    elif KIND == "var":
+        return g * (x - aux)
+    else:
+        sign = (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+        if P == INFINITY:
+            return tl.where(tl.abs(x) == out, g * sign, g * 0)
+        elif P == 1:
+            return g * sign
+        elif P == 2:
+            return g * x
+        else:
+            return g * sign * tl.where(x == 0, 0.0, _power(tl.abs(x), P - 1.0))
+
+
+@triton.jit
+def reduction_backward_kernel(
+    x, out, aux, g, gx, slots, R1, R0, C1, C0, sr1, sr0, sc1, sc0,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """gx[row, column] from x there and from out, aux and g of the row; zero in padding. One tile a program."""
+    kind: tl.constexpr = g.dtype.element_ty
+    high, wide = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
+    tiles = C1 * wide
+    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    r1 = index // high
+    r0 = (index % high * BM + tl.arange(0, BM))[:, None]
+    c1, c0 = tile // wide, tile % wide * BN + tl.arange(0, BN)[None, :]
+    in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
+    near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+    real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+    at = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0 + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
+    row = r1.to(tl.int64) * R0 + r0
+    upstream = tl.load(g + row, mask=in_rows, other=0)
+    if KIND == "sum" or KIND == "mean":
+        # Nothing of x is needed, so it is not read.
+        result = upstream + tl.zeros([BM, BN], kind)
+    else:
+        fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
+        value = tl.load(x + at, mask=near, other=0).to(kind)
+        whole = tl.load(out + row, mask=in_rows, other=0).to(kind)
+        beside = tl.load(aux + row, mask=in_rows, other=0).to(kind)
+        result = _row_gradient(KIND, P, value, whole, beside, upstream, fast)
+    tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))

@@ -1,0 +1,1 @@
+"""Launching kernels, tile maths, compiling beside other work."""

@@ -1,0 +1,42 @@
+"""How an op that takes extents becomes a torch op: its schema, its fake, and whether a kernel runs it.
+
+A schema has no extents, so an op takes them apart into three lists: dimensions, sizes, batch dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.runtime.valid_lengths import Extent
+
+EXTENTS = "int[] dims, Tensor[] sizes, int[] batch_dims"
+"""Extents, in a schema."""
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def apart(extents: Sequence[Extent]) -> tuple[list[int], list[Tensor], list[int]]:
+    """Extents as arguments of an op."""
+    return [e.dim for e in extents], [e.sizes for e in extents], [e.batch_dim for e in extents]
+
+
+def together(dims: Sequence[int], sizes: Sequence[Tensor], batch_dims: Sequence[int]) -> list[Extent]:
+    """The extents that an op was given."""
+    return [Extent(*parts) for parts in zip(dims, sizes, batch_dims, strict=True)]
+
+
+def has_kernel(x: Tensor, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES) -> bool:
+    """Is there a kernel for this tensor, or is it left to the reference?"""
+    return x.is_cuda and x.dtype in dtypes
+
+
+def define(name: str, arguments: str, results: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register `subtensors::name`, which computes with `run` and has the metadata of what `fake` gives."""
+    torch.library.define(f"subtensors::{name}", f"({arguments}) -> {results}")
+    torch.library.impl(f"subtensors::{name}", "CompositeExplicitAutograd")(run)
+    torch.library.register_fake(f"subtensors::{name}")(fake)

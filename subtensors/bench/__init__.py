@@ -1,1 +1,0 @@
-"""Benchmarks beside the peers: `python -m subtensors.bench`."""

@@ -1,0 +1,313 @@
+"""What a call's arguments are to a bucketed program: sources of static inputs, fixed state, or part of the graph's key.
+
+A call is first known by its *key*: the true shapes and dtypes of its tensors, and its other arguments themselves. What
+a key means is worked out once, as a `Reading`: which Dims have which size, which bucket that is, and where each tensor
+goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.calls.cache_key import has_parts, object_key
+from subtensors.bucketed.calls.flatten_objects import opened_arguments
+from subtensors.bucketed.state.tensor_snapshot import held_of
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.sizes.dim_factors import Factors
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.padding import pad
+from subtensors.sizes.dims import Dim, SizeAgreement
+from subtensors.static.static_tensor import StaticAddressTensor
+
+if TYPE_CHECKING:
+    import sympy
+
+FIXED = (torch.nn.Parameter, StaticAddressTensor)
+"""Tensors that stay where they are: a graph reads them there."""
+
+_LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+class Unreadable(Exception):
+    """These arguments have no bucket.
+
+    Args:
+        why: in words.
+        error: what a size is refused with, where one is out of its Dim's range.
+    """
+
+    def __init__(self, why: str, error: SizeError | None = None) -> None:
+        super().__init__(why)
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor that goes into a static input.
+
+    Args:
+        leaf: which of the call's leaves holds it.
+        shape: of the static input.
+        dtype: of both.
+        device: of both.
+        which: for each dim which of the call's true sizes it has, -1 for a dim without padding.
+        dims: the padded dims of a PaddedTensor that the caller made, whose storage this is.
+        sizes: which of the caller's `TrueSizes` it has, by order; -1 for the call's own.
+        requires_grad: does autograd follow it?
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    which: tuple[int, ...]
+    dims: tuple[Factors, ...] | None = None
+    sizes: int = -1
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class CallerSizes:
+    """True sizes that came with a PaddedTensor of the caller's.
+
+    Args:
+        leaf: one that has them.
+        symbols, buckets: whose sizes.
+        shape: of their tensor.
+    """
+
+    leaf: int
+    symbols: tuple[sympy.Symbol, ...]
+    buckets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the arguments of one key are.
+
+    Args:
+        dims: the Dims that the call has sizes of.
+        sizes: their true sizes.
+        buckets: their buckets.
+        sources: the tensors that go into static inputs.
+        caller: the true sizes of the caller's own PaddedTensors.
+        host: every symbol's true size.
+        bucket_key: what tells this bucket from all others.
+        family_key: the same but for the Dims' sizes.
+    """
+
+    dims: tuple[Dim, ...]
+    sizes: tuple[int, ...]
+    buckets: tuple[int, ...]
+    sources: tuple[Source, ...]
+    caller: tuple[CallerSizes, ...]
+    host: dict[sympy.Symbol, HostSize]
+    bucket_key: Any
+    family_key: Any
+
+
+def is_flat(leaves: Sequence[Any]) -> bool:
+    """Is none of these a container?"""
+    return all(isinstance(x, _LEAVES) for x in leaves)
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, and their structure: None where none is a container."""
+    leaves = [*args, *kwargs.values()]
+    if is_flat(leaves):
+        return leaves, None
+    found, spec = pytree.tree_flatten((args, kwargs))
+    if any(map(dataclasses.is_dataclass, found)):
+        found, spec = pytree.tree_flatten(opened_arguments((args, kwargs)))
+    return found, spec
+
+
+def unflatten(
+    leaves: Sequence[Any], spec: Any, count: int, names: Sequence[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with these leaves; what `flatten` took apart."""
+    if spec is not None:
+        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+        return args, kwargs
+    return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+
+
+def leaf_key(x: Any) -> Any:
+    """What of a leaf decides which reading it has."""
+    kind = type(x)
+    if kind is Tensor:
+        return x.shape, x.dtype, x.get_device(), x.requires_grad, x.layout
+    if kind is PaddedTensor:
+        sizes = x._sizes
+        known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
+        return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
+    if issubclass(kind, FIXED):
+        # A gradient is of the tensor itself, whatever others have its memory.
+        return kind, x.requires_grad, x.requires_grad and x.is_leaf and id(x), held_of(x) or id(x)
+    if kind is float:
+        return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
+    if has_parts(x):
+        return kind, x, object_key(x)
+    return kind, x
+
+
+def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Which of the caller's PaddedTensors have their true sizes in common: for each the first with the same."""
+    found = [id(x._sizes) for x in leaves if type(x) is PaddedTensor]
+    return tuple(map(found.index, found))
+
+
+def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> Reading:
+    """Work out what the leaves of a call are.
+
+    Args:
+        leaves: the arguments' leaves.
+        places: of each its place and padded dims.
+        shared: what else tells one bucket from another.
+
+    Raises:
+        SizeError: one Dim has two sizes.
+        Unreadable: a size is out of its Dim's range, or a leaf can't be part of a graph.
+    """
+    agreed = SizeAgreement()
+    padded: dict[int, dict[int, Dim]] = {}
+    caller: dict[int, CallerSizes] = {}
+    host: dict[sympy.Symbol, HostSize] = {}
+    for i, (x, (place, given)) in enumerate(zip(leaves, places, strict=True)):
+        if isinstance(x, PaddedTensor):
+            _take_caller_sizes(i, x, place, caller, host)
+        elif isinstance(x, Tensor) and given:
+            padded[i] = _padded_dims(x, place, given, agreed)
+    varying = {dim for found in padded.values() for dim in found.values()}
+    dims = tuple(dim for dim in agreed.sizes if dim in varying)
+    sizes = tuple(int(agreed.sizes[dim]) for dim in dims)  # type: ignore[arg-type]
+    buckets = tuple(dim.bucket(size) for dim, size in zip(dims, sizes, strict=True))
+    for dim, size in zip(dims, sizes, strict=True):
+        if host.setdefault(dim.symbol, size) != size:
+            raise SizeError(f"{dim.name} is {size} in one argument and {host[dim.symbol]} in a PaddedTensor")
+    order = {key: n for n, key in enumerate(caller)}
+    found = [_source(i, x, padded.get(i, {}), dims, buckets, order) for i, x in enumerate(leaves)]
+    sources = [source for source in found if source is not None]
+    rest = [(i, leaf_key(x)) for i, (x, source) in enumerate(zip(leaves, found, strict=True)) if source is None]
+    key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared
+    open_sources = tuple(
+        replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
+    )
+    return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
+
+
+def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
+    """The sizes that one leaf of a call has of Dims.
+
+    Args:
+        x: the leaf.
+        given: on which Dims it is padded.
+    """
+    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
+        return []
+    return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
+
+
+def padded_leaves(leaves: Sequence[Any], reading: Reading, device: torch.device) -> list[Any]:
+    """A call's leaves with the padding of their bucket; their true sizes are in one place, as those of a graph are."""
+    dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
+    values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
+    sizes = TrueSizes(tuple(dim.symbol for dim in reading.dims), reading.buckets, values, reading.sizes)
+    found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
+    for x, given in zip(found, leaves, strict=True):
+        if x is not given and isinstance(x, PaddedTensor):
+            x._sizes = sizes
+    return found
+
+
+def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
+    """Where a call runs: on the device of its arguments, else on that of what the program reads beside them.
+
+    Raises:
+        Unreadable: there are several.
+    """
+    devices = {source.device for source in reading.sources} or {t.device for t in state}
+    if len(devices) > 1:
+        raise Unreadable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAgreement) -> dict[int, Dim]:
+    """The dims of an argument that are padded in this call, counted from the front."""
+    for d in given:
+        if not -x.dim() <= d < x.dim():
+            raise ValueError(f"dim {d} of {place} is padded, which has {x.dim()} dims")
+    return {
+        d % x.dim(): dim
+        for d, dim in given.items()
+        if _is_padded(dim, x.shape[d], f"dim {d % x.dim()} of {place}", agreed)
+    }
+
+
+def _source(
+    leaf: int, x: Any, padded: Mapping[int, Dim], dims: tuple[Dim, ...], buckets: tuple[int, ...], order: dict[int, int]
+) -> Source | None:
+    """What is copied of a leaf into a static input; None where it is part of the key.
+
+    Args:
+        leaf: its number.
+        x: the leaf.
+        padded: which of its dims are padded.
+        dims, buckets: those of the call.
+        order: the number of each PaddedTensor's true sizes, by their identity.
+    """
+    if isinstance(x, PaddedTensor):
+        n = order[id(x._sizes)] if x._sizes is not None else -1
+        return Source(leaf, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad)
+    if isinstance(x, Tensor) and not isinstance(x, FIXED):
+        if type(x) is not Tensor:
+            raise Unreadable(f"an argument is a {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise Unreadable(f"an argument has the layout {x.layout}")
+        which = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
+        shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
+        return Source(leaf, shape, x.dtype, x.device, which, requires_grad=x.requires_grad)
+    if getattr(x, "is_compileable", True) is False:
+        raise Unreadable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
+    if isinstance(x, Iterator):
+        raise Unreadable(f"an argument is a {type(x).__name__}, which gives its values once: give a list")
+    return None
+
+
+def _is_padded(dim: Dim, size: int, place: str, agreed: SizeAgreement) -> bool:
+    """Is a tensor of this true size padded on a Dim?"""
+    if not dim.admits(size):
+        try:
+            dim.bucket(size)  # which refuses or notes it
+        except SizeError as error:
+            # Without the size: one reason for all of them.
+            raise Unreadable(re.sub(r" is \d+,", " is", str(error)), error) from None
+        return False
+    return agreed.bind(dim, size, place) and not _is_exact(dim, size)
+
+
+def _is_exact(dim: Dim, size: int) -> bool:
+    """Is this the only size that goes into its bucket? Then nothing of it is padding, in any call."""
+    return size == dim.bucket(size) and (size - 1 < dim.min or dim.bucket(size - 1) != size)
+
+
+def _take_caller_sizes(
+    leaf: int, x: PaddedTensor, place: str, caller: dict[int, CallerSizes], host: dict[sympy.Symbol, HostSize]
+) -> None:
+    sizes = x._sizes
+    if sizes is None:
+        return
+    for symbol, size in zip(sizes.symbols, sizes.host(), strict=True):
+        if host.setdefault(symbol, size) != size:
+            raise SizeError(f"{symbol} is {size} in {place} and {host[symbol]} in another argument")
+    caller.setdefault(id(sizes), CallerSizes(leaf, sizes.symbols, sizes.buckets, tuple(sizes.values.shape)))

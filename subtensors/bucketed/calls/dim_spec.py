@@ -1,0 +1,136 @@
+"""Which dims of a program's arguments are padded: what `st.bucketed` is told, by argument, in nests like theirs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.calls.flatten_objects import opened_arguments
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.sizes.dims import Dim
+
+
+class ArgumentDims:
+    """Which dims of a program's arguments are padded.
+
+    Args:
+        program: the function or module.
+        dims: for each argument, by name or position, its padded dims: `{1: seq}`; for a container the same for every
+            tensor in it, or a dict or list like it. Such dims alone are those of every tensor among the arguments.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or names an argument that the program doesn't take.
+    """
+
+    def __init__(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> None:
+        if not isinstance(dims, Mapping) or not dims:
+            raise TypeError(f"dims are given by argument, such as {{'input_ids': {{1: seq}}}}; got {dims!r}")
+        self.everywhere = _padded_dims(dims) if _is_padded_dims(dims) else None
+        self.names, self.positional, takes_any, takes_more = _parameter_names(program)
+        self.by_name: dict[str | int, Any] = {}
+        for key, given in {} if self.everywhere else dims.items():
+            if isinstance(key, str) and not takes_any and key not in self.names:
+                raise ValueError(f"dims name an argument {key!r}, and {_name(program)} takes {', '.join(self.names)}")
+            if not isinstance(key, (str, int)) or isinstance(key, bool):
+                raise TypeError(f"an argument is named by a str or its position; got {key!r}")
+            if isinstance(key, int) and not (0 <= key < len(self.positional) or (takes_more and key >= 0)):
+                takes = f"{len(self.positional)} arguments by position"
+                raise ValueError(f"dims name the argument at position {key}, and {_name(program)} takes {takes}")
+            name = self.positional[key] if isinstance(key, int) and key < len(self.positional) else key
+            self.by_name[name] = _checked(given, f"argument {key!r}")
+        self.distinct: dict[str, Dim] = {}
+        for dim in _all_dims(self.everywhere or self.by_name):
+            if self.distinct.setdefault(dim.name, dim) != dim:
+                raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
+
+    def of_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Mapping[int, Dim] | None]]:
+        """For each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
+        found: list[tuple[str, Mapping[int, Dim] | None]] = []
+        named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
+        for name, x in [*named, *kwargs.items()]:
+            given = self.everywhere or self.by_name.get(name)
+            place = name if isinstance(name, str) else f"argument {name}"
+            for path in _paths(opened_arguments(x)):
+                found.append((place + pytree.keystr(path), _below(given, path)))
+        return found
+
+
+def _is_padded_dims(given: Any) -> bool:
+    return (
+        isinstance(given, Mapping)
+        and bool(given)
+        and all(
+            isinstance(d, int) and not isinstance(d, bool) and isinstance(dim, (Dim, int)) for d, dim in given.items()
+        )
+    )
+
+
+def _padded_dims(given: Mapping[int, Any]) -> dict[int, Dim]:
+    return {d: dim if isinstance(dim, Dim) else Dim(f"dim{d}", max=dim, buckets=[dim]) for d, dim in given.items()}
+
+
+def _checked(given: Any, place: str) -> Any:
+    """A nest of padded dims, with each written as Dims."""
+    if given is None or (isinstance(given, Mapping) and not given):
+        return None
+    if _is_padded_dims(given):
+        return _padded_dims(given)
+    if isinstance(given, Mapping):
+        return {key: _checked(value, f"{place}[{key!r}]") for key, value in given.items()}
+    if isinstance(given, (list, tuple)):
+        return [_checked(value, f"{place}[{i}]") for i, value in enumerate(given)]
+    raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a nest of those; got {given!r}")
+
+
+def _paths(x: Any) -> list[tuple[Any, ...]]:
+    """Where the leaves of a container are, as pytrees say it; parts that have no names there are counted."""
+    try:
+        return [path for path, _ in pytree.tree_flatten_with_path(x)[0]]
+    except ValueError:  # a class that was registered without names
+        parts = pytree.tree_leaves(x, is_leaf=lambda part: part is not x)
+        try:
+            steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
+        except ValueError:
+            steps = [pytree.SequenceKey(i) for i in range(len(parts))]
+        return [(step, *path) for step, part in zip(steps, parts, strict=True) for path in _paths(part)]
+
+
+def _all_dims(given: Any) -> list[Dim]:
+    if isinstance(given, Dim):
+        return [given]
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else ()
+    return [dim for part in parts for dim in _all_dims(part)]
+
+
+def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
+    """The padded dims of the leaf at a path below an argument."""
+    for step in path:
+        if given is None or _is_padded_dims(given):
+            break
+        name = getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+        if isinstance(given, Mapping):
+            given = given.get(name)
+        else:
+            given = given[name] if isinstance(name, int) and name < len(given) else None
+    return given if _is_padded_dims(given) else None
+
+
+def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool, bool]:
+    """The names of the arguments, those that can be given by position; does it take others, by name, by position?"""
+    called = program.forward if isinstance(program, torch.nn.Module) else program
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return [], [], True, True
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    kinds = {p.kind for p in parameters}
+    return named, positional, inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def _name(program: Callable[..., Any]) -> str:
+    return getattr(program, "__name__", type(program).__name__)

@@ -1,0 +1,119 @@
+"""How a call is written: one bucket serves equal calls, their arguments by position or by name, in whatever order."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.calls.cache_key import has_parts, parts_of
+from subtensors.bucketed.calls.call_spec import flatten, unflatten
+from subtensors.bucketed.calls.flatten_objects import opened_arguments
+from subtensors.bucketed.calls.object_snapshot import KeptObjects
+from subtensors.dispatch.ops.errors import RuleError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How a call gives its arguments.
+
+    Args:
+        order: where the leaves, taken in the order of the parameters, are among those of `flatten`; None as they are.
+        key: equal for calls that differ in nothing but this.
+        spec, count, names: the structure that `flatten` found, how many arguments are positional, the others' names.
+    """
+
+    order: tuple[int, ...] | None
+    key: Any
+    spec: Any
+    count: int
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> CallStyle:
+        """That of a call.
+
+        Args:
+            parameters: the names of those that can be given by position.
+            args, kwargs: the call's.
+            spec: the structure that `flatten` found.
+
+        Example:
+            >>> CallStyle.of(["x", "y"], (), {"y": 1, "x": 2}, None).order
+            (1, 0)
+        """
+        names = [*parameters[: len(args)], *range(len(parameters), len(args)), *kwargs]
+        given = [*args, *kwargs.values()]
+        structures = [None if spec is None else pytree.tree_structure(opened_arguments(x)) for x in given]
+        counts = [1 if structure is None else structure.num_leaves for structure in structures]
+        ends = list(itertools.accumulate(counts))
+
+        def rank(i: int) -> tuple[int, str]:
+            """First the parameters in their order, then others by name."""
+            name = names[i]
+            if isinstance(name, int):
+                return name, ""
+            return (parameters.index(name), "") if name in parameters else (len(names) + len(parameters), name)
+
+        ranked = sorted(range(len(names)), key=rank)
+        order = tuple(leaf for i in ranked for leaf in range(ends[i] - counts[i], ends[i]))
+        key = tuple((names[i], structures[i]) for i in ranked)
+        return CallStyle(None if order == tuple(range(len(order))) else order, key, spec, len(args), tuple(kwargs))
+
+    def ordered(self, leaves: list[T]) -> list[T]:
+        """What `flatten` found, in the order of the parameters."""
+        return leaves if self.order is None else [leaves[i] for i in self.order]
+
+    def call(self, program: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """Call a program like this.
+
+        Args:
+            program: what to call.
+            leaves: of the arguments, in the order of the parameters.
+
+        Raises:
+            RuleError: it wrote to an object among them, which is as it was again, or to a container of the caller's, or
+                it returns an iterator.
+        """
+        if self.order is not None:
+            leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
+        args, kwargs = unflatten(leaves, self.spec, self.count, self.names)
+        objects = KeptObjects(x.__self__ if isinstance(x, types.MethodType) else x for x in leaves if has_parts(x))
+        try:
+            result = program(*args, **kwargs)
+        except BaseException:  # who comes here may run the program otherwise
+            objects.put_back()
+            raise
+        if written := objects.put_back():
+            raise RuleError(f"it writes to an argument, a {written}, which a graph holds as a constant")
+        if self.spec is not None:
+            now, spec = flatten(args, kwargs)
+            if spec != self.spec or not all(map(is_, now, leaves)):
+                raise RuleError("it writes to a container among its arguments, of which it has a copy")
+        if once := next((x for x in pytree.tree_leaves(result) if isinstance(x, Iterator)), None):
+            raise RuleError(f"it returns a {type(once).__name__}, which gives its values once: return a list")
+        if hidden := next((x for x in pytree.tree_leaves(result) if _hides_tensors(x)), None):
+            raise RuleError(f"it returns a {type(hidden).__name__} with tensors in it: return a container")
+        return result
+
+
+def _hides_tensors(x: Any) -> bool:
+    """Does a leaf of a result hold tensors where none can be put in their place?"""
+    if isinstance(x, functools.partial):
+        return any(isinstance(part, Tensor) for part in pytree.tree_leaves((x.args, x.keywords)))
+    if isinstance(x, types.FunctionType):
+        return any(isinstance(value, Tensor) for _, value in parts_of(x))
+    return isinstance(x, (set, frozenset)) and any(isinstance(part, Tensor) for part in x)
+
+
+AS_GIVEN = CallStyle(None, None, None, 0, ())
+"""Where it doesn't matter how a call is written: nothing is put in another order."""

@@ -1,0 +1,106 @@
+"""What of a program's Python is a constant of its graphs: the plain values that it reads, and its modules' hooks.
+
+What the program itself writes while it runs, as a count of its calls, is none: it differs after each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, compress
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from subtensors.bucketed.state.locations import Place
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Kinds of values that Python code computes with, or decides by."""
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Of a module."""
+
+
+def is_plain(x: Any) -> bool:
+    """Is it a plain value, or a tuple of such?"""
+    return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
+
+
+class Constants:
+    """Plain values and hooks as they are now, to be compared with what is there later.
+
+    Args:
+        values: places where the program finds plain values, and which.
+        modules: whose hooks it runs.
+
+    Example:
+        >>> options = {"scale": 2.0}
+        >>> found = Constants([(Place(options, "scale"), 2.0)], [])
+        >>> options["scale"] = 3.0
+        >>> found.first_other()
+        'scale'
+    """
+
+    def __init__(self, values: Iterable[tuple[Place, Any]], modules: Sequence[nn.Module]) -> None:
+        self._hooks = [getattr(m, kind) for m in modules for kind in HOOKS]
+        self._hooked = self._hooks_now()
+        self._watch(values)
+
+    def _watch(self, values: Iterable[tuple[Place, Any]]) -> None:
+        pairs = list(values)
+        self._places, self._values = [place for place, _ in pairs], [value for _, value in pairs]
+        names: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
+        for place in self._places:
+            if type(place.holder) is dict:
+                names.setdefault(id(place.holder), (place.holder, []))[1].append(place.key)
+        self._dicts = [(itemgetter(*keys), held) for held, keys in names.values()]
+        self._rest = [place for place in self._places if type(place.holder) is not dict]
+        # What changed before it was looked at must not be taken for what is recorded.
+        self._seen = self._glance() if _are_equal(self._now(), self._values) else None
+
+    def _glance(self) -> Any:
+        """All values, dict by dict, which takes half the time of place by place; None where a name is gone."""
+        try:
+            return [get(held) for get, held in self._dicts], [place.now() for place in self._rest]
+        except KeyError:
+            return None
+
+    def _now(self) -> list[Any]:
+        return [place.now() for place in self._places]
+
+    def _hooks_now(self) -> list[Any]:
+        """The ids of the hooks, which no two have in common."""
+        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
+
+    def first_other(self) -> str:
+        """The first that is another than it was, by its name; "" where none is."""
+        if self._hooks_now() != self._hooked:
+            return "a hook of a module"
+        if self._seen is not None and _are_equal(self._glance(), self._seen):
+            return ""
+        found = zip(self._places, self._now(), self._values, strict=True)
+        return next((place.name for place, now, before in found if not _are_equal(now, before)), "")
+
+    @contextmanager
+    def of_a_run(self) -> Iterator[None]:
+        """The program runs meanwhile: what is another one afterwards is its own, and watched no longer."""
+        hooks, before = self._hooks_now(), self._now()
+        try:
+            yield
+        finally:
+            if (hooked := self._hooks_now()) != hooks:
+                self._hooked = hooked
+            if not _are_equal(after := self._now(), before):
+                stayed = [_are_equal(a, b) for a, b in zip(after, before, strict=True)]
+                self._watch(compress(list(zip(self._places, self._values, strict=True)), stayed))
+
+
+def _are_equal(now: Any, before: Any) -> bool:
+    """Are they equal? What is no plain value any more, as a tensor, may have ideas of its own of that."""
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError, TypeError):
+        return False

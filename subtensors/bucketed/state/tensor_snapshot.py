@@ -1,0 +1,76 @@
+"""What a graph holds of a tensor that it reads where it is: a tensor of which any of this is another was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.graphs.guards import SameGuard
+
+HELD: dict[str, Callable[[Tensor], Any]] = {
+    "address": Tensor.data_ptr,
+    "device": attrgetter("device"),
+    "dtype": attrgetter("dtype"),
+    "shape": attrgetter("shape"),
+    "strides": Tensor.stride,
+    "conjugation": Tensor.is_conj,
+    "negation": Tensor.is_neg,
+}
+"""By its name, how it is read."""
+
+_MODES = 4
+"""Combinations of grad mode, inference mode and autocast that a program is called in, at most."""
+
+
+def held_of(t: Tensor) -> tuple[Any, ...] | None:
+    """All of the table for one tensor; None where it has no memory that could be held, as a sparse one."""
+    try:
+        return tuple([read(t) for read in HELD.values()])
+    except (RuntimeError, ValueError):  # torch's; a parameter of a lazy module has no size before the first call
+        return None
+
+
+class Held:
+    """Some tensors as they are now, to be compared with what is there later.
+
+    A guard in C++ compares all of them at once; where it says no, the table decides.
+
+    Args:
+        tensors: in an order that later ones come in too.
+
+    Example:
+        >>> w = torch.ones(2, 2)
+        >>> held = Held([w])
+        >>> w.data = w.data.t()
+        >>> held.are([w]), held.first_other([w])
+        (False, (0, 'strides'))
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._held = [held_of(t) for t in tensors]
+        self._guard = SameGuard(tensors, _MODES) if None not in self._held else None
+        with torch.no_grad():
+            # Keeps the memory, also where `.data` is replaced.
+            self._memory = [t.detach() for t, held in zip(tensors, self._held, strict=True) if held is not None]
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Is of every tensor all as it was?"""
+        if self._guard is not None and self._guard.matches(tensors):
+            return True
+        if self.first_other(tensors) is not None:
+            return False
+        if self._guard is not None:
+            self._guard.met_again(tensors)
+        return True
+
+    def first_other(self, tensors: Sequence[Tensor]) -> tuple[int, str] | None:
+        """The first tensor that is another than it was, and what of it in words; None where there is none."""
+        for i, (t, before) in enumerate(zip(tensors, self._held, strict=False)):
+            if (now := held_of(t)) != before:
+                changed = zip(HELD, now or (), before or (), strict=False)
+                return i, next((name for name, a, b in changed if a != b), "memory")
+        return None if len(tensors) == len(self._held) else (min(len(tensors), len(self._held)), "count")

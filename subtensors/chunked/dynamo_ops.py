@@ -1,0 +1,74 @@
+"""What becomes of a call on traced chunks, by its name: a step of a program, its end, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.ops.op_classes import OpClass, op_class
+
+VIEWS = frozenset(
+    """view reshape view_as reshape_as flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t
+    unsqueeze squeeze expand expand_as narrow select detach alias contiguous to type_as float double half bfloat16
+    __getitem__""".split()
+)
+"""Calls whose result may share the memory of its operand."""
+
+_STAYS = VIEWS | frozenset(
+    """linear matmul mm bmm einsum layer_norm rms_norm group_norm softmax log_softmax softmin normalize relu relu6 gelu
+    silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
+    hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
+    tril triu diagonal diag put cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod
+    invert and or xor""".split()
+)
+"""Calls whose result has the rows as their operand has, and is as wide: beside those of ops of each element."""
+
+_GIVES = frozenset(
+    """cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
+    binary_cross_entropy_with_logits soft_margin_loss poisson_nll_loss gaussian_nll_loss cosine_similarity
+    pairwise_distance cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss hinge_embedding_loss sum mean nansum nanmean prod logsumexp
+    amax amin argmax argmin norm vector_norm var std any all count_nonzero gather take_along_dim dot trace
+    index_select""".split()
+)
+"""Calls that make an end: their result is a number, or a few for each row."""
+
+_PARTS = frozenset("chunk split unbind tensor_split".split())
+"""Calls that give several results, views too."""
+
+REFUSED = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward".split())
+
+
+def _what_becomes(name: str) -> str:
+    """What is done with a call: "stays", "gives", "parts", or nothing of these."""
+    bare = name.strip("_")
+    for fate, names in (("parts", _PARTS), ("gives", _GIVES), ("stays", _STAYS)):
+        if name in names or (bare in names and name.startswith("__")):
+            return fate
+    packets = (getattr(torch.ops.aten, n, None) for n in (bare, bare.removeprefix("r")))
+    packet = next((p for p in packets if p is not None), None)
+    classes = {op_class(getattr(packet, o)) for o in packet.overloads()} if packet is not None else set()
+    if classes == {OpClass.REDUCTION}:
+        return "gives"
+    return "stays" if OpClass.POINTWISE in classes and OpClass.RANDOM not in classes else ""
+
+
+def _elsewhere(name: str) -> str:
+    """How a function that is none of `torch` or `F` is called: "torch.linalg.vector_norm" of "linalg_vector_norm"."""
+    module, _, rest = name.partition("_")
+    if rest and hasattr(getattr(torch, module, None), rest):
+        return f"torch.{module}.{rest}"
+    homes = {"torch._C._nn": torch._C._nn, "Tensor": torch.Tensor}
+    return next((f"{home}.{name}" for home, space in homes.items() if hasattr(space, name)), "")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return function.__name__
+
+
+what_becomes = torch.compiler.assume_constant_result(_what_becomes)
+elsewhere = torch.compiler.assume_constant_result(_elsewhere)
+name_of = torch.compiler.assume_constant_result(_name_of)
+"""The name of a function. The compiler itself may say that of the code which a decorator put around it."""

@@ -1,0 +1,49 @@
+"""What compiled code is told when it asks a list for the shapes, the strides or the dtypes of its elements.
+
+Dynamo does not ask the type: it answers from the one shape that every tensor has to it, which for a list counts the
+elements. So its answers are replaced by the map's, a list with one value an element. They are constants of the graph,
+guarded with the layout of a packed list and with each element of another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
+
+_ATTRIBUTES = "shape ndim dtype device layout is_cuda".split()
+_METHODS = "size stride numel nelement dim ndimension is_contiguous element_size is_floating_point is_complex".split()
+
+_FUNCTIONS = "numel is_floating_point is_complex".split()
+
+
+def teach_compiler(kind: type[torch.Tensor]) -> None:
+    """Make compiled code see the elements of lists of this type in what it asks of their geometry."""
+    dynamo.compile_methods_only_inlined(kind)
+    reason = (
+        "compiled code is given stand-ins for the elements of a TensorList, which have no .grad: give it the gradients "
+        "as a list of their own, or the parameters as a plain list"
+    )
+    dynamo_rules.on_first_compile(
+        kind,
+        partial(dynamo.answer_in_compiler, kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS),
+        partial(dynamo.list_in_compiler, kind, "tensors"),
+        partial(dynamo.break_at_gradients, kind, reason),
+    )
+
+
+def _answer(elements: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name == "__len__":
+        return len(elements)
+    found = [getattr(t, name) for t in elements.tensors]
+    answers = found if name in _ATTRIBUTES else [ask(*args, **kwargs) for ask in found]
+    if any(map(dynamo.is_symbolic, answers)):
+        raise RuleError(
+            f"{name} of a TensorList has no rule where the compiler does not know the sizes of its elements: ask "
+            "for it outside, pack() the list, or compile with dynamic=False"
+        )
+    return answers

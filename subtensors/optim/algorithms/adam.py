@@ -1,0 +1,197 @@
+"""Adam, and AdamW: Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
+from subtensors.optim.validation import torch_defaults
+
+Betas = tuple[float | Tensor, float | Tensor]
+
+
+class Adam(Optimizer):
+    """Adam; takes and saves what `torch.optim.Adam` does.
+
+        g <- g + weight_decay p                         decoupled: p <- p - lr weight_decay p
+        m <- beta1 m + (1 - beta1) g
+        v <- beta2 v + (1 - beta2) g^2
+        p <- p - lr m' / (sqrt(v') + eps)               m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
+
+    With `amsgrad`, v' is made of the largest v so far. What t decides is computed once a tensor; an element is left
+    with one square root and one division:
+
+        p <- p - (lr / (1 - beta1^t)) (m / (sqrt(v) (1 - beta2^t)^(-1/2) + eps))
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        betas: how much of each average a step keeps; two numbers or two tensors of one element.
+        eps: keeps the quotient finite.
+        weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
+        amsgrad: as above.
+        foreach: recorded for torch.optim; changes nothing here.
+        maximize: go up rather than down.
+        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
+        differentiable: only False.
+        fused: recorded for torch.optim, and saves step counts on the device.
+        decoupled_weight_decay: as in AdamW.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.Adam([w], lr=0.5)
+        >>> w.grad = torch.tensor([3.0, -1.0])
+        >>> opt.step()
+        >>> w
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+
+    Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015); Reddi et al., "On the Convergence of Adam
+    and Beyond" (2018) for amsgrad.
+    """
+
+    optional = ("weight_decay",)
+    low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+    state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, torch_defaults(torch.optim.Adam, locals()), **options)
+
+    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+        """The largest second moment is kept for amsgrad alone."""
+        return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
+
+    def update(
+        self,
+        p: Tensor,
+        g: Tensor,
+        step: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        max_exp_avg_sq: Tensor | None,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float | None,
+        decoupled_weight_decay: bool,
+    ) -> None:
+        """The maths of the class, for one tensor."""
+        beta1, beta2 = betas
+        step.add_(1)
+        # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
+        t = step.double()
+
+        if weight_decay is not None:
+            if decoupled_weight_decay:
+                p.mul_(1 - lr * weight_decay)
+            else:
+                g = g + weight_decay * p
+
+        exp_avg.mul_(beta1).add_((1 - beta1) * g)
+        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        v = exp_avg_sq
+        if max_exp_avg_sq is not None:
+            v = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+
+        denominator = v.sqrt() * (1 - beta2**t) ** -0.5 + eps
+        p.sub_((lr / (1 - beta1**t)) * (exp_avg / denominator))
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay; takes and saves what `torch.optim.AdamW` does.
+
+        p <- p - lr weight_decay p                      then as in Adam, without its L2 penalty
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: as in `Adam`.
+        betas: as in `Adam`.
+        eps: as in `Adam`.
+        weight_decay: the share of lr that a step takes off the parameter.
+        amsgrad: as in `Adam`.
+        maximize: as in `Adam`.
+        foreach: as in `Adam`.
+        capturable: as in `Adam`.
+        differentiable: only False.
+        fused: as in `Adam`.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.AdamW([w], lr=0.5, weight_decay=0.5)
+        >>> w.grad = torch.tensor([3.0, -1.0])
+        >>> opt.step()
+        >>> w
+        Parameter containing:
+        tensor([0.2500, 1.2500], requires_grad=True)
+
+    Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (2019).
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            **options,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A state saved by Adam doesn't make this Adam.
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

@@ -1,0 +1,90 @@
+"""Adamax: Adam with the largest gradient in place of the second moment."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
+from subtensors.optim.validation import torch_defaults
+
+
+class Adamax(Optimizer):
+    """Adam in the infinity norm; takes and saves what `torch.optim.Adamax` does.
+
+        g <- g + weight_decay p
+        m <- beta1 m + (1 - beta1) g
+        u <- max(beta2 u, |g| + eps)
+        p <- p - lr m / ((1 - beta1^t) u)
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        betas: how much of the average, and of the largest gradient, a step keeps.
+        eps: keeps the quotient finite.
+        weight_decay: the L2 penalty.
+        foreach: recorded for torch.optim; changes nothing here.
+        maximize: go up rather than down.
+        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
+        differentiable: only False.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.Adamax([w], lr=0.5)
+        >>> w.grad = torch.tensor([3.0, -1.0])
+        >>> opt.step()
+        >>> w
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+
+    Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015), section 7.1.
+    """
+
+    optional = ("weight_decay",)
+    state = {"exp_avg": torch.zeros_like, "exp_inf": torch.zeros_like}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, torch_defaults(torch.optim.Adamax, locals()), **options)
+
+    def update(
+        self,
+        p: Tensor,
+        g: Tensor,
+        step: Tensor,
+        exp_avg: Tensor,
+        exp_inf: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float | None,
+    ) -> None:
+        """The maths of the class, for one tensor."""
+        beta1, beta2 = betas
+        step.add_(1)
+        if weight_decay is not None:
+            g = g + weight_decay * p
+        exp_avg.mul_(beta1).add_((1 - beta1) * g)
+        exp_inf.copy_(torch.maximum(beta2 * exp_inf, g.abs() + eps))
+        p.sub_((lr / (1 - beta1 ** step.double())) * (exp_avg / exp_inf))

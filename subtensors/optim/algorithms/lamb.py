@@ -1,0 +1,94 @@
+"""LAMB: Adam's direction, as long as the tensor it changes."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
+from subtensors.optim.validation import check_fractions, check_not_negative
+
+
+class LAMB(Optimizer):
+    """Adam with each tensor's step scaled to the tensor's own norm, for very large batches.
+
+        m <- beta1 m + (1 - beta1) g
+        v <- beta2 v + (1 - beta2) g^2
+        u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
+        p <- p - lr ||p|| / ||u|| u                     a norm of 0 scales nothing: p <- p - lr u
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        betas: how much of each average a step keeps.
+        eps: keeps the quotient finite.
+        weight_decay: decoupled, inside the norm of the step.
+        maximize: go up rather than down.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.LAMB([w], lr=0.5, weight_decay=0.0)
+        >>> w.grad = torch.tensor([3.0, -1.0])
+        >>> opt.step()
+        >>> w
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), Algorithm 2,
+    with the identity for phi.
+    """
+
+    optional = ("weight_decay",)
+    state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_fractions(2, betas=betas)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **options)
+
+    def update(
+        self,
+        p: Tensor,
+        g: Tensor,
+        step: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float | None,
+    ) -> None:
+        """The maths of the class, for one tensor."""
+        beta1, beta2 = betas
+        step.add_(1)
+        t = step.double()
+        exp_avg.mul_(beta1).add_((1 - beta1) * g)
+        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        denominator = exp_avg_sq.sqrt() * (1 - beta2**t) ** -0.5 + eps
+        u = (1 / (1 - beta1**t)) * (exp_avg / denominator)
+        if weight_decay is not None:
+            u = u + weight_decay * p
+        length, change = p.norm(), u.norm()
+        is_scaled = (length > 0) & (change > 0)
+        ratio = torch.where(is_scaled, length / torch.where(is_scaled, change, 1.0), 1.0)
+        p.sub_(lr * ratio * u)

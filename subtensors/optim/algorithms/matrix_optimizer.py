@@ -1,0 +1,195 @@
+"""The base class of optimizers whose maths is of whole matrices: `update` sees all of them at once, as TensorLists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.fused.bound_call import Call
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.lists.stacking import run_by_shape
+from subtensors.fused.fuse import fused
+from subtensors.lists.tensor_list import TensorList
+from subtensors.optim.dtensor import is_sharded, whole, write_part
+from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.options import IN_STEP
+from subtensors.optim.traced_update import SQUARES, computed_in, taken_gradient
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer with an `update` of lists: what is not element by element runs once a shape, not once a matrix.
+
+    `update(self, p, g, <state entries>, *, <hyperparameters>)` is as for `Optimizer`, but that every tensor is a
+    `TensorList` of the parameters of a batch, and that it is run, not traced. Functions made by `fused` are one kernel
+    over the list, torch's matrix functions are one batched call a shape, and `by_shape` is that for a function of one's
+    own. Parameters of one shape follow each other, so that what a fused function returns is stacked without a copy.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        defaults: the hyperparameters of a group that doesn't give its own.
+        options: the options of every optimizer.
+
+    Example:
+        >>> import subtensors as st
+        >>> class Whitened(st.optim.MatrixOptimizer):
+        ...     def update(self, p, g, *, lr):
+        ...         u, _, vh = torch.linalg.svd(g, full_matrices=False)
+        ...         p.sub_(lr * (u @ vh))
+        >>> w = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> opt = Whitened([w], dict(lr=0.5))
+        >>> w.grad = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+        >>> opt.step()
+        >>> w.detach().diag()
+        tensor([-0.5000,  0.5000])
+    """
+
+    state: Any
+
+    is_replayable = False  # `update` may be anything; a class that knows better says so
+
+    WORKSPACE: ClassVar[int] = 2**28
+    """Elements a batch: what `update` makes in passing is a few times as many, however many parameters there are."""
+
+    @classmethod
+    def _step_function(cls) -> Callable[..., Any]:
+        return ListStep(cls)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        for p in group["params"]:
+            if p.is_complex():
+                raise ValueError(
+                    f"{type(self).__name__} takes matrices of real numbers, and a parameter of size {tuple(p.shape)} "
+                    f"is {p.dtype}: give it to another optimizer, such as AdamW"
+                )
+
+    def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:
+        for kind, indices in kinds.items():
+            batch: list[int] = []
+            size = 0
+            for i in sorted(indices, key=lambda i: tuple(params[i].shape)):
+                if batch and size + params[i].numel() > self.WORKSPACE:
+                    yield kind, batch
+                    batch, size = [], 0
+                batch.append(i)
+                size += params[i].numel()
+            yield kind, batch
+
+
+def by_shape(function: Callable[..., Any], *lists: TensorList) -> Any:
+    """Call a function of stacked tensors once for each shape in the lists.
+
+    Args:
+        function: takes a stack of each list, (n, *shape), and returns a tensor, or a tuple of tensors, each with n as
+            its first dimension.
+        lists: of one structure.
+
+    Returns:
+        A TensorList, or a tuple of them.
+
+    Example:
+        >>> x = TensorList([torch.eye(2), torch.ones(3, 3), 2 * torch.eye(2)])
+        >>> by_shape(torch.linalg.matrix_norm, x)
+        TensorList(3 tensors, 3 values: 3 x float32[] cpu)
+    """
+    results = tuple([lists[0].like(column) for column in run_by_shape(function, [x.tensors for x in lists])])
+    return results[0] if len(results) == 1 else results
+
+
+@fused
+def _gradient(
+    p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool, values: dict[str, Any]
+) -> Tensor:
+    """The gradient as `update` takes it; zero when it overflowed, so that no factorization meets an infinity."""
+    g = g.to(computed_in(p.dtype))
+    g, _ = taken_gradient(g, grad_scale, maximize, values)
+    return g if found_inf is None else torch.where(found_inf != 0, 0, g)
+
+
+@fused
+def _undo(target: Tensor, before: Tensor, found_inf: Tensor | None) -> None:
+    assert found_inf is not None
+    target.copy_(torch.where(found_inf != 0, before, target))
+
+
+@fused
+def _approach(average: Tensor, w: Tensor, ema: float | Tensor) -> None:
+    average.add_((1 - ema) * (w - average))
+
+
+@fused
+def assign(target: Tensor, source: Tensor) -> None:
+    """target <- source."""
+    target.copy_(source)
+
+
+class ListStep:
+    """The step of an optimizer class for the lists of a batch; writes parameters, masters and state in place.
+
+    Args:
+        cls: a class with `update(self, p, g, *states, **hyperparameters)` on TensorLists.
+    """
+
+    def __init__(self, cls: type) -> None:
+        # It has the methods of the class and none of an instance's values, as in `single_tensor`.
+        self._rules: Any = object.__new__(cls)
+
+    def run(self, call: Call, prelude: None = None) -> None:
+        """One step; of DTensors, that of the whole tensors, of which each process then keeps its part."""
+        (p, g, master, entries, *rest), _ = call.arguments()
+        if not any(map(is_sharded, p)):
+            self(p, g, master, entries, *rest)
+            return
+        kept = [(column, Elements(map(whole, column))) for column in (p, master, *entries) if column is not None]
+        gathered = {id(column): result for column, result in kept}
+        self(
+            gathered[id(p)],
+            Elements(map(whole, g)),
+            gathered.get(id(master)),
+            tuple([gathered.get(id(column)) for column in entries]),
+            *rest,
+        )
+        for column, results in kept:
+            for t, result in zip(column, results, strict=True):
+                if is_sharded(t):
+                    write_part(t, result)
+        # What is written through a shard, autograd must be told of the whole.
+        torch.autograd.graph.increment_version(p)
+
+    def __call__(
+        self,
+        p: Elements,
+        g: Elements,
+        master: Elements | None,
+        entries: tuple[Elements | None, ...],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        maximize: bool,
+        hyperparameters: dict[str, Any],
+    ) -> None:
+        """Do the step to these parameters."""
+        weights = _list(p if master is None else master)
+        gradients: Any = _list(g)
+        *states, average = [None if column is None else _list(column) for column in entries]
+        in_step = {name: hyperparameters.pop(name) for name in (*IN_STEP, SQUARES) if name in hyperparameters}
+        ema = in_step.pop("ema", None)
+        if grad_scale is not None or found_inf is not None or maximize or in_step:
+            gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize, in_step)
+        # What is on the host, such as a count that decides what a step does, can't wait for the device to ask it.
+        kept = [x for x in (weights, *states, average) if x is not None]
+        written = [x for x in kept if x.tensors[0].device == weights.tensors[0].device]
+        before = [] if found_inf is None else [x.clone() for x in written]
+        self._rules.update(weights, gradients, *states, **hyperparameters)
+        if average is not None:
+            _approach(average, weights, ema)
+        for target, value in zip(written, before, strict=False):
+            _undo(target, value, found_inf)
+        if master is not None:
+            assign(_list(p), weights)
+
+
+def _list(tensors: Iterable[Tensor]) -> TensorList:
+    return TensorList(list(tensors))

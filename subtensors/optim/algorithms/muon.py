@@ -1,0 +1,155 @@
+"""Muon: momentum whose singular values are all brought to one size."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.fused.fuse import fused
+from subtensors.lists.tensor_list import TensorList
+from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.algorithms.newton_schulz import Coefficients, newton_schulz
+from subtensors.optim.optimizer import Params
+from subtensors.optim.options import Options
+from subtensors.optim.traced_update import computed_in
+from subtensors.optim.validation import torch_defaults
+
+
+class Muon(MatrixOptimizer):
+    """Muon, for the weight matrices of a network; takes and saves what `torch.optim.Muon` does.
+
+        m <- momentum m + (1 - momentum) g
+        u <- momentum m + (1 - momentum) g              without nesterov u <- m
+        o <- NS(u / max(|u|, eps))                      Newton-Schulz, in bfloat16: singular values near 1
+        p <- p - lr weight_decay p - lr s o             s: sqrt(max(1, rows / columns)), or as `adjust_lr_fn` says
+
+    What is element by element is one kernel over all matrices, and Newton-Schulz three matrix products an iteration and
+    shape. Other parameters than matrices (embeddings, heads, biases) belong to another optimizer, such as AdamW.
+
+    Args:
+        params: parameters with two dimensions, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        weight_decay: decoupled, as in AdamW.
+        momentum: how much of the momentum a step keeps.
+        nesterov: as in the maths.
+        ns_coefficients: of the iteration X <- a X + b X X^T X + c (X X^T)^2 X.
+        eps: the least norm that is divided by.
+        ns_steps: iterations.
+        adjust_lr_fn: None or "original" for s as above; "match_rms_adamw" for 0.2 sqrt(max(rows, columns)), with which
+            the learning rates and weight decays of AdamW fit.
+        options: the options of every optimizer.
+
+    Raises:
+        ValueError: a value is out of range, or a parameter is no real matrix.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> opt = st.optim.Muon([w], lr=0.5)
+        >>> w.grad = torch.tensor([[3.0, 0.0], [0.0, -0.1]])
+        >>> opt.step()
+        >>> (w.detach() / 0.5).round()
+        tensor([[-1.,  0.],
+                [ 0.,  1.]])
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
+    Scalable for LLM Training" (2025) for `match_rms_adamw`. The form is torch's.
+    """
+
+    is_replayable = True
+    state = {"momentum_buffer": torch.zeros_like}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"Invalid ns_coefficients: {ns_coefficients}; expected three numbers")
+        if not 0 <= ns_steps < 100:
+            raise ValueError(f"Invalid ns_steps: {ns_steps}; expected 0 or more, and less than 100")
+        super().__init__(params, torch_defaults(torch.optim.Muon, locals()), **options)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        for p in group["params"]:
+            if p.dim() != 2:
+                raise ValueError(
+                    f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; give it to "
+                    "another optimizer, such as AdamW"
+                )
+
+    def update(
+        self,
+        p: TensorList,
+        g: TensorList,
+        momentum_buffer: TensorList,
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+        ns_coefficients: Coefficients,
+        eps: float,
+        ns_steps: float,
+        adjust_lr_fn: str | None,
+    ) -> None:
+        """The maths of the class, for all matrices."""
+        x: Any
+        x, norm = _momentum(g, momentum_buffer, momentum, nesterov, eps)
+        _divide(x, norm)
+        orthogonalize = functools.partial(
+            _orthogonalized, coefficients=ns_coefficients, steps=int(ns_steps), adjust_lr_fn=adjust_lr_fn
+        )
+        _descend(p, by_shape(orthogonalize, x), lr, weight_decay)
+
+
+@fused
+def _momentum(g: Tensor, m: Tensor, momentum: float, nesterov: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """The direction u in bfloat16, and its norm."""
+    wide = computed_in(m.dtype)
+    g = g.to(wide)
+    m.copy_(m.to(wide).lerp(g, 1 - momentum))
+    u = (g.lerp(m.to(wide), momentum) if nesterov else m.to(wide)).to(torch.bfloat16)
+    return u, u.float().norm().clamp(min=eps)
+
+
+@fused
+def _divide(x: Tensor, norm: Tensor) -> None:
+    x.copy_(x.float() / norm)
+
+
+@fused
+def _descend(p: Tensor, o: Tensor, lr: float, weight_decay: float) -> None:
+    w = p.to(computed_in(p.dtype))
+    p.copy_(w * (1 - lr * weight_decay) - lr * o.to(w.dtype))
+
+
+def _orthogonalized(x: Tensor, coefficients: Coefficients, steps: int, adjust_lr_fn: str | None) -> Tensor:
+    """Newton-Schulz on a stack, with the factor of the learning rate that its shape asks for."""
+    rows, columns = x.shape[1:]
+    return newton_schulz(x, coefficients, steps, _FACTORS[adjust_lr_fn](rows, columns))
+
+
+def _original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns))
+
+
+_FACTORS: dict[str | None, Callable[[int, int], float]] = {
+    None: _original,
+    "original": _original,
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}

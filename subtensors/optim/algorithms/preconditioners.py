@@ -1,0 +1,99 @@
+"""What Shampoo and SOAP share: the sides of a parameter, the second moments of its rows and columns, their counts.
+
+A parameter of two or more dimensions is seen as the matrix (shape[0], the rest); one of fewer has no sides. A side is
+left out where it is longer than the group's `max_size`: its second moments would be a matrix of that many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.fused.fuse import fused
+from subtensors.lists.tensor_list import TensorList
+from subtensors.optim.traced_update import computed_in
+
+SIDES = ("left", "right")
+
+
+def matrix_shape(p: Tensor) -> tuple[int, int]:
+    """Rows and columns of a parameter of two or more dimensions."""
+    return p.shape[0], p.numel() // max(p.shape[0], 1)
+
+
+def sides_of(p: Tensor, max_size: float) -> tuple[str, ...]:
+    """The sides of a parameter that are preconditioned.
+
+    Example:
+        >>> sides_of(torch.empty(10, 4, 5), max_size=12), sides_of(torch.empty(10), max_size=12)
+        (('left',), ())
+    """
+    if p.dim() < 2:
+        return ()
+    return tuple(side for side, size in zip(SIDES, matrix_shape(p), strict=True) if 0 < size <= max_size)
+
+
+def square(p: Tensor, side: str) -> Tensor:
+    """Zeros for a matrix over one side of a parameter, in the dtype that its state is computed in."""
+    size = matrix_shape(p)[SIDES.index(side)]
+    return torch.zeros(size, size, device=p.device, dtype=computed_in(p.dtype))
+
+
+def host_count(p: Tensor) -> Tensor:
+    """A count of steps that is read on the host, where it decides what a step does."""
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def parts_by_count(step: TensorList) -> dict[int, list[int]]:
+    """Count one step more for each parameter; which of them now have taken how many."""
+    parts: dict[int, list[int]] = {}
+    for i, count in enumerate(step.tensors):
+        parts.setdefault(int(count.add_(1)), []).append(i)
+    return parts
+
+
+def part(x: Any, places: Sequence[int]) -> Any:
+    """The elements of a list at these places; all of them are the list itself."""
+    if x is None or len(places) == len(x):
+        return x
+    return TensorList([x.tensors[i] for i in places])
+
+
+def as_matrices(x: Any) -> Any:
+    """Each element seen as a matrix."""
+    return x.like([t if t.dim() == 2 else t.reshape(matrix_shape(t)) for t in x.tensors])
+
+
+def as_shaped(x: Any, like: TensorList) -> Any:
+    """Matrices in the shapes of the parameters they came from."""
+    return x.like([t.reshape(p.shape) for t, p in zip(x.tensors, like.tensors, strict=True)])
+
+
+def second_moment(x: Tensor, side: str) -> Tensor:
+    """X X^T over rows, or X^T X over columns, of a stack."""
+    return x @ x.mT if side == "left" else x.mT @ x
+
+
+@fused
+def widened(p: Tensor, g: Tensor, weight_decay: float | None) -> Tensor:
+    """The gradient in the dtype that state is computed in, with the L2 penalty where there is one."""
+    wide = computed_in(p.dtype)
+    g = g.to(wide)
+    return g.clone() if weight_decay is None else g + weight_decay * p.to(wide)
+
+
+@fused
+def accumulate(total: Tensor, more: Tensor, beta: float, share: float) -> None:
+    """total <- beta total + share more."""
+    total.copy_(beta * total + share * more)
+
+
+@fused
+def descend(p: Tensor, direction: Tensor, lr: float, decay: float | None) -> None:
+    """p <- p - lr direction, then p <- p - lr decay p."""
+    w = p.to(computed_in(p.dtype))
+    w = w - lr * direction.to(w.dtype)
+    p.copy_(w if decay is None else w * (1 - lr * decay))

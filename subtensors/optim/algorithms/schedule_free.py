@@ -1,0 +1,171 @@
+"""Schedule-Free AdamW: an average of the parameters in place of a learning rate schedule."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
+from subtensors.optim.state import MASTER
+from subtensors.optim.validation import check_fractions, check_not_negative
+
+
+class AdamWScheduleFree(Optimizer):
+    """AdamW without a schedule: gradients are taken at y, between the fast iterate z and the average x.
+
+        lr_t = lr sqrt(1 - beta2^t) min(1, t / warmup_steps)
+        c = w_t / (w_1 + ... + w_t)                     w_t = t^r max(lr_1, ..., lr_t)^weight_lr_power
+        v <- beta2 v + (1 - beta2) g^2
+        d = g / (sqrt(v) + eps) + weight_decay y
+        z <- z - lr_t d
+        x <- (1 - c) x + c z
+        y <- (1 - beta1) z + beta1 x
+
+    The parameters hold y while training. `eval()` puts x there, which is what to evaluate and to save; `train()` puts
+    y back. x is kept nowhere: it is (y - (1 - beta1) z) / beta1. In bfloat16 and float16 the way there and back
+    rounds; with `master_weights` it does so in float32.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        betas: where y lies between z and x, and how much of v a step keeps; the first more than 0.
+        eps: keeps the quotient finite.
+        weight_decay: decoupled, taken at y.
+        warmup_steps: steps over which the learning rate grows linearly.
+        r: the power of t in the weights of the average.
+        weight_lr_power: the power of the learning rate in them.
+        maximize: go up rather than down.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.AdamWScheduleFree([w], lr=0.5)
+        >>> w.grad = torch.tensor([3.0, -1.0])
+        >>> opt.step()
+        >>> w
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+
+    Source: Defazio et al., "The Road Less Scheduled" (2024), Algorithm 1.
+    """
+
+    optional = ("weight_decay", "warmup_steps")
+    state = {
+        "z": torch.clone,
+        "exp_avg_sq": torch.zeros_like,
+        "weight_sum": lambda p: torch.zeros((), device=p.device, dtype=torch.float64),
+        "lr_max": lambda p: torch.zeros((), device=p.device, dtype=torch.float64),
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps)
+        check_fractions(2, betas=betas)
+        if betas[0] == 0:
+            raise ValueError(f"Invalid betas: {betas}; expected the first to be more than 0, as y would not hold x")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+            "maximize": maximize,
+            "train_mode": True,
+        }
+        super().__init__(params, defaults, **options)
+
+    def update(
+        self,
+        p: Tensor,
+        g: Tensor,
+        step: Tensor,
+        z: Tensor,
+        exp_avg_sq: Tensor,
+        weight_sum: Tensor,
+        lr_max: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float | None,
+        warmup_steps: float | None,
+        r: float,
+        weight_lr_power: float,
+        train_mode: bool,
+    ) -> None:
+        """The maths of the class, for one tensor."""
+        if not train_mode:
+            raise RuntimeError("the parameters hold the average: call train() of the optimizer before a step")
+        beta1, beta2 = betas
+        step.add_(1)
+        t = step.double()
+        rate = lr * (1 - beta2**t) ** 0.5
+        if warmup_steps is not None:
+            rate = rate * (t / warmup_steps).clamp(max=1)
+        lr_max.copy_(torch.maximum(lr_max, rate))
+        weight = t**r * lr_max**weight_lr_power
+        weight_sum.add_(weight)
+        c = weight / torch.where(weight_sum > 0, weight_sum, 1.0)
+
+        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        d = g / (exp_avg_sq.sqrt() + eps)
+        if weight_decay is not None:
+            d = d + weight_decay * p
+        # The new y in terms of the old one: x is not needed.
+        p.copy_(p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * d)
+        z.sub_(rate * d)
+
+    def eval(self) -> None:
+        """Put the average x into the parameters."""
+        self._move(to_train=False)
+
+    def train(self) -> None:
+        """Put y back into the parameters, to train on."""
+        self._move(to_train=True)
+
+    @torch.no_grad()
+    def _move(self, to_train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] == to_train:
+                continue
+            group["train_mode"] = to_train
+            beta1 = float(group["betas"][0])
+            params = [p for p in group["params"] if "z" in self.state.get(p, ())]
+            if not params:
+                continue
+            entries = [self.state[p] for p in params]
+            held = [entry.get(MASTER, p) for p, entry in zip(params, entries, strict=True)]
+            _approach(Elements(held), Elements(e["z"] for e in entries), 1 - beta1 if to_train else 1 - 1 / beta1)
+            for p, holder in zip(params, held, strict=True):
+                if holder is not p:
+                    p.copy_(holder)
+
+
+def _towards(p: Tensor, z: Tensor, share: float) -> None:
+    p.add_(share * (z - p))
+
+
+_approach = Fusion(_towards)

@@ -1,0 +1,112 @@
+"""Stochastic gradient descent, with momentum."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
+from subtensors.optim.validation import torch_defaults
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with (Nesterov) momentum; takes and saves what `torch.optim.SGD` does.
+
+        g <- g + weight_decay p
+        b <- momentum b + (1 - dampening) g             in a tensor's first step b <- g
+        p <- p - lr b                                   nesterov: p <- p - lr (g + momentum b)
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        momentum: 0 keeps no buffer.
+        dampening: as in the maths.
+        weight_decay: the L2 penalty.
+        nesterov: needs a momentum and no dampening.
+        maximize: go up rather than down.
+        foreach: recorded for torch.optim; changes nothing here.
+        differentiable: only False.
+        fused: recorded for torch.optim; changes nothing here.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.SGD([w], lr=0.5, momentum=0.5)
+        >>> for _ in range(2):
+        ...     w.grad = torch.ones(2)
+        ...     opt.step()
+        >>> w
+        Parameter containing:
+        tensor([-0.2500, -0.2500], requires_grad=True)
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013), with torch's
+    placing of the learning rate and its undamped first step.
+    """
+
+    optional = ("weight_decay", "dampening")
+    state = {"momentum_buffer": torch.zeros_like}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, torch_defaults(torch.optim.SGD, locals()), **options)
+
+    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+        """A buffer with a momentum; a count only where dampening makes the first step another."""
+        return group["momentum"] != 0 and (entry != "step" or group["dampening"] != 0)
+
+    def update(
+        self,
+        p: Tensor,
+        g: Tensor,
+        step: Tensor | None,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float | None,
+        weight_decay: float | None,
+        nesterov: bool,
+    ) -> None:
+        """The maths of the class, for one tensor."""
+        if weight_decay is not None:
+            g = g + weight_decay * p
+        if momentum_buffer is not None:
+            momentum_buffer.mul_(momentum).add_(g if dampening is None else (1 - dampening) * g)
+            if step is not None:
+                step.add_(1)
+                momentum_buffer.copy_(torch.where(step == 1, g, momentum_buffer))
+            g = g + momentum * momentum_buffer if nesterov else momentum_buffer
+        p.sub_(lr * g)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as `torch.optim.SGD` saves it: without counts, and without buffers that no step has written."""
+        saved = super().state_dict()
+        for key, state in saved["state"].items():
+            if "step" in state:
+                written = state["step"] > 0
+                saved["state"][key] = {
+                    name: value
+                    for name, value in state.items()
+                    if name != "step" and (written or name != "momentum_buffer")
+                }
+        return saved

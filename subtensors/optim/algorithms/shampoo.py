@@ -1,0 +1,222 @@
+"""Shampoo: gradients whitened by the roots of second moments of their rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.fused.fuse import fused
+from subtensors.lists.tensor_list import TensorList
+from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.algorithms.preconditioners import (
+    SIDES,
+    accumulate,
+    as_matrices,
+    as_shaped,
+    descend,
+    host_count,
+    part,
+    parts_by_count,
+    second_moment,
+    sides_of,
+    square,
+    widened,
+)
+from subtensors.optim.optimizer import Params
+from subtensors.optim.options import Options
+from subtensors.optim.validation import check_fractions, check_not_negative
+
+
+class Shampoo(MatrixOptimizer):
+    """Shampoo, with k preconditioned sides of a parameter.
+
+        g <- g + weight_decay p
+        L <- L + g g^T, R <- R + g^T g                  with beta2 < 1: L <- beta2 L + (1 - beta2) g g^T, R alike
+        d <- (L + eps I)^(-1/2k) g (R + eps I)^(-1/2k)
+        d <- d |g| / |d|                                with grafting="sgd"
+        m <- momentum m + d
+        p <- p - lr m                                   without a momentum p <- p - lr d
+
+    The roots are computed every `update_freq` steps, the first of them included, from eigendecompositions that are
+    batched by shape; the other steps use the last ones. Parameters of three or more dimensions are seen as matrices of
+    shape[0] rows. Those with no side to precondition (vectors, numbers, and matrices longer than `max_size` both ways)
+    have a diagonal: D <- D + g^2, d <- g / sqrt(D + eps).
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        momentum: 0 keeps no buffer.
+        weight_decay: the L2 penalty.
+        eps: as in the maths.
+        beta2: 1 sums second moments, as the paper does; less averages them.
+        update_freq: steps from one computation of the roots to the next.
+        max_size: the longest side that is preconditioned.
+        grafting: None, or "sgd" for steps as long as the gradient, tensor by tensor.
+        maximize: go up rather than down.
+        options: the options of every optimizer.
+
+    Raises:
+        ValueError: a value is out of range, or a parameter is complex.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> opt = st.optim.Shampoo([w], lr=0.5, eps=1e-12)
+        >>> w.grad = torch.tensor([[3.0, 0.0], [0.0, -0.1]])
+        >>> opt.step()
+        >>> w.detach().diag()
+        tensor([-0.5000,  0.5000])
+
+    Source: Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (2018), Algorithm 1, with the
+    exponent of its Algorithm 2; Anil et al., "Scalable Second Order Optimization for Deep Learning" (2021) for
+    grafting.
+    """
+
+    optional = ("weight_decay",)
+    state = {
+        "step": host_count,
+        "left": lambda p: square(p, "left"),
+        "right": lambda p: square(p, "right"),
+        "left_root": lambda p: square(p, "left"),
+        "right_root": lambda p: square(p, "right"),
+        "square_sum": torch.zeros_like,
+        "momentum_buffer": torch.zeros_like,
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        eps: float = 1e-4,
+        beta2: float = 1.0,
+        update_freq: int = 1,
+        max_size: int = 8192,
+        grafting: str | None = None,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        check_not_negative(lr=lr, weight_decay=weight_decay, max_size=max_size)
+        check_fractions(1, momentum=momentum)
+        if not 0 < beta2 <= 1:
+            raise ValueError(f"Invalid beta2: {beta2}; expected more than 0, and at most 1")
+        if not eps > 0:
+            raise ValueError(f"Invalid eps: {eps}; expected more than 0")
+        if update_freq < 1:
+            raise ValueError(f"Invalid update_freq: {update_freq}; expected 1 or more")
+        if grafting not in (None, "sgd"):
+            raise ValueError(f"Invalid grafting: {grafting!r}; expected None or 'sgd'")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "eps": eps,
+                "beta2": beta2,
+                "update_freq": update_freq,
+                "max_size": max_size,
+                "grafting": grafting,
+                "maximize": maximize,
+            },
+            **options,
+        )
+
+    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+        """A buffer with a momentum."""
+        return entry != "momentum_buffer" or group["momentum"] != 0
+
+    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
+        """Moments and roots of the sides that are preconditioned; a diagonal where none is."""
+        sides = sides_of(p, group["max_size"])
+        if entry == "square_sum":
+            return not sides
+        return entry in ("step", "momentum_buffer") or entry.removesuffix("_root") in sides
+
+    def update(
+        self,
+        p: TensorList,
+        g: TensorList,
+        step: TensorList,
+        left: TensorList | None,
+        right: TensorList | None,
+        left_root: TensorList | None,
+        right_root: TensorList | None,
+        square_sum: TensorList | None,
+        momentum_buffer: TensorList | None,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float | None,
+        eps: float,
+        beta2: float,
+        update_freq: float,
+        grafting: str | None,
+    ) -> None:
+        """The maths of the class, for all parameters with the same sides."""
+        share = 1.0 if beta2 == 1 else 1 - beta2
+        gradient: Any = widened(p, g, weight_decay)
+        counts = parts_by_count(step)
+        direction: Any
+        if square_sum is not None:
+            direction = _diagonal(gradient, square_sum, beta2, share, eps)
+        else:
+            due = [i for count, places in counts.items() if (count - 1) % update_freq == 0 for i in places]
+            direction = matrices = as_matrices(gradient)
+            kept = zip(SIDES, (left, right), (left_root, right_root), strict=True)
+            sides = [(side, moment, root) for side, moment, root in kept if moment is not None and root is not None]
+            for side, moment, root in sides:
+                # What is added has no name, so that it ends with the call: it is as large as the state.
+                accumulate(moment, by_shape(lambda x, side=side: second_moment(x, side), matrices), beta2, share)
+                if due:
+                    exponent = -1 / (2 * len(sides))
+                    part(root, due).copy_(by_shape(lambda a, e=exponent: matrix_power(a, e, eps), part(moment, due)))
+                direction = by_shape(_PRODUCTS[side], direction, root)
+            direction = as_shaped(direction, p)
+        if grafting is not None:
+            direction = _grafted(direction, gradient)
+        if momentum_buffer is not None:
+            accumulate(momentum_buffer, direction, momentum, 1.0)
+            direction = momentum_buffer
+        descend(p, direction, lr, None)
+
+
+def matrix_power(a: Tensor, exponent: float, eps: float) -> Tensor:
+    """(A + eps I)^exponent of a stack of symmetric matrices without negative eigenvalues.
+
+    Args:
+        a: (n, size, size).
+        exponent: any number.
+        eps: more than 0; what rounding has made negative counts as 0.
+
+    Returns:
+        Like `a`.
+
+    Example:
+        >>> matrix_power(torch.tensor([[[4.0, 0.0], [0.0, 16.0]]]), -0.5, 1e-12).diagonal(dim1=1, dim2=2)
+        tensor([[0.5000, 0.2500]])
+    """
+    values, vectors = torch.linalg.eigh(a)
+    power: Tensor = (vectors * (values.clamp(min=0) + eps).pow(exponent).unsqueeze(-2)) @ vectors.mT
+    return power
+
+
+_PRODUCTS = {"left": lambda x, root: root @ x, "right": lambda x, root: x @ root}
+
+
+@fused
+def _diagonal(g: Tensor, square_sum: Tensor, beta2: float, share: float, eps: float) -> Tensor:
+    total = beta2 * square_sum.to(g.dtype) + share * g * g
+    square_sum.copy_(total)
+    return g / (total + eps).sqrt()
+
+
+@fused
+def _grafted(direction: Tensor, g: Tensor) -> Tensor:
+    """The direction, as long as the gradient; nothing where it is nothing."""
+    length = direction.norm()
+    return direction * torch.where(length > 0, g.norm() / length, 0)

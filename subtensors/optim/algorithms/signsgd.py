@@ -1,0 +1,83 @@
+"""SignSGD, and with a momentum Signum."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from subtensors.optim.optimizer import Optimizer, Params
+from subtensors.optim.options import Options
+from subtensors.optim.validation import check_fractions, check_not_negative
+
+
+class SignSGD(Optimizer):
+    """Every element moves by lr, against the sign of its gradient, or of its momentum.
+
+        m <- momentum m + (1 - momentum) g
+        p <- p - lr (sign(m) + weight_decay p)
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or parameter groups.
+        lr: the learning rate, a number or a tensor of one element.
+        momentum: how much of the average a step keeps; 0 keeps no buffer.
+        weight_decay: decoupled.
+        maximize: go up rather than down.
+        options: those of every optimizer, `Options`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> import subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.SignSGD([w], lr=0.5)
+        >>> w.grad = torch.tensor([3.0, -1.0])
+        >>> opt.step()
+        >>> w
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+
+    Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018), Algorithms 1 and 2.
+    """
+
+    optional = ("weight_decay",)
+    state = {"momentum_buffer": torch.zeros_like}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-4,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_fractions(1, momentum=momentum)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **options)
+
+    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+        """A buffer with a momentum."""
+        return bool(group["momentum"] != 0)
+
+    def update(
+        self,
+        p: Tensor,
+        g: Tensor,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float | None,
+    ) -> None:
+        """The maths of the class, for one tensor."""
+        if momentum_buffer is not None:
+            g = momentum_buffer.mul_(momentum).add_((1 - momentum) * g)
+        direction = torch.sign(g)
+        if weight_decay is not None:
+            direction = direction + weight_decay * p
+        p.sub_(lr * direction)

@@ -1,0 +1,200 @@
+"""Parameters and gradients of an optimizer at addresses of their own, so that a glance shows whether they are there.
+
+All parameters of a device and dtype are views of one flat tensor, and so are their gradients, which backward passes add
+to. Asking a thousand tensors where they are takes longer than their update; a flat tensor is asked instead:
+
+    the first and the last parameter start where they did, and the first and the last gradient are the same tensors
+    as many tensors share the flat memory as did before: none has left it
+
+Who takes one tensor away in the middle and keeps it, so that as many share the memory as before, is not seen by that.
+So a few parameters and gradients are each looked at in every glance, and of many each marks when it is given other
+memory, or another gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from subtensors.dispatch.graphs.guards import PlaceGuard
+from subtensors.dispatch.ops.errors import AddressError
+from subtensors.dispatch.torch_internals import memory
+from subtensors.lists.packing import pack
+from subtensors.optim.versioned_state import Changes
+from subtensors.optim.watched_tensors import unwatch, watch
+from subtensors.static.static_tensor import in_place
+
+FEW = 16
+"""So many parameters and gradients are looked at in each glance."""
+
+
+class PackedMemory:
+    """The packed parameters of an optimizer, with gradients beside them.
+
+    Args:
+        params: leaf tensors, each once; their values stay, their memory moves.
+
+    Raises:
+        ValueError: two parameters share part of their memory, or one is no strided torch tensor.
+
+    Example:
+        >>> p = [Parameter(torch.ones(2)), Parameter(torch.zeros(3))]
+        >>> packed = PackedMemory(p)
+        >>> (p[0].sum() + p[1].sum()).backward()
+        >>> p[1].grad, packed.is_intact()
+        (tensor([1., 1., 1.]), True)
+        >>> p[1].grad = None
+        >>> packed.is_intact()
+        False
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        unwatch(self.params)
+        places: Any = list(range(len(self.params)))
+        flats, self._layout = pack(self.params, optree.tree_structure(places))
+        self._flats = list(map(in_place, flats))
+        views = self._layout.view(self._flats)
+        self.alone = [p for p, view in zip(self.params, views, strict=True) if not _join(p, view)]
+        """Parameters whose versions autograd counts apart; those of the others are those of the flat tensors."""
+        del views
+        self._gradient_flats = [in_place(torch.zeros_like(flat)) for flat in flats]
+        self._ends = [
+            self.params[member]
+            for flat in range(len(self._flats))
+            if (members := [i for i, group in enumerate(self._layout.groups) if group == flat])
+            for member in (members[0], members[-1])
+        ]
+        self._sharers = memory.Sharers(self._flats)
+        self._gradient_sharers = memory.Sharers(self._gradient_flats)
+        self.addresses = _addresses(self.params)
+        self._places = _addresses(self._ends)
+        for t in self.params:
+            torch._dynamo.mark_static_address(t, guard=False)
+        self._changes = Changes()
+        self._are_few = len(self.params) <= FEW
+        if not self._are_few:
+            watch(self.params, self._changes)
+        self.attach()
+        self.take_note()
+
+    def attach(self) -> None:
+        """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
+        self.gradient_addresses = self._attach()
+        self._gradient_guard = PlaceGuard(list(map(_gradient, self.params)) if self._are_few else [])
+        self._gradient_ends = list(map(_gradient, self._ends))
+
+    @torch.no_grad()
+    def _attach(self) -> list[int]:
+        places = self._layout.view(self._gradient_flats)
+        for p, place in zip(self.params, places, strict=True):
+            if p.grad is None:
+                p.grad = place.zero_()
+            elif p.grad.data_ptr() != place.data_ptr() or p.grad.stride() != place.stride():
+                p.grad = place.copy_(p.grad)
+        return [g.data_ptr() for g in places]
+
+    def take_note(self) -> None:
+        """Take what shares the flat memory now for what should: after a full look, which found all in its place."""
+        self.unwatch_gradients()
+        if not self._are_few:
+            watch(map(_gradient, self.params), self._changes)
+        self._guard = PlaceGuard(self.params if self._are_few else [])
+        self._mark = self._changes.mark
+        self._counts = self._sharers.counts()
+        self._gradient_counts = self._gradient_sharers.counts()
+
+    def unwatch_gradients(self) -> None:
+        """Let gradients be plain tensors: those that replace some of them are, and a step tells types apart."""
+        unwatch(map(_gradient, self.params))
+
+    def is_intact(self) -> bool:
+        """Is everything where it was, at a glance?"""
+        return (
+            self._sharers.counts() == self._counts
+            and _addresses(self._ends) == self._places
+            and self._has_gradients_at_a_glance()
+            and (not self._are_few or self._guard.matches(self.params))
+        )
+
+    def _has_gradients_at_a_glance(self) -> bool:
+        return (
+            self._changes.mark is self._mark
+            and self._gradient_sharers.counts() == self._gradient_counts
+            and all(map(is_, map(_gradient, self._ends), self._gradient_ends))
+            and (not self._are_few or self._has_each_gradient())
+        )
+
+    def _has_each_gradient(self) -> bool:
+        gradients = list(map(_gradient, self.params))
+        return not any(g is None for g in gradients) and self._gradient_guard.matches(gradients)
+
+    def check(self) -> None:
+        """Look at every parameter.
+
+        Raises:
+            AddressError: one is not where it was packed.
+        """
+        for i, (p, address) in enumerate(zip(self.params, self.addresses, strict=True)):
+            if p.data_ptr() != address:
+                raise AddressError(
+                    f"packed parameter {i}, of shape {tuple(p.shape)}, is not where it was packed: write into it with "
+                    "copy_() rather than assigning to .data, or call opt.capture(packed=True) to pack it again"
+                )
+
+    def describe(self) -> str:
+        """One line."""
+        return f"{len(self.params)} parameters and their gradients are packed into {len(self._flats)} flat tensors each"
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero, where they are or where they belong."""
+        if not self._has_gradients_at_a_glance():
+            self.attach()
+        with torch.no_grad():
+            for flat in self._gradient_flats:
+                flat.zero_()
+
+    def others(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Of these parameters, those that are not packed."""
+        given = list(params)
+        if len(given) == len(self.params) and all(map(is_, given, self.params)):
+            return []
+        own = set(map(id, self.params))
+        return [p for p in given if id(p) not in own]
+
+    def tell_autograd(self) -> None:
+        """Count a write to all parameters."""
+        torch.autograd.graph.increment_version([*self._flats, *self.alone])
+
+
+_gradient = attrgetter("grad")
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _join(p: Tensor, place: Tensor) -> bool:
+    """Give the parameter the memory of this view, and its version counter; False where it can't be given the counter.
+
+    A counter comes with a tensor, so the parameter's is swapped for one that was made of the view. What others hold of
+    the parameter (DDP, compiled code, graphs of autograd) would not follow it.
+    """
+    p.data = place
+    is_observed = p._backward_hooks or p._post_accumulate_grad_hooks
+    if type(p) is not Parameter or is_observed or memory.use_count(p) != 1:
+        return False
+    joined = Parameter(place, p.requires_grad)
+    joined.grad = p.grad
+    vars(joined).update(vars(p))
+    try:
+        torch.utils.swap_tensors(p, joined)
+    except RuntimeError:  # there are weak references to it
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""What a step does to one tensor, around an optimizer's `update`; all of it is traced into one program.
+
+w, *states = p (or its master), *state entries      in float32 where they are stored in less
+g          = g.to(w.dtype) / (grad_scale passes)    the mean of so many passes; negated when maximizing
+g          = g min(1, max_norm / (norm + 1e-6))     where clipping is asked for
+update(w, g, *states, **hyperparameters)
+average    = ema average + (1 - ema) w              where one is kept; it is the last of the entries
+each of them <- where(found_inf, what it was, what update left)
+p          <- w                                     where w is its master
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.optim.low_bit_state import Dithered, Quantized, read, write
+
+
+def single_tensor(cls: type) -> Callable[..., None]:
+    """The step of optimizer class `cls` for one tensor.
+
+    Args:
+        cls: a class with `update(self, p, g, *states, **hyperparameters)`.
+
+    Returns:
+        A function that writes the parameter, its master and its state entries in place.
+    """
+    # It has the methods of the class and none of an instance's values, which a trace would freeze for all instances.
+    rules: Any = object.__new__(cls)
+    update: Callable[..., None] = rules.update
+
+    def step(
+        p: Tensor,
+        g: Tensor,
+        master: Tensor | None,
+        entries: tuple[Tensor | Quantized | Dithered | None, ...],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        maximize: bool,
+        hyperparameters: dict[str, Any],
+    ) -> None:
+        targets = (p if master is None else master, *entries)
+        values = [None if t is None else _computed(t, must_copy=found_inf is not None) for t in targets]
+        w, *states, average = values
+        assert w is not None
+        g, own = taken_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
+        ema = own.pop("ema", None)
+        try:
+            update(w, g, *states, **own)
+        except AttributeError as error:
+            if error.obj is not rules:
+                raise
+            raise RuleError(
+                f"{cls.__name__}.update reads self.{error.name}: it is traced once for the class, so what differs "
+                "between instances or steps must reach it as a keyword-only argument, from the parameter group"
+            ) from error
+        if average is not None:
+            average.add_((1 - ema) * (w - average))
+        for target, value in zip(targets, values, strict=True):
+            if target is None or value is None or value is target:
+                continue
+            if isinstance(target, Quantized | Dithered):
+                write(target, value, found_inf)
+            else:
+                target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
+        if master is not None:
+            p.copy_(master)
+
+    step.__name__ = cls.__name__
+    return step
+
+
+def taken_gradient(
+    g: Tensor, grad_scale: Tensor | None, maximize: bool, values: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """The gradient as `update` is given it.
+
+    Args:
+        g: the gradient.
+        grad_scale: the loss scale, a tensor of one element.
+        maximize: negate it.
+        values: hyperparameters of `update` and what `IN_STEP` and `SQUARES` name, if they are asked for.
+
+    Returns:
+        The gradient, and the rest of the values: those of `update`, and `ema`.
+    """
+    own = dict(values)
+    max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SQUARES, None)
+    if passes is not None:
+        grad_scale = passes if grad_scale is None else grad_scale * passes
+    if grad_scale is not None:
+        g = g / grad_scale
+    if max_norm is not None:
+        norm = squares.sqrt() if grad_scale is None else squares.sqrt() / grad_scale
+        g = g * (max_norm / (norm + 1e-6)).clamp(max=1)
+    return (-g if maximize else g), own
+
+
+SQUARES = "gradient_squares"
+"""The sum of the squares of all gradients, as they are stored: what a step that clips is handed."""
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Is this a float of less than 32 bits?"""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that values stored in this one are computed in."""
+    return torch.float32 if is_narrow(dtype) else dtype
+
+
+def _computed(stored: Tensor | Quantized | Dithered, must_copy: bool) -> Tensor:
+    """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
+    if isinstance(stored, Quantized | Dithered):
+        return read(stored)
+    if is_narrow(stored.dtype):
+        return stored.float()
+    return stored.clone() if must_copy else stored

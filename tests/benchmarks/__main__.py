@@ -1,0 +1,66 @@
+"""The benchmarks' command line: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import (
+    bucketed,
+    bucketed_training,
+    chunked,
+    figures,
+    fit_plan,
+    gpt2_step,
+    lend,
+    optim,
+    padded_ops,
+    pointwise,
+    static,
+)
+
+# Each benchmark declares its options, and with them the function that runs it.
+BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "optim": ("one Adam step: torch's foreach, fused and compiled beside subtensors", optim.add_arguments),
+    "pointwise": ("a step of each pointwise optimizer against the bytes that it must move", pointwise.add_arguments),
+    "chunked": ("linear + cross entropy: time, memory and error beside the peers", chunked.add_arguments),
+    "fit-plan": ("the rates of a chunked loss's plan, from rows of `chunked`", fit_plan.add_arguments),
+    "gpt2-step": ("a training step of GPT-2: whole logits beside chunked ones", gpt2_step.add_arguments),
+    "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),
+    "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
+    "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
+    "bucketed-training": ("training on batches of varying lengths, the same ways", bucketed_training.add_arguments),
+    "padded-ops": ("ops over what is real in a padded tensor, beside masked torch", padded_ops.add_arguments),
+    "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
+}
+
+
+def add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one command a benchmark."""
+    commands = parser.add_subparsers(required=True, metavar="benchmark")
+    for name, (summary, add_arguments) in BENCHMARKS.items():
+        add_arguments(commands.add_parser(name, help=summary, description=summary))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark that the command line names; returns the exit status.
+
+    Args:
+        arguments: of the command line; the process's own where there are none.
+    """
+    # A measurement may be a process of its own, which finds this package where this one did.
+    beside = str(Path(__file__).parents[1])
+    if beside not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([beside, *filter(None, [os.environ.get("PYTHONPATH")])])
+    parser = argparse.ArgumentParser(prog="benchmarks", description="Measure beside the peers.")
+    add_benchmarks(parser)
+    options = parser.parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Drawing the figures of a folder of rows: `python -m benchmarks figures`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks import chunked_rows, lend, padded_ops, plot, rows
+from benchmarks.sweep import COPY
+from benchmarks.table import describe
+
+HIDDEN = ("dense", "subtensors")
+"""Variants of padded ops that are no points: the line at 1, and the kernels by themselves, which the type runs."""
+
+
+def draw_optim(folder: Path) -> None:
+    """Step times, first steps and how these grow."""
+    plot.plot(rows.load(rows.Row, folder / "optim.json"), folder / "optim.png")
+
+
+def draw_chunked(folder: Path) -> None:
+    """Time against memory of a loss and its gradients."""
+    found = rows.load(chunked_rows.LossRow, folder / "chunked.json")
+    chunked_rows.plot(found, describe(found), folder / "chunked.png")
+
+
+def draw_padded(folder: Path) -> None:
+    """Each op's time over that of the dense op on the whole bucket, half of which is padding: a panel a mode.
+
+    A line through the type's point spans its times at all fills.
+    """
+    found = rows.load(padded_ops.PaddedRow, folder / "padded_ops.json")
+    cases = list(dict.fromkeys(row.case for row in found))
+    drawing = Figure(figsize=(12, 5), layout="constrained")
+    drawing.suptitle(describe(found), fontsize=9)
+    panels = drawing.subplots(1, 2, sharey=True)
+    for axes, mode in zip(panels, padded_ops.MODES, strict=True):
+        mine = [row for row in found if row.mode == mode and row.fill == 0.5 and row.variant not in HIDDEN]
+        for number, variant in enumerate(dict.fromkeys(row.variant for row in mine)):
+            points = [(cases.index(row.case), row.over_dense) for row in mine if row.variant == variant and row.ms]
+            axes.plot(*zip(*points, strict=True), "os^Dv"[number % 5], label=variant)
+        for number, case in enumerate(cases):
+            spans = [
+                row.over_dense
+                for row in found
+                if (row.mode, row.case, row.variant) == (mode, case, "PaddedTensor") and row.over_dense
+            ]
+            axes.vlines(number, min(spans), max(spans), color="C0", alpha=0.5, zorder=0)
+        axes.axhline(1, color="grey", linestyle=":", label="dense")
+        axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
+        axes.set(title=mode, yscale="log")
+    panels[0].set_ylabel("time over the dense op's")
+    drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    drawing.savefig(folder / "padded_ops.png", dpi=120)
+
+
+def draw_static(folder: Path) -> None:
+    """One step as a graph, in the ways there are to make one, and how fast an arena's memory leaves and comes back."""
+    steps = [row for row in rows.load(rows.Row, folder / "static.json") if row.set != COPY]
+    sleeps = rows.load(lend.LentRow, folder / "lend.json")
+    drawing = Figure(figsize=(12, 5), layout="constrained")
+    drawing.suptitle(describe([*steps, *sleeps]), fontsize=9)
+    times, speeds = drawing.subplots(1, 2, width_ratios=[2, 1])
+    plot.bars(times, steps, lambda row: row.wall_ms)
+    times.set(title="one Adam step as a graph", ylabel="wall time, ms")
+    drawing.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8)
+    last = sleeps[-1]
+    speed = {
+        "first release": sleeps[0].release_gbps,
+        "release": last.release_gbps,
+        "copy to host": last.to_host_gbps,
+        "restore": last.restore_gbps,
+        "copy from host": last.from_host_gbps,
+    }
+    drawn = speeds.bar(list(speed), list(speed.values()), color=["C0", "C0", "grey", "C0", "grey"])
+    speeds.bar_label(drawn, fmt="%.3g", fontsize=8)
+    speeds.tick_params(axis="x", rotation=30)
+    speeds.set(title=f"an arena of {last.state_bytes / 1e9:.3g} GB of AdamW state", ylabel="GB/s")
+    drawing.savefig(folder / "static.png", dpi=120)
+
+
+FIGURES: dict[str, tuple[Sequence[str], Callable[[Path], None]]] = {
+    "optim": (["optim.json"], draw_optim),
+    "chunked": (["chunked.json"], draw_chunked),
+    "padded_ops": (["padded_ops.json"], draw_padded),
+    "static": (["static.json", "lend.json"], draw_static),
+}
+"""The files of rows that each figure is drawn from."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the rows (%(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw each figure whose rows are there; returns the exit status, 1 where there are none."""
+    drawn = [name for name, (files, _) in FIGURES.items() if all((options.out / file).exists() for file in files)]
+    for name in drawn:
+        FIGURES[name][1](options.out)
+        print(options.out / f"{name}.png")
+    return 0 if drawn else 1

@@ -1,0 +1,159 @@
+"""What runs without a graph gives what the program gives, and is said once a reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bucketed_rows import DIMS, SEQ, rows
+from pretend_graphs import PretendPool, pretend
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.bucketed.state import rollback
+
+
+@pytest.fixture
+def pools(device: str, monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
+    """Where a CPU pretends to capture; none on a GPU, which does."""
+    return pretend(monkeypatch) if device == "cpu" else []
+
+
+def asks_the_device(x: Tensor) -> Tensor:
+    return x.softmax(0) * float(x.sum().item() > 0)
+
+
+def goes_to_the_cpu(x: Tensor) -> Tensor:
+    return x.softmax(0) * x.sum(0).cpu().abs().to(x.device)
+
+
+def chooses_by_values(x: Tensor) -> Tensor:
+    return x.softmax(0) if bool(x.sum() > 0) else x.softmax(0).neg()
+
+
+@pytest.mark.parametrize("program", [asks_the_device, goes_to_the_cpu, chooses_by_values])
+@torch.no_grad()
+def test_what_no_capture_allows_runs_as_it_is_and_is_said_once(
+    device: str, program: Callable[[Tensor], Tensor], pools: list[PretendPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    def called(x: Tensor) -> Tensor:
+        if any(p.is_capturing for p in pools):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return program(x)
+
+    run = st.bucketed(called, DIMS)
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        for n in (5, 6, 20, 7, 21, 12, 5):
+            x = rows(n, device)
+            torch.testing.assert_close(run(x), program(x))
+    stats = run.stats()
+    assert stats.captures == stats.hits == 0
+    assert sum(stats.fallbacks.values()) == 4  # the first call of each bucket is the run that was to be recorded
+    assert [sum(said.endswith(reason) for said in caplog.messages) for reason in stats.fallbacks] == [1]
+    # What was captured before and after is right.
+    other = st.bucketed(lambda x: x.softmax(0), DIMS)
+    for n in (5, 6):
+        x = rows(n, device)
+        torch.testing.assert_close(other(x), x.softmax(0))
+    assert other.stats().hits == 1
+
+
+def transforms(x: Tensor) -> dict[str, Callable[[Callable[[Tensor], Tensor]], Any]]:
+    return {
+        "grad": lambda f: torch.func.grad(lambda x: f(x).square().sum())(x),
+        "vmap": lambda f: torch.vmap(f)(torch.stack([x, x * 2])),
+        "jvp": lambda f: torch.func.jvp(f, (x,), (x,)),
+        "jacrev": lambda f: torch.func.jacrev(f)(x),
+        "forward mode": lambda f: torch.autograd.functional.jvp(f, x, x, strict=True),
+    }
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", ["grad", "vmap", "jvp", "jacrev", "forward mode"])
+def test_transforms_see_the_program_itself(device: str, name: str, trained: bool) -> None:
+    net = nn.Linear(3, 3, device=device, dtype=torch.float64).requires_grad_(trained)
+    run = st.bucketed(net, {"input": {0: SEQ}})
+    for _ in range(2):
+        run(rows(5, device))
+    transform = transforms(rows(5, device))[name]
+    torch.testing.assert_close(transform(run), transform(net))
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(rows(5, device), rows(5, device))
+        found, expected = (torch.autograd.forward_ad.unpack_dual(f(x)).tangent for f in (run, net))
+        torch.testing.assert_close(found, expected)
+    assert any("inside a transform of torch.func" in reason for reason in run.stats().fallbacks)
+
+
+@torch.no_grad()
+def test_compiled_code_breaks_at_a_call_and_goes_on_behind_it(device: str) -> None:
+    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
+    run = st.bucketed(net, {"input": {0: SEQ}})
+    compiled = torch.compile(lambda x: run(x * 2) + 1, backend="eager")
+    for n in (5, 6, 20, 7):
+        x = rows(n, device)
+        torch.testing.assert_close(compiled(x), net(x * 2) + 1)
+    assert run.stats().hits == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"st\.bucketed replays graphs of its own"):
+        torch.compile(run, backend="eager", fullgraph=True)(rows(5, device))
+
+
+class Written(nn.Module):
+    """Writes to its buffers and draws random numbers, and then has no way for padded tensors."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__()
+        self.cause = cause
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x) * torch.rand((), dtype=torch.float64, device=x.device)
+        self.seen += 1
+        if isinstance(x, st.PaddedTensor) and self.cause == "padded":
+            raise ValueError("there is no rule for this")
+        if x.shape[0] > 16 and self.cause == "itself":
+            raise ValueError("too many rows")
+        return y * self.seen
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("cause", ["padded", "itself"])
+def test_a_run_that_raises_is_undone_before_the_program_runs_at_its_true_size(
+    cause: str, follows: bool, device: str
+) -> None:
+    ours, theirs = (Written(cause).to(device) for _ in range(2))
+    run = st.bucketed(ours, {"x": {0: SEQ}})
+    with torch.set_grad_enabled(follows):
+        for i, n in enumerate((5, 6, 20, 7) if cause == "padded" else (20, 17, 20)):
+            x = rows(n, device)
+            outcomes = []
+            for program in (run, theirs):
+                torch.manual_seed(i)
+                if cause == "padded":
+                    outcomes.append(program(x))
+                else:
+                    with pytest.raises(ValueError, match="too many rows"):
+                        program(x)
+                outcomes.append(torch.rand(2, device=device))
+            torch.testing.assert_close(outcomes[: len(outcomes) // 2], outcomes[len(outcomes) // 2 :])
+            torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    if cause == "padded":
+        assert run.stats().fallbacks == {"ValueError: there is no rule for this": 4}
+
+
+@torch.no_grad()
+def test_the_largest_buffers_are_not_copied_for_a_run_that_may_raise(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Written("padded").to(device)
+    ours.register_buffer("cache", torch.zeros(100, device=device))
+    nbytes = sum(buffer.nbytes for buffer in ours.buffers())
+    for room, times in ((nbytes, 1), (nbytes - 1, 1), (0, 2)):
+        monkeypatch.setattr(rollback, "ROOM", room)
+        before = ours.seen.clone(), ours.norm.num_batches_tracked.clone()
+        st.bucketed(ours, {"x": {0: SEQ}})(rows(5, device))
+        assert (ours.seen - before[0]).tolist() == [times] * 3
+        assert ours.norm.num_batches_tracked - before[1] == times

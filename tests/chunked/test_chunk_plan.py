@@ -1,0 +1,144 @@
+"""The plan for linear + cross entropy: what it says it takes is what it takes, and it chooses well by its own model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from benchmarks.chunked_rows import LossRow
+from benchmarks.fit_plan import fitted, ours, plan_of
+from benchmarks.rows import load
+from subtensors.dispatch.chunked.cost_model import (
+    H200,
+    WASTE,
+    ChunkPlan,
+    LossShape,
+    Rates,
+    by_columns,
+    by_rows,
+    plan_linear_cross_entropy,
+)
+from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
+
+MIB = 2**20
+GEMMA, LLAMA, GPT2 = LossShape(8192, 2304, 256000), LossShape(4096, 4096, 128256), LossShape(16384, 768, 50304)
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "chunked.json"
+
+shapes = some.builds(
+    LossShape,
+    rows=some.integers(1, 40000),
+    width=some.integers(1, 9000),
+    classes=some.integers(2, 300000),
+    needs_hidden=some.booleans(),
+    needs_weight=some.booleans(),
+)
+
+
+@given(shape=shapes, limit=some.integers(1, 2**37), accumulate=some.sampled_from(["exact", "fast"]))
+def test_a_plan_stays_within_the_limit_where_any_can(shape: LossShape, limit: int, accumulate: str) -> None:
+    plan = plan_linear_cross_entropy(shape, memory_limit=limit, accumulate=accumulate)  # type: ignore[arg-type]
+    least = plan_linear_cross_entropy(shape, memory_limit=0, accumulate=accumulate)  # type: ignore[arg-type]
+    assert plan.bytes <= max(limit, least.bytes)
+    assert plan.seconds > 0
+
+
+@given(shape=shapes, limits=some.tuples(some.integers(1, 2**37), some.integers(1, 2**37)))
+def test_more_memory_never_makes_the_plan_slower(shape: LossShape, limits: tuple[int, int]) -> None:
+    small, large = sorted(limits)
+    tight, roomy = (plan_linear_cross_entropy(shape, memory_limit=limit) for limit in (small, large))
+    if tight.bytes <= small:
+        # `kept` is rounded to blocks, which a limit that is a little larger may do to the disadvantage of one.
+        assert roomy.seconds <= 1.02 * tight.seconds
+
+
+@given(shape=shapes, rows=some.integers(1, 40000), accumulate=some.sampled_from(["exact", "fast"]))
+def test_rows_that_were_asked_for_bound_the_memory(shape: LossShape, rows: int, accumulate: str) -> None:
+    plan = plan_linear_cross_entropy(shape, rows=rows, accumulate=accumulate)  # type: ignore[arg-type]
+    asked = by_rows(shape, rows, accumulate)  # type: ignore[arg-type]
+    assert plan.bytes <= asked.bytes
+    assert plan.seconds <= asked.seconds
+
+
+@pytest.mark.parametrize("shape", [GEMMA, LLAMA, GPT2])
+def test_without_a_limit_a_little_time_buys_memory(shape: LossShape) -> None:
+    free = 120 * 2**30
+    plan = plan_linear_cross_entropy(shape, free_bytes=free)
+    fastest = plan_linear_cross_entropy(shape, memory_limit=free)
+    assert plan.bytes < fastest.bytes
+    assert plan.seconds <= (1 + WASTE) * fastest.seconds
+
+
+def test_little_free_memory_is_a_limit() -> None:
+    plan = plan_linear_cross_entropy(GEMMA, free_bytes=2 * 2**30)
+    assert plan.bytes <= 0.8 * 2 * 2**30
+
+
+def test_a_head_that_is_frozen_is_planned_by_rows_and_takes_two_products() -> None:
+    plan = plan_linear_cross_entropy(replace(GEMMA, needs_weight=False), memory_limit=300 * MIB)
+    assert plan.schedule.columns is None
+    assert plan.products == 2
+    assert plan.bytes < 300 * MIB
+
+
+def test_with_no_more_rows_than_the_width_every_block_waits_in_the_memory_of_the_weight_gradient() -> None:
+    plan = plan_linear_cross_entropy(LLAMA, memory_limit=1200 * MIB)
+    assert plan.schedule.columns is not None
+    assert plan.products == 3
+
+
+def test_exact_sums_of_rows_take_two_bytes_an_element_of_the_weight_more() -> None:
+    fast, exact = by_rows(GEMMA, 2048, "fast"), by_rows(GEMMA, 2048, "exact")
+    assert exact.bytes - fast.bytes == 2 * 2304 * 256000
+    assert by_rows(GEMMA, 8192, "exact").bytes == by_rows(GEMMA, 8192, "fast").bytes
+
+
+def plans(shape: LossShape) -> list[ChunkPlan]:
+    return [
+        by_rows(shape, 256, "fast"),
+        by_rows(shape, 256, "exact"),
+        by_rows(shape, shape.rows, "exact"),
+        by_columns(shape, 1056, 0),
+        by_columns(shape, 1056, 2112),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [LossShape(1024, 512, 20000), LossShape(512, 1024, 20000)])
+@pytest.mark.parametrize("number", range(5))
+def test_the_bytes_of_a_plan_are_the_bytes_that_it_takes(shape: LossShape, number: int) -> None:
+    plan = plans(shape)[number]
+    hidden = torch.randn(shape.rows, shape.width, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(shape.classes, shape.width, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(shape.classes, (shape.rows,), device="cuda")
+    for _ in range(2):  # the first call makes workspaces that stay
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = linear_cross_entropy(hidden, weight, target, **plan.schedule._asdict())
+        torch.cuda.synchronize()
+        taken = torch.cuda.max_memory_allocated() - before
+        del result
+    assert taken == pytest.approx(plan.bytes, abs=5 * MIB)  # of each block the allocator may leave a MiB unused
+
+
+MEASURED_ROWS = ours(load(LossRow, MEASURED))
+
+
+def test_rates_are_found_again_from_rows_that_they_made() -> None:
+    rates = Rates(700e12, 3e12, 30e-6)
+    rows = [replace(row, step_ms=plan_of(row, rates).seconds * 1e3) for row in MEASURED_ROWS]
+    found = fitted(rows)
+    assert (found.flops, found.bandwidth, found.launch) == pytest.approx((700e12, 3e12, 30e-6), rel=1e-6)
+
+
+@pytest.mark.parametrize("row", MEASURED_ROWS, ids=lambda row: f"{row.shape}-{row.variant}")
+def test_the_model_is_near_what_was_measured(row: LossRow) -> None:
+    plan = plan_of(row, H200)
+    assert plan.bytes / MIB == pytest.approx(row.peak_mb, rel=0.02)
+    # Chunks of a few hundred rows are worse products than the model knows of.
+    assert plan.seconds * 1e3 == pytest.approx(row.step_ms, rel=0.12 if (plan.schedule.rows or 512) >= 512 else 0.25)

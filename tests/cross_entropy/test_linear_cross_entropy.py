@@ -1,0 +1,360 @@
+"""Linear + cross entropy in parts: value and gradients against the plain program, for every option and schedule."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as some
+from programs import Lowering, each_lowering
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowTerms
+from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.cross_entropy.problem import LossAndGradients
+
+GRADIENTS = ("hidden", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of one call."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    options: CrossEntropy
+
+    def to(self, device: str, dtype: torch.dtype) -> Case:
+        """The same on a device, what is floating point in another dtype; class weights keep theirs."""
+        moved = [
+            None if t is None else t.to(device, dtype if t.is_floating_point() else t.dtype)
+            for t in (self.hidden, self.weight, self.target, self.bias)
+        ]
+        weight = self.options.class_weight
+        options = replace(self.options, class_weight=None if weight is None else weight.to(device))
+        return Case(*moved, options)  # type: ignore[arg-type]
+
+    def ours(self, **keywords: Any) -> LossAndGradients:
+        return linear_cross_entropy(self.hidden, self.weight, self.target, self.bias, options=self.options, **keywords)
+
+
+def plain(case: Case, upstream: Tensor | None = None, wide_logits: bool = True) -> LossAndGradients:
+    """The program that a user would write: every logit in memory, in float32 after the linear layer."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (case.hidden, case.weight, case.bias)]
+    hidden, weight, bias = leaves
+    assert hidden is not None
+    assert weight is not None
+    logits, options = F.linear(hidden, weight, bias), case.options
+    if logits.dtype != torch.float64 and wide_logits:
+        logits = logits.float()
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    logits = logits / options.temperature
+    target = case.target.to(logits.dtype) if case.target.is_floating_point() else case.target
+    class_weight = None if options.class_weight is None else options.class_weight.to(logits.dtype)
+    loss = F.cross_entropy(
+        logits,
+        target,
+        class_weight,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    if options.z_loss:
+        penalty = options.z_loss * logits.logsumexp(1).square()
+        valid = torch.ones_like(penalty, dtype=torch.bool) if target.dim() == 2 else target != options.ignore_index
+        if options.reduction == "none":
+            loss = loss + torch.where(valid, penalty, 0.0)
+        else:
+            loss = loss + (penalty[valid].mean() if options.reduction == "mean" else penalty[valid].sum())
+    loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype))
+    return LossAndGradients(loss.detach(), hidden.grad, weight.grad, None if bias is None else bias.grad)
+
+
+def check(actual: LossAndGradients, case: Case, upstream: Tensor | None = None) -> None:
+    """No error is larger than 1.5 times that of the plain program, plus one rounding of the largest value.
+
+    Where terms cancel, the plain program may be lucky: what float32 may round off any sum of the gradient's terms,
+    without regard to their signs, is allowed too.
+    """
+    exact = case.to(str(case.hidden.device), torch.float64)
+    truth, usual = plain(exact, upstream), plain(case, upstream)
+    logits = F.linear(exact.hidden, exact.weight, exact.bias)
+    size = terms_without_signs(exact, upstream, logits)
+    roundings = 2 * torch.finfo(torch.float32).eps * (1 + float(logits.abs().max()))
+    unsigned = (truth.loss.abs(), size @ exact.weight.abs(), size.t() @ exact.hidden.abs(), size.sum(0))
+    for name, mine, theirs, true, terms in zip(LossAndGradients._fields, actual, usual, truth, unsigned, strict=True):
+        if mine is None or theirs is None or true is None or not true.numel():
+            continue
+        assert mine.shape == true.shape, name
+        usual_error, error = (float((t.double() - true).abs().max()) for t in (theirs, mine))
+        rounding = torch.finfo(mine.dtype).eps * float(true.abs().max()) + roundings * float(terms.max())
+        assert error <= 1.5 * usual_error + rounding, (name, error, usual_error, rounding)
+
+
+def terms_without_signs(case: Case, upstream: Tensor | None, logits: Tensor) -> Tensor:
+    """What each element of the gradient of the logits is a difference of, added up."""
+    terms = RowTerms(case.options, case.target, logits.shape[1], torch.float64)
+    f = terms.gradient_factors(upstream)
+    z = logits if case.options.softcap is None else case.options.softcap * torch.tanh(logits / case.options.softcap)
+    z = z / case.options.temperature
+    weight = 1.0 if terms.targets.class_weight is None else terms.targets.class_weight
+    if terms.targets.soft is not None:
+        targets = weight * terms.targets.soft
+    else:
+        assert terms.targets.hard is not None
+        targets = (terms.targets.hard[:, None] == torch.arange(logits.shape[1], device=logits.device)).double()
+    on_softmax = f.on_softmax.abs() + terms.is_penalised * f.on_square.abs() * z.logsumexp(1).abs()
+    size = on_softmax[:, None] * z.softmax(1) + f.on_target.abs()[:, None] * targets
+    size = size + terms.is_smoothed * f.on_all.abs()[:, None] * weight
+    return size / case.options.temperature
+
+
+@some.composite
+def cases(draw: Any) -> Case:
+    """Small problems with every mix of options."""
+    count, width, classes = draw(some.integers(1, 12)), draw(some.integers(1, 14)), draw(some.integers(2, 40))
+    generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    smoothing = draw(some.sampled_from([0.0, 0.1, 1.0]))
+    ignore = -100
+    if draw(some.booleans()):
+        target = normal(count, classes).softmax(1)
+    else:
+        target = torch.randint(classes, (count,), generator=generator)
+        ignore = draw(some.sampled_from([-100, 0]))
+        target[torch.rand(count, generator=generator) < draw(some.sampled_from([0.0, 0.4]))] = ignore
+    options = CrossEntropy(
+        ignore_index=ignore,
+        class_weight=torch.rand(classes, generator=generator) + 0.1 if draw(some.booleans()) else None,
+        label_smoothing=smoothing,
+        z_loss=draw(some.sampled_from([0.0, 0.1])),
+        softcap=draw(some.sampled_from([None, 3.0])),
+        temperature=draw(some.sampled_from([1.0, 0.7])),
+        reduction=draw(some.sampled_from(["mean", "sum", "none"])),
+    )
+    bias = normal(classes) if draw(some.booleans()) else None
+    return Case(normal(count, width), normal(classes, width), target, bias, options)
+
+
+schedules = some.one_of(
+    some.just({}),
+    some.builds(
+        lambda n, how: {"rows": n, "accumulate": how}, some.integers(1, 13), some.sampled_from(["exact", "fast"])
+    ),
+    some.builds(lambda n, kept: {"columns": n, "kept": kept}, some.integers(1, 41), some.integers(0, 41)),
+)
+
+
+def run(lowering: Lowering, case: Case, **keywords: Any) -> LossAndGradients:
+    """The function under test, with the memory that it allocates full of NaN where that can be arranged."""
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns where a GPU does not
+        return case.ours(kernels=lowering is not Lowering.TORCH, **keywords)
+
+
+@pytest.fixture
+def poisoned() -> Any:
+    """Memory that was only allocated reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@each_lowering
+@given(case=cases(), schedule=schedules, dtype=some.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_value_and_gradients_are_the_plain_program_s(
+    lowering: Lowering, case: Case, schedule: dict[str, Any], dtype: torch.dtype
+) -> None:
+    if lowering is Lowering.INTERPRETER:
+        dtype = torch.float32  # it garbles narrower ones
+    if schedule.get("accumulate") == "fast" and dtype != torch.float32:
+        schedule = {**schedule, "accumulate": "exact"}  # the error of "fast" has a test of its own
+    case = case.to(lowering.device, dtype)
+    if bool((case.target == case.options.ignore_index).all()) and case.options.reduction == "mean":
+        return  # has a test of its own
+    actual = run(lowering, case, **schedule)
+    assert [t is None for t in actual] == [False, False, False, case.bias is None]
+    check(actual, case)
+
+
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}, {"columns": 7, "kept": 8}], ids=str)
+def test_nothing_is_read_before_it_is_written(schedule: dict[str, int], poisoned: None) -> None:
+    case = example()
+    assert torch.empty(3).isnan().all()
+    check(case.ours(**schedule), case)
+    half = case.to("cpu", torch.bfloat16)
+    check(half.ours(**schedule), half)
+
+
+def example(count: int = 12, width: int = 5, classes: int = 23, **options: Any) -> Case:
+    generator = torch.Generator().manual_seed(count * classes)
+    target = torch.randint(classes, (count,), generator=generator)
+    target[::5] = -100
+    hidden, weight = (torch.randn(n, width, generator=generator) for n in (count, classes))
+    return Case(hidden, weight, target, torch.randn(classes, generator=generator), CrossEntropy(**options))
+
+
+@each_lowering
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
+def test_the_upstream_gradient_is_part_of_the_gradients(
+    lowering: Lowering, schedule: dict[str, int], reduction: str
+) -> None:
+    case = example(reduction=reduction, z_loss=0.01, label_smoothing=0.2).to(lowering.device, torch.float32)
+    shape = (12,) if reduction == "none" else ()
+    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(lowering.device)
+    check(run(lowering, case, upstream=upstream, **schedule), case, upstream)
+
+
+@each_lowering
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_where_all_targets_are_ignored_loss_and_gradients_are_torch_s(
+    lowering: Lowering, schedule: dict[str, int], reduction: str, smoothing: float
+) -> None:
+    case = example(reduction=reduction, label_smoothing=smoothing)
+    case = replace(case, target=torch.full_like(case.target, -100)).to(lowering.device, torch.float32)
+    actual, expected = run(lowering, case, **schedule), plain(case)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))  # type: ignore[union-attr]
+    assert bool(actual.loss.isnan().all()) == (reduction == "mean")
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, in the interpreter
+@each_lowering
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", ["target", "other", "row", "ignored"])
+def test_nan_and_infinite_logits_go_where_torch_lets_them_go(
+    lowering: Lowering, schedule: dict[str, int], smoothing: float, value: float, place: str
+) -> None:
+    # The bias of identity weights gives each logit any value.
+    logits = torch.randn(4, 23, generator=torch.Generator().manual_seed(3))
+    target = torch.tensor([3, 22, 8, -100])
+    row, column = {"target": (1, 22), "other": (1, 4), "row": (2, slice(None)), "ignored": (3, 1)}[place]
+    logits[row, column] = value
+    case = Case(torch.eye(4), logits.t().contiguous(), target, None, CrossEntropy(label_smoothing=smoothing))
+    case = replace(case, options=replace(case.options, reduction="none")).to(lowering.device, torch.float32)
+    actual, expected = run(lowering, case, **schedule), plain(case)
+    # The gradient of the weight holds that of each logit; 0 * inf in the GEMM of the hidden state's is no one's choice.
+    for mine, theirs in ((actual.loss, expected.loss), (actual.weight, expected.weight)):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [23, -1, -101, 1000])
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
+def test_a_target_that_is_no_class_is_torch_s_error(schedule: dict[str, int], wrong: int) -> None:
+    case = example()
+    case.target[1] = wrong
+    with pytest.raises(IndexError) as expected:
+        plain(case)
+    with pytest.raises(IndexError) as actual:
+        case.ours(**schedule)
+    assert str(actual.value) == str(expected.value)
+
+
+@pytest.mark.gpu
+def test_a_target_that_is_no_class_is_torch_s_assertion_on_a_gpu() -> None:
+    program = """
+import torch
+from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
+x, w = torch.ones(4, 8, device="cuda"), torch.ones(5, 8, device="cuda")
+linear_cross_entropy(x, w, torch.tensor([0, 1, 5, 2], device="cuda"), rows=2)
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "device-side assert triggered" in done.stderr
+
+
+@pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}, {}], ids=str)
+def test_a_batch_of_no_rows_has_the_loss_of_torch_and_zero_gradients(schedule: dict[str, int]) -> None:
+    case = example()
+    case = replace(case, hidden=case.hidden[:0], target=case.target[:0])
+    actual, expected = case.ours(**schedule), plain(case)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))  # type: ignore[union-attr]
+
+
+class Sizes(TorchDispatchMode):
+    """What each aten call makes, and what it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.products: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(made, Tensor):
+                self.largest = max(self.largest, made.untyped_storage().nbytes())
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.products.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("schedule", [{"rows": 16}, {"columns": 16}], ids=str)
+@pytest.mark.parametrize("soft", [False, True])
+def test_no_tensor_is_larger_than_a_part_of_the_logits(schedule: dict[str, int], soft: bool) -> None:
+    count, width, classes = 256, 4, 256
+    target = torch.full((count, classes), 1 / classes) if soft else torch.arange(count)
+    options = CrossEntropy(softcap=5.0, label_smoothing=0.1, z_loss=0.1, class_weight=torch.ones(classes))
+    case = Case(torch.randn(count, width), torch.randn(classes, width), target, torch.zeros(classes), options)
+    with Sizes() as sizes:
+        case.ours(**schedule)
+    given = target.nbytes if soft else 0
+    # The reference has its classes as int64, twice a logit; the kernels have no temporaries.
+    assert sizes.largest <= max(given, 2 * 16 * 256 * 4)
+
+
+@pytest.mark.parametrize("schedule", [{"rows": 4}, {"columns": 8}, {"columns": 8, "kept": 8}], ids=str)
+@pytest.mark.parametrize(
+    "needs", [(h, w, b) for h in (True, False) for w in (True, False) for b in (True, False)], ids=str
+)
+def test_a_gradient_that_nobody_needs_is_not_computed(schedule: dict[str, int], needs: tuple[bool, bool, bool]) -> None:
+    case = example()
+    with Sizes() as sizes:
+        result = case.ours(needs=needs, **schedule)
+    assert [t is not None for t in result] == [True, *needs]
+    check(result, case)
+    shapes = set(sizes.products)
+    is_by_rows = "rows" in schedule
+    assert ((4, 5) if is_by_rows else (12, 5)) in shapes or not needs[0]
+    weight_shapes = {(23, 5), (8, 5), (7, 5)}
+    assert bool(weight_shapes & shapes) == needs[1]
+
+
+def test_by_columns_takes_four_products_a_block_but_for_one() -> None:
+    case = example()
+    with Sizes() as sizes:
+        case.ours(columns=8)
+    assert len(sizes.products) == 3 + 2 + 3 + 3  # a pass, a pass without its first block, dX, dW
+    with Sizes() as sizes:
+        case.ours(rows=4)
+    assert len(sizes.products) == 3 * 3
+
+
+def test_a_gradient_wider_than_the_weight_is_summed_in_its_own_dtype() -> None:
+    case = example(count=64).to("cpu", torch.bfloat16)
+    for schedule in ({"rows": 1}, {"columns": 7}):
+        gradient = case.ours(weight_grad_dtype=torch.float32, **schedule).weight  # type: ignore[arg-type]
+        assert gradient is not None
+        assert gradient.dtype == torch.float32
+        whole = case.ours(weight_grad_dtype=torch.float32).weight
+        torch.testing.assert_close(gradient, whole, rtol=1e-5, atol=1e-6)

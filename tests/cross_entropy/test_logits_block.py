@@ -1,0 +1,224 @@
+"""The kernels over blocks of logits do what their torch reference does, also where nothing is finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as some
+from programs import Lowering, each_kernel_lowering
+from torch import Tensor
+
+from subtensors.kernels.cross_entropy import logits_block
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowTerms, Statistics
+from subtensors.kernels.cross_entropy.logits_block import Block, KernelOps, ReferenceOps, Tile
+
+DEFAULTS = {name: getattr(logits_block, name) for name in ("WHOLE_ROWS", "LONG_ROWS", "STATISTICS", "GRADIENT")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Any:
+    """Tiles so small that a row has several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logits_block, "WHOLE_ROWS", Tile(128, 4))
+        patch.setattr(logits_block, "LONG_ROWS", Tile(256, 4))
+        patch.setattr(logits_block, "LONG", 500)
+        patch.setattr(logits_block, "STATISTICS", Tile(128, 4, rows=4))
+        patch.setattr(logits_block, "GRADIENT", Tile(128, 4))
+        yield
+
+
+@some.composite
+def logits(draw: Any) -> Tensor:
+    """Rows of a few hundred logits, some of them not finite."""
+    rows, columns = draw(some.integers(1, 9)), draw(some.integers(2, 700))
+    generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
+    values = torch.randn(rows, columns, generator=generator) * draw(some.sampled_from([1.0, 30.0]))
+    for value in draw(some.lists(some.sampled_from([torch.inf, -torch.inf, torch.nan]), max_size=2)):
+        values[draw(some.integers(0, rows - 1)), draw(some.integers(0, columns - 1))] = value
+    if draw(some.booleans()):
+        values[draw(some.integers(0, rows - 1))] = -torch.inf
+    return values
+
+
+@some.composite
+def losses(draw: Any, rows: int, columns: int, device: str) -> tuple[CrossEntropy, Tensor]:
+    generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
+    if draw(some.booleans()):
+        target = torch.rand(rows, columns, generator=generator)
+    else:
+        target = torch.randint(columns, (rows,), generator=generator)
+        target[torch.rand(rows, generator=generator) < 0.2] = -100
+    options = CrossEntropy(
+        class_weight=torch.rand(columns, generator=generator).to(device) if draw(some.booleans()) else None,
+        label_smoothing=draw(some.sampled_from([0.0, 0.1])),
+        z_loss=draw(some.sampled_from([0.0, 0.1])),
+        softcap=draw(some.sampled_from([None, 5.0])),
+        temperature=draw(some.sampled_from([1.0, 0.5])),
+        reduction="sum",
+    )
+    return options, target.to(device)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Rows of logits done in float64, and how large the terms are that each result is a sum of.
+
+    A result in float32 may err by `ROUNDINGS` roundings of those: as many as tanh, exp and a division leave on a term,
+    and additions on a sum, where they don't all go one way. Where terms cancel, the result itself is far smaller.
+    A share of the softmax below the smallest normal number may be zero, and what it is multiplied by with it.
+    """
+
+    normaliser: Tensor
+    picked: Tensor
+    summed: Tensor
+    gradient: Tensor
+    normaliser_terms: Tensor
+    picked_terms: Tensor
+    summed_terms: Tensor
+    gradient_terms: Tensor
+    on_share: Tensor
+    """What the gradient multiplies a share by, (rows, 1)."""
+
+    @staticmethod
+    def of(values: Tensor, options: CrossEntropy, target: Tensor) -> Truth:
+        wide = RowTerms(options, target, values.shape[1], torch.float64)
+        ops, block = ReferenceOps(wide), Block(values.double())
+        statistics = Statistics.none(values.shape[0], torch.float64, values.device)
+        z = ops._squash(block.logits)[0]
+        targets, weight = ops._targets(block)
+        size = z.abs().nan_to_num(0.0, 0.0)  # what is infinite is infinite, or counts for nothing
+        factors = wide.gradient_factors(None)
+        ops.fold_and_write_gradient(block, statistics, factors)
+        normaliser = statistics.log_normaliser()
+        shares = (z - normaliser[:, None]).exp()
+        scale = 1 + statistics.top.abs() + (shares * size).sum(1)
+        on_softmax = factors.on_softmax[:, None].abs()
+        if wide.is_penalised:
+            on_softmax = on_softmax + (factors.on_square * normaliser)[:, None].abs()
+        parts = on_softmax * shares * (1 + size + scale[:, None]) + factors.on_target[:, None].abs() * targets
+        parts = parts + factors.on_all[:, None].abs() * weight if wide.is_smoothed else parts
+        return Truth(
+            *(normaliser, statistics.picked, statistics.summed, block.logits, scale),
+            *((targets * size).sum(1), (weight * size).sum(1), parts / options.temperature),
+            on_softmax / options.temperature,
+        )
+
+
+ROUNDINGS = 8
+
+
+def assert_near(mine: Tensor, truth: Tensor, terms: Tensor, flushed: Tensor | float = 0.0) -> None:
+    """The result errs by no more than roundings of its terms, and one of its own where it is stored in fewer bits.
+
+    `flushed` is how many of the smallest normal number may be missing, beside one.
+    """
+    finite = truth.isfinite() & terms.isfinite()
+    torch.testing.assert_close(mine[~finite].double(), truth[~finite], equal_nan=True)
+    single, stored = torch.finfo(torch.float32), torch.finfo(mine.dtype)
+    allowed = ROUNDINGS * single.eps * terms + stored.eps * (truth.abs() / 2 + stored.tiny)
+    allowed = allowed + single.tiny * (1 + flushed)
+    over = ((mine.double() - truth).abs() / allowed)[finite]
+    assert not over.numel() or over.max() <= 1, f"{over.max()} times the error allowed"
+
+
+def assert_near_truth(statistics: Statistics, gradient: Tensor, truth: Truth, is_smoothed: bool) -> None:
+    assert_near(statistics.log_normaliser(), truth.normaliser, truth.normaliser_terms)
+    assert_near(statistics.picked, truth.picked, truth.picked_terms)
+    if is_smoothed:
+        assert_near(statistics.summed, truth.summed, truth.summed_terms)
+    assert_near(gradient, truth.gradient, truth.gradient_terms, truth.on_share)
+
+
+def within_poison(values: Tensor) -> Tensor:
+    """The same values as a view into memory that is NaN on both sides of each row."""
+    around = torch.full((values.shape[0], values.shape[1] + 7), torch.nan, device=values.device)
+    around[:, 3:-4] = values
+    return around[:, 3:-4]
+
+
+@each_kernel_lowering
+@given(data=some.data(), values=logits())
+def test_whole_rows_are_done_in_one_go(lowering: Lowering, data: Any, values: Tensor) -> None:
+    values = values.to(lowering.device)
+    rows, columns = values.shape
+    options, target = data.draw(losses(rows, columns, lowering.device))
+    terms, truth = RowTerms(options, target, columns, torch.float32), Truth.of(values, options, target)
+    factors = terms.gradient_factors(None)
+    for ops in (KernelOps(terms), ReferenceOps(terms)):
+        block, statistics = Block(within_poison(values)), Statistics.none(rows, torch.float32, values.device)
+        with np.errstate(all="ignore"):
+            ops.fold_and_write_gradient(block, statistics, factors)
+        assert_near_truth(statistics, block.logits, truth, terms.is_smoothed)
+        around = block.logits.as_strided((rows, columns + 7), (columns + 7, 1), 0)
+        assert around[:, :3].isnan().all()
+        assert around[:, -4:].isnan().all()
+
+
+@each_kernel_lowering
+def test_large_logits_lose_what_plain_torch_loses_and_shares_below_the_smallest_normal_number(
+    lowering: Lowering,
+) -> None:
+    # The share of 6.8528 is 9.8e-39, which the GPU's power of two makes zero; its gradient would be a normal number.
+    values = torch.tensor([[-7.5437, 50.6134, 6.8528, 14.0291], [4.5887, 70.7133, 47.2439, 72.2093]])
+    values, target = values.to(lowering.device), torch.tensor([3, 1], device=lowering.device)
+    options = CrossEntropy(reduction="sum", temperature=0.5)
+    terms, truth = RowTerms(options, target, 4, torch.float32), Truth.of(values, options, target)
+    leaf = values.clone().requires_grad_()
+    F.cross_entropy(leaf / options.temperature, target, reduction="sum").backward()
+    assert leaf.grad is not None
+    plain_error = (leaf.grad - truth.gradient).abs()
+    block, statistics = Block(within_poison(values)), Statistics.none(2, torch.float32, values.device)
+    KernelOps(terms).fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
+    assert_near_truth(statistics, block.logits, truth, is_smoothed=False)
+    one_rounding = torch.finfo(torch.float32).eps * truth.gradient.abs()
+    lost = truth.on_share * torch.finfo(torch.float32).tiny
+    error = (block.logits - truth.gradient).abs()
+    assert (error <= 1.5 * plain_error.amax(1, keepdim=True) + one_rounding + lost).all()
+
+
+@each_kernel_lowering
+@given(data=some.data(), values=logits(), cut=some.floats(0, 1))
+def test_blocks_of_columns_are_folded_and_then_written(
+    lowering: Lowering, data: Any, values: Tensor, cut: float
+) -> None:
+    values = values.to(lowering.device)
+    rows, columns = values.shape
+    options, target = data.draw(losses(rows, columns, lowering.device))
+    terms, truth = RowTerms(options, target, columns, torch.float32), Truth.of(values, options, target)
+    factors = terms.gradient_factors(None)
+    first = max(1, int(cut * columns))
+    for ops in (KernelOps(terms), ReferenceOps(terms)):
+        whole, statistics = within_poison(values), Statistics.none(rows, torch.float32, values.device)
+        blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
+        apart = torch.full_like(whole, torch.nan)
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                ops.fold(block, statistics)
+            for block in blocks:
+                into = apart[:, slice(*block.columns)]
+                ops.write_gradient(block, statistics, factors, into)
+        assert_near_truth(statistics, apart, truth, terms.is_smoothed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [20011, 70001])
+def test_long_rows_are_right_on_a_gpu(dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_block, "LONG", 2**16)
+    for name, tile in DEFAULTS.items():
+        monkeypatch.setattr(logits_block, name, tile)
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = torch.randn(1000, columns, generator=generator, device="cuda").to(dtype)
+    target = torch.randint(columns, (1000,), generator=generator, device="cuda")
+    options = CrossEntropy(label_smoothing=0.1, z_loss=0.01)
+    terms, truth = RowTerms(options, target, columns, torch.float32), Truth.of(values, options, target)
+    for ops in (KernelOps(terms), ReferenceOps(terms)):
+        block, statistics = Block(values.clone()), Statistics.none(1000, torch.float32, values.device)
+        ops.fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
+        assert_near_truth(statistics, block.logits, truth, is_smoothed=True)

@@ -1,0 +1,260 @@
+"""Tracing: what a program records, and what is refused with the line that asked for it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from programs import LOWERINGS, Lowering, check, each_lowering
+from torch import Tensor
+
+import subtensors as st
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+
+F = torch.nn.functional
+
+
+def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Elements:
+    generator = torch.Generator().manual_seed(0)
+    return Elements(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+
+
+OUTSIDE = torch.ones(3)
+
+HOST_VALUE = "keep the decision on the device: torch.where"
+SHAPE = "use a reduction such as"
+VIEW = "take the view before the call"
+REDUCE = "reduce over dimensions on the TensorList itself"
+RANDOM = "draw the numbers before the call"
+NUMBER = "compute with ** and torch functions, or pass a bool"
+
+REFUSED: list[tuple[Callable[..., Any], str]] = [
+    (lambda x, n: x * x.sum().item(), HOST_VALUE),
+    (lambda x, n: x * float(x.amax()), HOST_VALUE),
+    (lambda x, n: x * int(x.amax()), HOST_VALUE),
+    (lambda x, n: x if x.sum() > 0 else -x, HOST_VALUE),
+    (lambda x, n: x * x.tolist()[0], HOST_VALUE),
+    (lambda x, n: x * x.numpy()[0], HOST_VALUE),
+    (lambda x, n: x * x.shape[0], SHAPE),
+    (lambda x, n: x * x.size(0), SHAPE),
+    (lambda x, n: x * x.numel(), SHAPE),
+    (lambda x, n: x * torch.numel(x), SHAPE),
+    (lambda x, n: x * x.ndim, SHAPE),
+    (lambda x, n: x * x.dim(), SHAPE),
+    (lambda x, n: x * len(x), SHAPE),
+    (lambda x, n: x * x.stride(0), SHAPE),
+    (lambda x, n: x * x.nbytes, SHAPE),
+    (lambda x, n: x if x.is_contiguous() else -x, SHAPE),
+    (lambda x, n: sum(x), SHAPE),
+    (lambda x, n: x.reshape(-1), VIEW),
+    (lambda x, n: x.view(3, 5), VIEW),
+    (lambda x, n: x.expand(3, 5), VIEW),
+    (lambda x, n: x.squeeze(), VIEW),
+    (lambda x, n: x.T, VIEW),
+    (lambda x, n: x[0], VIEW),
+    (lambda x, n: x[:3].zero_(), VIEW),
+    (lambda x, n: x[:1000] * 2, VIEW),
+    (lambda x, n: x.unbind()[0], VIEW),
+    (lambda x, n: x.split(1)[0], VIEW),
+    (lambda x, n: x.view(torch.int32), VIEW),
+    (lambda x, n: x.sum(0), REDUCE),
+    (lambda x, n: x.mean(dim=-1), REDUCE),
+    (lambda x, n: x.norm(dim=0), REDUCE),
+    (lambda x, n: x.amax(0), REDUCE),
+    (lambda x, n: x.var(0), REDUCE),
+    (lambda x, n: x.sum(None, keepdim=True), REDUCE),
+    (lambda x, n: x + torch.rand_like(x), RANDOM),
+    (lambda x, n: x + torch.randn(()), RANDOM),
+    (lambda x, n: F.dropout(x), RANDOM),
+    (lambda x, n: x.normal_(), RANDOM),
+    (lambda x, n: x.bernoulli_(0.5), RANDOM),
+    (lambda x, n: x @ x, "call it on the TensorList itself, where it is batched by shape"),
+    (lambda x, n: x.cumsum(0), "aten.cumsum.default (scan) has no rule here"),
+    (lambda x, n: x.sort()[0], "call it on the TensorList itself"),
+    (lambda x, n: x + OUTSIDE, "pass the tensor as an argument"),
+    (lambda x, n: OUTSIDE.add_(x), "use the functional form"),
+    (lambda x, n: x + torch.tensor([1.0, 2.0]), "pass it as an argument"),
+    (lambda x, n: x + torch.zeros(3, 5), "take the shape of a tensor"),
+    (lambda x, n: x + torch.arange(3.0), "take the shape of a tensor"),
+    (lambda x, n: x + x.new_ones(2), "take the shape of a tensor"),
+    (lambda x, n: x.index_put_((x > 0,), x.sum()), "choose with torch.where(condition, a, b)"),
+    (lambda x, n: x * n if n > 0 else x, NUMBER),
+    (lambda x, n: x * math.sqrt(n), NUMBER),
+    (lambda x, n: x * float(n), NUMBER),
+    (lambda x, n: x * max(n, 0.1), NUMBER),
+    (lambda x, n: x * int(n), NUMBER),
+    (lambda x, n: x * torch.tensor(n), NUMBER),
+]
+
+
+@pytest.mark.parametrize(("maths", "advice"), REFUSED, ids=[str(f.__code__.co_firstlineno) for f, _ in REFUSED])
+def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do_instead(
+    maths: Callable[..., Any], advice: str
+) -> None:
+    x = lists((3, 5), (4,))
+    before = [t.clone() for t in x]
+    with pytest.raises(st.RuleError) as refusal:
+        Fusion(maths)(x, 0.5)
+    message = str(refusal.value)
+    assert advice in message
+    line = inspect.getsource(maths).splitlines()[0].strip()
+    assert f"{__file__}:{maths.__code__.co_firstlineno}: {line}" in message
+    assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
+
+
+def test_a_number_assigned_by_a_mask_is_written_or_refused() -> None:
+    def maths(x: Tensor) -> None:
+        x[x > 0] = 1.0
+
+    x = lists((3, 5), (4,))
+    before, expected = [t.clone() for t in x], [torch.where(t > 0, 1.0, t) for t in x]
+    try:
+        Fusion(maths)(x)  # some versions of torch make it an index_put_, others a masked_fill_
+    except st.RuleError:
+        expected = before
+    assert all(map(torch.equal, x, expected))
+
+
+def test_a_refusal_inside_a_called_function_names_its_line() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return x * x.shape[0]
+
+    with pytest.raises(st.RuleError, match=rf"test_trace.py:{inner.__code__.co_firstlineno + 1}: return x \* x.shape"):
+        Fusion(lambda x: inner(x) + 1)(lists((3,)))
+
+
+def test_a_result_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(st.RuleError, match="returns tensors, got float"):
+        Fusion(lambda x: (x, 1.5))(lists((3,)))
+
+
+def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
+    fusion = Fusion(lambda x, flag: x * x.shape[0] if flag else x * 2)
+    with pytest.raises(st.RuleError):
+        fusion(lists((3,)), True)
+    assert torch.equal(fusion(lists((3,)), False)[0], lists((3,))[0] * 2)
+
+
+@pytest.mark.parametrize(
+    "maths",
+    [
+        lambda x, i: i.mean(),
+        lambda x, i: i.norm(),
+        lambda x, i: i.std(),
+        lambda x, i: i.add_(0.5),
+        lambda x, i: i.copy_(x).div_(2),
+        lambda x, i: i.mul_(0.5),
+        lambda x, i: i.mul_(x),
+        lambda x, i: i.lerp(i, 0.5),
+        lambda x, i: torch.nn.functional.gelu(i),
+        lambda x, i: x & 1,
+        lambda x, i: ~x,
+        lambda x, i: (x > 0) - (i > 0),
+        lambda x, i: -(x > 0),
+        lambda x, i: x.sum().add_(x),
+        lambda x, i: torch.where(x, x, x),
+        lambda x, i: x.lerp(i, 0.5),
+    ],
+)
+@each_lowering
+def test_what_torch_refuses_is_refused(maths: Callable[..., Any], lowering: Lowering) -> None:
+    x, i = lists((3,)), Elements([torch.tensor([1, 2, 3])])
+    with pytest.raises((RuntimeError, TypeError)):
+        maths(x[0].clone(), i[0].clone())
+    assert check(lowering, maths, x, i) is None
+
+
+def test_views_that_keep_any_shape_are_their_input_under_another_name() -> None:
+    def maths(x: Tensor, y: Tensor) -> None:
+        for alias in (x[:], x[...], x.detach(), x.view_as(y), x.expand_as(y), x.reshape_as(y), x.transpose(0, 0)):
+            alias.add_(1)
+
+    x = Elements(map(torch.zeros_like, lists((3, 5), (4,), (1, 7))))
+    Fusion(maths)(x, lists((3, 5), (4,), (1, 7)))
+    assert all((t == 7).all() for t in x)
+
+
+def program_of(maths: Callable[..., Any], *args: Any) -> Any:
+    fusion = Fusion(maths)
+    fusion(*args)
+    (traced,) = fusion._traces.values()
+    return traced.program
+
+
+def test_the_same_maths_is_done_once() -> None:
+    program = program_of(lambda x, n: (x * n + 1, x * n - 1), lists((3,)), 0.5)
+    assert [step.name for step in program.instructions] == ["mul", "add", "sub"]
+
+
+def test_numbers_that_python_finds_equal_are_kept_apart() -> None:
+    program = program_of(lambda x: (x.copysign(0.0), x.copysign(-0.0), x.clamp(1), x.clamp(1.0)), lists((3,)))
+    assert len(program.instructions) == 4
+
+
+def test_a_write_reaches_every_alias_and_no_copy() -> None:
+    def maths(x: Tensor) -> tuple[Tensor, Tensor]:
+        alias, copy = x.detach(), x.clone()
+        x.add_(1)
+        return alias * 1, copy * 1
+
+    x = lists((3,))
+    before = x[0].clone()
+    alias, copy = Fusion(maths)(x)
+    assert torch.equal(alias[0], before + 1)
+    assert torch.equal(copy[0], before)
+
+
+def test_what_is_computed_from_live_numbers_alone_is_one_number() -> None:
+    program = program_of(lambda x, b, t: x / (1 - b**t), lists((3,)), 0.9, 3)
+    assert [step.name for step in program.instructions] == ["div"]
+    assert program.scalars == (float,)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        lambda a, n: a + n,
+        lambda a, n: 1 - a**n,
+        lambda a, n: (1 - a**n) ** 0.5,
+        lambda a, n: a / n - n / a,
+        lambda a, n: a * (1 / 3) + 0.1,
+        lambda a, n: -a * n * 2,
+        lambda a, n: n % 5 + n // 2,
+        lambda a, n: abs(-a) * 1e-300 * 1e300,
+        lambda a, n: a / (n - 1 - n + 1 + 3),
+        lambda a, n: 2.0**n,
+    ],
+)
+@each_lowering
+def test_live_numbers_are_computed_as_python_computes_them(
+    host: Callable[[float, int], float], lowering: Lowering
+) -> None:
+    x = Elements([torch.ones(3, dtype=torch.float64, device=lowering.device)])
+    fusion = Fusion(lambda x, a, n: x * host(a, n))
+    with lowering.running():
+        for a, n in ((0.999, 7), (0.1, 1), (0.37, 100)):
+            result = fusion(x, a, n)[0]
+            assert (result - host(a, n)).abs().max() <= 4 * torch.finfo(torch.float64).eps * abs(host(a, n))
+    assert fusion.traces == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("number", [0.1, 3])
+@pytest.mark.parametrize("shape", [(3,), ()])
+@each_lowering
+def test_a_live_number_in_where_has_the_type_a_plain_one_has(
+    dtype: torch.dtype, number: float, shape: tuple[int, ...], lowering: Lowering
+) -> None:
+    x = Elements([torch.ones(shape).to(dtype)])
+    check(lowering, lambda x, n: (torch.where(x > 5, x, n), torch.where(x > 5, n, x)), x, number)
+    check(lowering, lambda x, n: torch.where(x > 5, n, 0), x, number)
+    check(lowering, lambda x, n: torch.where(x > 5, n, x.to(torch.float64)), x, number)
+
+
+def test_every_way_to_run_is_tested() -> None:
+    assert [p.values[0] for p in LOWERINGS] == list(Lowering)

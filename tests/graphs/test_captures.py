@@ -1,0 +1,257 @@
+"""What dies while a CUDA graph is captured: its memory is given back afterwards, and the capture does not notice."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import subtensors as st
+from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.graphs import deferred_finalizers
+from subtensors.dispatch.graphs.fused_graph import Recording
+from subtensors.kernels.memory.host_reservation import HostRange
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Is a graph captured on the current stream, as far as anyone can tell? Set in the test, without a GPU."""
+    gc.collect()  # what other tests left behind
+    is_on = [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_on[0])
+    yield is_on
+    is_on[0] = False
+    deferred_finalizers.catch_up()
+    assert deferred_finalizers.waiting() == 0
+
+
+def sleeping_arena() -> weakref.ref[Any]:
+    """The range of an arena that is garbage, with host memory for what it kept, once this has returned."""
+    arena = st.Arena("cpu", chunk="2MiB")
+    cycle: list[Any] = [arena, arena.ones(MIB)]
+    cycle.append(cycle)
+    arena.release()
+    return weakref.ref(arena._carver.memory)
+
+
+def test_an_arena_that_is_collected_while_a_graph_is_captured_goes_after_it(capture: list[bool]) -> None:
+    memory = sleeping_arena()
+    capture[0] = True
+    gc.collect()
+    assert memory() is not None
+    waiting = deferred_finalizers.waiting()
+    assert waiting > 0
+    gc.collect()
+    assert deferred_finalizers.waiting() == waiting
+    capture[0] = False
+    gc.collect()
+    assert deferred_finalizers.waiting() == 0
+    assert memory() is None
+    assert deferred_finalizers._after_collection not in gc.callbacks
+
+
+def test_what_waits_goes_when_an_arena_is_asked_for_memory(capture: list[bool]) -> None:
+    other = st.Arena("cpu")
+    memory = sleeping_arena()
+    capture[0] = True
+    gc.collect()
+    capture[0] = False
+    assert memory() is not None
+    other.zeros(3)
+    assert memory() is None
+
+
+def test_many_arenas_that_die_in_a_capture_leave_nothing(capture: list[bool], monkeypatch: Any) -> None:
+    open_ranges = [0]
+    for name, step in (("__init__", 1), ("close", -1)):
+        made = getattr(HostRange, name)
+
+        def counted(self: HostRange, *args: Any, made: Any = made, step: int = step) -> None:
+            made(self, *args)
+            open_ranges[0] += step
+
+        monkeypatch.setattr(HostRange, name, counted)
+    gc.disable()  # until the capture
+    for _ in range(20):
+        sleeping_arena()
+    capture[0] = True
+    gc.collect()
+    gc.enable()
+    assert open_ranges == [40]
+    capture[0] = False
+    deferred_finalizers.catch_up()
+    assert open_ranges == [0]
+
+
+def test_work_that_fails_waits_and_goes_on_later(capture: list[bool]) -> None:
+    done: list[str] = []
+    is_possible = []
+
+    def work() -> None:
+        if not is_possible:
+            raise RuntimeError("another library captures")
+        done.append("first")
+
+    deferred_finalizers.when_idle(work)
+    deferred_finalizers.when_idle(lambda: done.append("second"))
+    assert done == []
+    is_possible.append(True)
+    gc.collect()
+    assert done == ["first", "second"]
+
+
+def test_no_garbage_is_collected_and_nothing_done_while_a_capture_of_ours_is_on_in_any_thread() -> None:
+    done: list[int] = []
+    assert gc.isenabled()
+    with deferred_finalizers.undisturbed():
+        assert not gc.isenabled()
+        with deferred_finalizers.undisturbed():
+            thread = threading.Thread(target=lambda: deferred_finalizers.when_idle(lambda: done.append(1)))
+            thread.start()
+            thread.join()
+        assert not gc.isenabled()
+        assert done == []
+    assert gc.isenabled()
+    assert done == [1]
+    gc.disable()
+    try:
+        with deferred_finalizers.undisturbed():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_graph_of_a_recording_waits_for_the_end_of_a_capture(capture: list[bool]) -> None:
+    recording = Recording(torch.device("cpu"))
+    runs = recording._tape.runs  # type: ignore[union-attr]
+    runs.append(lambda: None)
+    capture[0] = True
+    del recording
+    gc.collect()
+    assert len(runs) == deferred_finalizers.waiting() == 1
+    capture[0] = False
+    gc.collect()
+    assert len(runs) == deferred_finalizers.waiting() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["thread_local", "global", "relaxed"])
+@pytest.mark.parametrize("collects", ["the thread that captures", "another thread"])
+def test_a_capture_of_the_users_survives_arenas_that_are_collected_in_it(mode: str, collects: str) -> None:
+    def make_garbage() -> weakref.ref[Any]:
+        arena = st.Arena("cuda", chunk="2MiB")
+        cycle: list[Any] = [arena, arena.ones(MIB)]
+        cycle.append(cycle)
+        arena.release()
+        arena.restore()
+        return weakref.ref(arena._carver.memory)
+
+    x = torch.zeros(8, device="cuda")
+    memory = make_garbage()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        x.add_(1)
+        if collects == "another thread":
+            thread = threading.Thread(target=gc.collect)
+            thread.start()
+            thread.join()
+        else:
+            gc.collect()
+        assert memory() is not None
+        x.add_(1)
+    graph.replay()
+    assert x.tolist() == [2.0] * 8
+    gc.collect()
+    assert memory() is None
+    assert torch.rand(3, device="cuda").shape == (3,)
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_survives_arenas_that_die_while_it_is_recorded() -> None:
+    params = [Parameter(torch.ones(100, device="cuda"))]
+    params[0].grad = torch.ones_like(params[0])
+    optimizer = st.optim.AdamW(params)
+    optimizer.capture()
+    arenas = [st.Arena("cuda", chunk="2MiB")]
+    arenas[0].zeros(100)
+    memory = weakref.ref(arenas[0]._carver.memory)
+    update = optimizer._update_all
+
+    def clumsy() -> None:
+        update()
+        if torch.cuda.is_current_stream_capturing():
+            arenas.clear()
+            gc.collect()
+            assert memory() is not None
+
+    optimizer._update_all = clumsy  # type: ignore[method-assign]
+    optimizer.step()
+    assert optimizer._capture is not None
+    assert optimizer._capture.recordings == 1
+    assert memory() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["thread_local", "global"])
+def test_a_capture_of_the_users_survives_optimizers_with_graphs_that_die_in_it(mode: str) -> None:
+    def make() -> st.optim.AdamW:
+        p = Parameter(torch.ones(100, device="cuda"))
+        p.grad = torch.ones_like(p)
+        optimizer = st.optim.AdamW([p], graph=True)
+        optimizer.step()
+        assert optimizer.replays == 1
+        return optimizer
+
+    x = torch.zeros(8, device="cuda")
+    optimizers = [make()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        x.add_(1)
+        optimizers.clear()
+        gc.collect()
+        assert deferred_finalizers.waiting() >= 1  # and what other tests left
+    graph.replay()
+    assert x.tolist() == [1.0] * 8
+    gc.collect()
+    assert deferred_finalizers.waiting() == 0
+
+
+@pytest.mark.gpu
+def test_after_a_recording_that_failed_torch_is_as_before() -> None:
+    p = Elements([torch.ones(1000, device="cuda")])
+    add = Fusion(lambda p, *, by: p.add_(by))
+    is_broken = [True]
+
+    def calls() -> None:
+        add(p, by=1.0)
+        if is_broken[0] and torch.cuda.is_current_stream_capturing():
+            torch.empty(64 * MIB, device="cuda")
+            torch.cuda.synchronize()
+
+    add(p, by=1.0)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with pytest.raises(RuntimeError, match="captur"):
+        Recording(p[0].device).record(calls, [])
+    assert torch.rand(3, device="cuda").shape == (3,)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 4 * MIB
+    is_broken[0] = False
+    recording = Recording(p[0].device)
+    recording.record(calls, [])
+    value = float(p[0][0])
+    recording.replay()
+    assert float(p[0][0]) == value + 1
+    assert torch.rand(3, device="cuda").shape == (3,)

@@ -1,0 +1,381 @@
+"""The op class table, checked by running the ops that torch's own op_db runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from class_evidence.calls import Call
+from class_evidence.evidence import DISCOVERABLE, Recorder, Report, validate
+from class_evidence.probes import PROBES
+from torch._ops import OpOverload
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves
+
+from subtensors.dispatch.ops.op_class_overrides import SUPPLEMENT
+from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class, overload_name
+
+aten = torch.ops.aten
+
+# Ops in OTHER that look like a class on the samples of op_db, and why they are not in it.
+LOOK_ALIKES = {
+    "prelu.default": "its weight lines up with dim 1, not with the last: its samples have the two in one place",
+    "resize_.default": "it changes the shape of the tensor it is given, and may move its storage",
+    "resize_as_.default": "it changes the shape of the tensor it is given, and may move its storage",
+}
+
+of_the_pinned_torch = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="which overloads and samples there are differs between versions"
+)
+
+
+def aten_overloads() -> list[OpOverload]:
+    """Every overload registered in the aten namespace."""
+    overloads = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace == "aten":
+            packet, _, overload = name.partition(".")
+            overloads.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return overloads
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    # The samples of op_db try deprecated and ill-conditioned calls on purpose.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def differentiate(outputs: Any, inputs: Any) -> None:
+    ends = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    starts = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if ends and starts:
+        torch.autograd.grad([t.abs().sum() for t in ends], starts, allow_unused=True)
+
+
+def attempt(run: Callable[[], Any]) -> bool:
+    # Some samples need a GPU, a LAPACK build or an in-place variant that does not exist for their dtype.
+    try:
+        run()
+    except Exception:
+        return False
+    return True
+
+
+def sweep_op_db(recorder: Recorder, samples: int = 12) -> tuple[int, int]:
+    """Runs op_db under the recorder: how many samples ran, and how many could not."""
+    ran = [0, 0]
+    for info in op_db:
+        supported = info.supported_dtypes("cpu")
+        wanted = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
+        dtype = next((d for d in wanted if d in supported), None)
+        if dtype is None:
+            continue
+        grad = info.supports_autograd and dtype.is_floating_point
+        for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), samples):
+            given = (sample.input, *sample.args)
+
+            def forward_and_backward(info: Any = info, given: Any = given, sample: Any = sample) -> None:
+                with recorder:
+                    differentiate(info(*given, **sample.kwargs), (given, sample.kwargs))
+
+            def composite_ops_whole(info: Any = info, given: Any = given, sample: Any = sample) -> None:
+                with torch.inference_mode(), recorder:
+                    info(*given, **sample.kwargs)
+
+            def in_place(info: Any = info, sample: Any = sample) -> None:
+                target = sample.input.detach().clone()
+                with torch.no_grad(), recorder:
+                    info.inplace_variant(target, *sample.args, **sample.kwargs)
+
+            ran[0 if attempt(forward_and_backward) else 1] += 1
+            attempt(composite_ops_whole)
+            if info.inplace_variant is not None and isinstance(sample.input, torch.Tensor):
+                attempt(in_place)
+    return ran[0], ran[1]
+
+
+def sweep_foreach_db(recorder: Recorder, samples: int = 8) -> None:
+    from torch.testing._internal import common_methods_invocations as db
+
+    for info in (
+        db.foreach_unary_op_db
+        + db.foreach_binary_op_db
+        + db.foreach_pointwise_op_db
+        + db.foreach_reduce_op_db
+        + db.foreach_other_op_db
+    ):
+        options = {"noncontiguous": False, "same_size": True, "num_input_tensors": [3]}
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float64, **options), samples):
+            for variant in (info.method_variant, info.inplace_variant):
+
+                def on_copies(variant: Any = variant, sample: Any = sample) -> None:
+                    with torch.no_grad(), recorder:
+                        variant([t.clone() for t in sample.input], *sample.args, **sample.kwargs)
+
+                if variant is not None:
+                    attempt(on_copies)
+
+
+@functools.cache
+def recorded() -> tuple[dict[OpOverload, list[Call]], tuple[int, int]]:
+    recorder = Recorder()
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        counts = sweep_op_db(recorder)
+        sweep_foreach_db(recorder)
+    return recorder.calls, counts
+
+
+@functools.cache
+def report() -> Report:
+    with quiet():
+        return validate(recorded()[0])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_sweep_meets_most_of_what_programs_call() -> None:
+    calls, (ran, failed) = recorded()
+    assert len(calls) > 900
+    assert failed < 0.02 * ran
+    names = {overload_name(op) for op in calls}
+    assert {"convolution_backward.default", "add_.Tensor", "_foreach_mul_.List", "linear.default"} <= names
+
+
+def test_every_claim_of_the_table_holds_on_every_recorded_call() -> None:
+    assert report().wrong == {}
+
+
+def test_no_op_without_a_class_has_the_property_of_one() -> None:
+    assert {name: klass for name, klass in report().missing.items() if name not in LOOK_ALIKES} == {}
+
+
+@of_the_pinned_torch
+def test_every_look_alike_is_still_one() -> None:
+    assert set(LOOK_ALIKES) == set(report().missing)
+
+
+def test_most_claims_are_tested_by_a_call_that_could_refute_them() -> None:
+    calls, _ = recorded()
+    claims = [overload_name(op) for op in calls if op_class(op) is not OpClass.OTHER]
+    tested = [name for name in claims if name in report().probed]
+    assert len(tested) > 800
+    assert len(tested) > 0.97 * len(claims)
+
+
+def test_every_class_is_tested_on_several_ops() -> None:
+    by_class = dict.fromkeys(OpClass, 0)
+    for op in recorded()[0]:
+        by_class[op_class(op)] += overload_name(op) in report().probed
+    assert min(by_class.values()) >= 6, by_class
+
+
+x = torch.arange(120.0, dtype=torch.float64).sin().reshape(40, 3)
+REFUTED = [
+    (OpClass.POINTWISE, aten.cumsum.default, lambda: x.cumsum(0), "a choice of its elements gives other values"),
+    (OpClass.POINTWISE, aten.flip.default, lambda: x.flip(0), "a choice of its elements gives other values"),
+    (OpClass.POINTWISE, aten.sum.default, lambda: x.sum(), "another shape"),
+    (OpClass.POINTWISE, aten.mse_loss_backward.default, lambda: mse_gradient(x), "a choice of its elements gives"),
+    (OpClass.REDUCTION, aten.cumsum.default, lambda: x.cumsum(0), "no smaller than what it reduces"),
+    (OpClass.REDUCTION, aten.select.int, lambda: x.select(0, 1), "the order of the reduced elements matters"),
+    (OpClass.VIEW, aten.clone.default, lambda: x.clone(), "a storage of its own"),
+    (OpClass.CONTRACTION, aten.sigmoid.default, lambda: x.sigmoid(), "not affine in an operand"),
+    (OpClass.CONTRACTION, aten._softmax.default, lambda: x.softmax(0), "not affine in an operand"),
+    (OpClass.FACTORY, aten.neg.default, lambda: -x, "its values depend on its input's"),
+    (OpClass.RANDOM, aten.neg.default, lambda: -x, "does not declare it random"),
+    (OpClass.COPY, aten.neg.default, lambda: -x, "an output element is not an input element"),
+    (OpClass.COPY, aten.add.Tensor, lambda: x + x, "an output element is not an input element"),
+    (OpClass.NORMALISATION, aten.sigmoid.default, lambda: x.sigmoid(), "neither adding a constant nor scaling"),
+    (OpClass.SCAN, aten.flip.default, lambda: x.flip(0), "it has no dim to scan"),
+    (OpClass.SCAN, aten._softmax.default, lambda: x.softmax(0), "an element depends on later ones"),
+    (OpClass.SORT_SELECT, aten.cumsum.default, lambda: x.cumsum(0), "more than the order of its elements"),
+    (OpClass.SCATTER_GATHER, aten.neg.default, lambda: -x, "it has no index operand"),
+]
+
+
+def mse_gradient(t: torch.Tensor) -> None:
+    t = t.clone().requires_grad_()
+    torch.nn.functional.mse_loss(t, torch.zeros_like(t)).backward()
+
+
+@pytest.mark.parametrize(
+    ("claimed", "op", "run", "how"), REFUTED, ids=[f"{overload_name(c[1])}-as-{c[0].value}" for c in REFUTED]
+)
+def test_a_wrong_claim_is_reported_with_how_it_fails(
+    claimed: OpClass, op: OpOverload, run: Callable[[], Any], how: str
+) -> None:
+    with Recorder() as recorder:
+        run()
+    found = validate(recorder.calls, lambda o: claimed if o is op else op_class(o))
+    assert list(found.wrong) == [overload_name(op)]
+    assert f"not {claimed.value}" in found.wrong[overload_name(op)]
+    assert how in found.wrong[overload_name(op)]
+
+
+def test_each_class_but_other_has_a_refuted_claim_above() -> None:
+    assert {claimed for claimed, *_ in REFUTED} == set(PROBES) == set(OpClass) - {OpClass.OTHER}
+
+
+@pytest.mark.parametrize(
+    ("op", "run", "klass"),
+    [
+        (aten.add.Tensor, lambda: x + x, OpClass.POINTWISE),
+        (aten.add_.Tensor, lambda: x.clone().add_(x), OpClass.POINTWISE),
+        (aten.view.default, lambda: x.view(120), OpClass.VIEW),
+        (aten.flip.default, lambda: x.flip(0), OpClass.COPY),
+    ],
+)
+def test_an_op_left_out_of_its_class_is_reported_missing(
+    op: OpOverload, run: Callable[[], Any], klass: OpClass
+) -> None:
+    assert klass in DISCOVERABLE
+    with Recorder() as recorder:
+        run()
+    found = validate(recorder.calls, lambda o: OpClass.OTHER if o is op else op_class(o))
+    assert found.missing == {overload_name(op): klass}
+
+
+def test_a_table_patched_in_the_whole_sweep_is_caught() -> None:
+    calls, _ = recorded()
+    swapped = {aten.cumsum.default: OpClass.POINTWISE, aten.exp.default: OpClass.OTHER}
+    some = {op: calls[op] for op in (aten.cumsum.default, aten.exp.default, aten.mul.Tensor)}
+    with quiet():
+        found = validate(some, lambda op: swapped.get(op, op_class(op)))
+    assert set(found.wrong) == {"cumsum.default"}
+    assert found.missing == {"exp.default": OpClass.POINTWISE}
+
+
+@pytest.mark.parametrize(
+    ("op", "klass"),
+    [
+        (aten.add.Tensor, OpClass.POINTWISE),
+        (aten.lt_.Tensor, OpClass.POINTWISE),
+        (aten.fill_.Tensor, OpClass.POINTWISE),
+        (aten.gelu_backward.grad_input, OpClass.POINTWISE),
+        (aten.__iand__.Tensor, OpClass.POINTWISE),
+        (aten.max.other, OpClass.POINTWISE),
+        (aten.max.dim, OpClass.REDUCTION),
+        (aten.max.default, OpClass.REDUCTION),
+        (aten._foreach_max.default, OpClass.REDUCTION),
+        (aten._foreach_norm.Scalar, OpClass.REDUCTION),
+        (aten._foreach_lerp_.ScalarList, OpClass.POINTWISE),
+        (aten._foreach_copy_.default, OpClass.POINTWISE),
+        (aten._foreach_zero_.default, OpClass.POINTWISE),
+        (aten._foreach_mm.default, OpClass.CONTRACTION)
+        if hasattr(aten, "_foreach_mm")
+        else (
+            aten.mm.default,
+            OpClass.CONTRACTION,
+        ),
+        (aten.where.self, OpClass.POINTWISE),
+        (aten.where.default, OpClass.SORT_SELECT),
+        (aten.transpose_.default, OpClass.VIEW),
+        (aten.transpose_copy.int, OpClass.COPY),
+        (aten.rrelu.default, OpClass.RANDOM),
+        (aten.native_dropout.default, OpClass.RANDOM),
+        (aten.uniform_.default, OpClass.RANDOM),
+        (aten.equal.default, OpClass.OTHER),
+        (aten.set_.source_Tensor, OpClass.OTHER),
+        (aten.mse_loss_backward.default, OpClass.OTHER),
+        (torch.ops.prims.device_put.default, OpClass.OTHER),
+    ],
+)
+def test_an_overload_has_the_class_of_what_it_computes(op: OpOverload, klass: OpClass) -> None:
+    assert op_class(op) is klass
+
+
+def test_an_in_place_or_out_overload_has_the_class_of_its_functional_form() -> None:
+    twins = {op: functional_form(op) for op in aten_overloads()}
+    differing = {
+        overload_name(op): (op_class(op), op_class(twin))
+        for op, twin in twins.items()
+        if twin is not None and op_class(op) is not op_class(twin)
+    }
+    assert differing == {}
+
+
+def test_nearly_every_overload_that_writes_has_a_functional_form() -> None:
+    writing = [op for op in aten_overloads() if functional_form(op) is not op]
+    without = [op for op in writing if functional_form(op) is None]
+    assert len(without) < 0.03 * len(writing)
+    assert aten.set_.source_Tensor_storage_offset in without
+
+
+def test_a_functional_form_computes_what_its_in_place_op_leaves_behind() -> None:
+    compared = 0
+    with quiet(), torch.no_grad():
+        for op, calls in recorded()[0].items():
+            twin = functional_form(op)
+            skipped = op_class(op) in (OpClass.RANDOM, OpClass.OTHER) or overload_name(op).startswith("_foreach_")
+            if twin is None or twin is op or skipped or not is_in_place(op) or not calls:
+                continue
+            written = calls[0].run()[0]
+            torch.testing.assert_close(
+                Call(twin, (), calls[0].arguments()).run()[0].to(written.dtype), written, equal_nan=True
+            )
+            compared += 1
+    assert compared > 100
+
+
+def test_an_op_of_another_library_never_takes_its_class_from_an_aten_op_of_that_name() -> None:
+    with torch.library._scoped_library("subtensors_test", "FRAGMENT") as library:
+        library.define("add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)")
+        library.define("scan(Tensor self) -> Tensor", tags=[torch.Tag.pointwise])
+        named_like_aten = torch.ops.subtensors_test.add_.Tensor
+        assert functional_form(named_like_aten) is None
+        assert op_class(named_like_aten) is OpClass.OTHER
+        assert op_class(torch.ops.subtensors_test.scan.default) is OpClass.POINTWISE
+
+
+def test_in_place_means_writing_to_an_operand() -> None:
+    assert is_in_place(aten.add_.Tensor)
+    assert is_in_place(aten._foreach_add_.List)
+    assert is_in_place(aten._native_batch_norm_legit.default)
+    assert not is_in_place(aten.add.Tensor)
+    assert not is_in_place(aten.add.out)
+    assert not is_in_place(aten.view.default)
+
+
+def test_every_aten_overload_has_a_name_of_its_own() -> None:
+    names = [overload_name(op) for op in aten_overloads()]
+    assert len(names) == len(set(names)) > 3000
+
+
+@of_the_pinned_torch
+def test_the_supplement_names_only_ops_that_exist() -> None:
+    overloads = {overload_name(op) for op in aten_overloads()}
+    known = overloads | {name.split(".")[0] for name in overloads}
+    assert [name for group in SUPPLEMENT for name in group.names.split() if name not in known] == []
+
+
+def test_every_group_of_the_supplement_gives_its_reason() -> None:
+    reasons = [group.reason for group in SUPPLEMENT]
+    assert all(len(reason) > 15 for reason in reasons)
+    assert len(set(reasons)) == len(reasons)
+
+
+@of_the_pinned_torch
+def test_the_docs_page_counts_what_the_table_holds() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "op-classes.md").read_text()
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \|.*\| (\d+) \|$", page, re.MULTILINE))
+    counts = Counter(op_class(op) for op in aten_overloads())
+    assert rows == {klass.name: str(counts[klass]) for klass in OpClass}
+    assert f"{len(aten_overloads())} overloads" in page

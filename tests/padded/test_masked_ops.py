@@ -1,0 +1,198 @@
+"""The masked kernels as torch ops: gradients, compilation, capture, and what the ops refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
+from subtensors.kernels.padded.masked_reduction import KINDS
+from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+
+ORDERS = {"norm": (1.0, 2.0, 3.0, math.inf)}
+
+
+def extents(device: str, least: int = 0) -> list[Extent]:
+    """Of a (3, 5, 8) tensor: ragged along 1, padded along 2."""
+    return [Extent(1, torch.tensor([5, least, 2], device=device)), Extent(2, torch.tensor(6, device=device))]
+
+
+def few(device: str) -> list[Extent]:
+    """Of a (2, 3, 4) tensor: ragged along 1, padded along 2."""
+    return [Extent(1, torch.tensor([3, 2], device=device)), Extent(2, torch.tensor(3, device=device))]
+
+
+def leaf(device: str, *size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64, device=device, requires_grad=True)
+
+
+def test_softmax_has_the_gradient_that_differences_give(device: str) -> None:
+    for is_log in (False, True):
+        for dim in (0, 1, 2) if device == "cpu" or is_log else (1,):
+            assert torch.autograd.gradcheck(
+                lambda x: masked_softmax(x, dim, extents(device), is_log=is_log),  # noqa: B023
+                leaf(device, 3, 5, 8),
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduction_has_the_gradient_that_differences_give(kind: str, device: str) -> None:
+    if device == "cuda" and kind not in ("mean", "logsumexp"):
+        pytest.skip(
+            "how autograd reaches a kernel is the same for each; tests/padded/test_masked_kernels.py compiles them all"
+        )
+    for p in ORDERS.get(kind, (2.0,)):
+        for dims in ([2], [0, 1], [0, 1, 2]):
+            assert torch.autograd.gradcheck(
+                lambda x: masked_reduction(x, kind, dims, extents(device, least=1), p).out,  # noqa: B023
+                leaf(device, 3, 5, 8),
+            )
+
+
+@pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
+def test_a_norm_has_the_gradients_that_differences_give(is_rms: bool, device: str) -> None:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return masked_norm(x, 1, weight, bias, 1e-5, extents(device), is_rms=is_rms).y
+
+    assert torch.autograd.gradcheck(norm, (leaf(device, 3, 5, 8), leaf(device, 8), leaf(device, 8)))
+    assert torch.autograd.gradcheck(
+        lambda x: masked_norm(x, 2, None, None, 1e-5, extents(device), is_rms=is_rms).y, leaf(device, 3, 5, 8)
+    )
+
+
+def test_softmax_has_the_second_derivatives_that_differences_give(device: str) -> None:
+    for is_log in (False, True):
+        assert torch.autograd.gradgradcheck(
+            lambda x: masked_softmax(x, 1, few(device), is_log=is_log),  # noqa: B023
+            leaf(device, 2, 3, 4),
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduction_has_the_second_derivatives_that_differences_give(kind: str, device: str) -> None:
+    for dims in ([2], [0, 1]):
+        assert torch.autograd.gradgradcheck(
+            lambda x: masked_reduction(x, kind, dims, few(device)).out,  # noqa: B023
+            leaf(device, 2, 3, 4),
+        )
+
+
+@pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
+def test_a_norm_has_the_second_derivatives_that_differences_give(is_rms: bool, device: str) -> None:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return masked_norm(x, 1, weight, bias, 1e-5, few(device), is_rms=is_rms).y
+
+    assert torch.autograd.gradgradcheck(norm, (leaf(device, 2, 3, 4), leaf(device, 4), leaf(device, 4)))
+    assert torch.autograd.gradgradcheck(
+        lambda x: masked_norm(x, 2, None, None, 1e-5, few(device), is_rms=is_rms).y, leaf(device, 2, 3, 4)
+    )
+
+
+def test_padding_and_rows_of_no_elements_put_no_nan_into_second_derivatives(device: str) -> None:
+    x = leaf(device, 3, 5, 8)
+    real = real_mask((3, 5, 8), extents(device), x.device).expand(x.shape)
+    poisoned = torch.where(real, x, math.nan).detach().requires_grad_()
+    for kind in set(KINDS) - {"var"}:
+        out = masked_reduction(poisoned, kind, [2], extents(device)).out
+        (first,) = torch.autograd.grad((out.nan_to_num(posinf=0, neginf=0) ** 2).sum(), poisoned, create_graph=True)
+        (second,) = torch.autograd.grad((first * first).sum(), poisoned)
+        assert second.isfinite().all(), kind
+        assert second[~real].eq(0).all()
+
+
+def test_parameters_of_half_precision_get_gradients_of_half_precision(device: str) -> None:
+    x = torch.randn(3, 5, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = (torch.ones(8, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    masked_norm(x, 1, weight, bias, 1e-5, extents(device)).y.float().sum().backward()
+    for t in (x, weight, bias):
+        assert t.grad is not None
+        assert t.grad.dtype == torch.bfloat16
+        assert t.grad.shape == t.shape
+
+
+def test_the_ops_keep_the_rules_of_torch_ops() -> None:
+    x, w = leaf("cpu", 3, 5, 8), leaf("cpu", 8)
+    padded = ([1, 2], [e.sizes for e in extents("cpu", least=1)], [0, 0])
+    ops = torch.ops.subtensors
+    torch.library.opcheck(ops.masked_softmax, (x, 2, *padded, 0.0, False))
+    torch.library.opcheck(ops.masked_reduction, (x, "var", [2], *padded, 2.0, 1.0, 0.0, True))
+    torch.library.opcheck(ops.masked_norm, (x, 1, w, w, 1e-5, *padded, 0.0, False))
+
+
+def test_one_compilation_serves_every_length(device: str) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(x: Tensor, lengths: Tensor) -> Tensor:
+        extent = [Extent(1, lengths)]
+        y = masked_softmax(x, 1, extent)
+        return masked_reduction(y * x, "mean", [0, 1], extent).out
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([4, 2], [1, 3], [0, 1]):
+            x = torch.randn(2, 4, device=device, requires_grad=True)
+            value = loss(x, torch.tensor(lengths, device=device))
+            value.backward()
+            rows = [row[:n] for row, n in zip(x.detach(), lengths, strict=True)]
+            expected = torch.cat([row.softmax(0) * row for row in rows]).mean()
+            torch.testing.assert_close(value.detach(), expected)
+            assert x.grad is not None
+            assert [row[n:].abs().sum().item() for row, n in zip(x.grad, lengths, strict=True)] == [0, 0]
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_every_length() -> None:
+    x = torch.randn(2, 64, device="cuda")
+    lengths = torch.tensor([64, 64], device="cuda")
+    weight = torch.randn(64, device="cuda")
+
+    def run() -> list[Tensor]:
+        extent = [Extent(1, lengths)]
+        return [
+            masked_softmax(x, 1, extent),
+            *(masked_reduction(x, kind, [1], extent).out for kind in KINDS),
+            masked_norm(x, 1, weight, None, 1e-5, extent).y,
+        ]
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for rows in ([64, 64], [3, 60], [1, 17]):
+        lengths.copy_(torch.tensor(rows))
+        graph.replay()
+        for a, b in zip(captured, run(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(captured[2], torch.stack([r[:n].mean() for r, n in zip(x, rows, strict=True)]))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_op_waits_for_the_device() -> None:
+    x = torch.randn(4, 32, 32, device="cuda", requires_grad=True)
+    extent = [Extent(1, torch.tensor([3, 32, 0, 9], device="cuda"))]
+
+    def run() -> None:
+        y = masked_norm(masked_softmax(x, 1, extent), 1, None, None, 1e-5, extent).y
+        sum((masked_reduction(y, kind, [1], extent).out.nan_to_num().sum() for kind in KINDS), x.sum() * 0).backward()
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_wrong_argument_is_refused_with_its_value() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="got 'median'"):
+        masked_reduction(x, "median", [1], [])
+    with pytest.raises(ValueError, match="at least one dimension"):
+        masked_reduction(x, "sum", [], [])
+    with pytest.raises(ValueError, match="an order of at least 0, got -1"):
+        masked_reduction(x, "norm", [1], [], p=-1)
+    with pytest.raises(TypeError, match=r"mean takes a floating-point tensor, got torch.int64"):
+        masked_reduction(x.long(), "mean", [1], [])

@@ -1,0 +1,203 @@
+"""Calls of a PaddedTensor whose rule runs at once are what torch's dispatcher would have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from python_calls import python_calls
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import subtensors as st
+from subtensors.dispatch.padded import interpreter
+from subtensors.padded import fast_path, outcome_cache
+from subtensors.padded.padded_tensor import value_of
+
+SEQ = st.Dim("seq", max=16, buckets=8)
+NAN = float("nan")
+W, B = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+
+CALLS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (F.linear, lambda x: F.linear(x, W, B)),
+    (F.linear, lambda x: F.linear(x, weight=W)),
+    (F.linear, lambda x: F.linear(x.transpose(1, 2), torch.ones(3, 8, dtype=torch.float64))),
+    (F.layer_norm, lambda x: F.layer_norm(x, (6,), torch.full((6,), 2.0).double(), eps=1e-3)),
+    (F.gelu, lambda x: F.gelu(x)),
+    (F.gelu, lambda x: F.gelu(x, approximate="tanh")),
+    (F.scaled_dot_product_attention, lambda x: F.scaled_dot_product_attention(x, x, x)),
+    (F.scaled_dot_product_attention, lambda x: F.scaled_dot_product_attention(x, x, x * 2, is_causal=True, scale=0.5)),
+    (Tensor.transpose, lambda x: x.transpose(1, -1)),
+    (Tensor.unsqueeze, lambda x: x.unsqueeze(dim=1)),
+    (Tensor.contiguous, lambda x: x.transpose(0, 1).contiguous()),
+    (Tensor.matmul, lambda x: x.matmul(W.t())),
+    (Tensor.matmul, lambda x: x @ x.transpose(1, 2)),
+    (torch.matmul, lambda x: torch.matmul(torch.ones(2, 5, 8, dtype=torch.float64), x)),
+    (Tensor.add, lambda x: x + x),
+    (Tensor.add, lambda x: x.add(torch.ones(6, dtype=torch.float64), alpha=3)),
+    (torch.add, lambda x: torch.add(x, 2)),
+    (Tensor.sub, lambda x: x - 1.5),
+    (torch.sub, lambda x: torch.sub(torch.ones(2, 8, 6, dtype=torch.float64), x)),
+    (Tensor.mul, lambda x: x * True),
+    (torch.mul, lambda x: torch.mul(input=x, other=x)),
+    (torch.addmm, lambda x: torch.addmm(B, x.reshape(-1, 6), W.t())),
+    (torch.addmm, lambda x: torch.addmm(B, x[:, 0], W.t(), alpha=2)),
+    (torch.pow, lambda x: torch.pow(x, 3.0)),
+    (Tensor.pow, lambda x: x.pow(2)),
+    (Tensor.pow, lambda x: (x * x).pow(x)),
+    (Tensor.__pow__, lambda x: x**2),
+    (torch.neg, lambda x: torch.neg(x)),
+    (Tensor.neg, lambda x: x.neg()),
+    (Tensor.__neg__, lambda x: -x),
+    (torch.relu, lambda x: torch.relu(x)),
+    (Tensor.relu, lambda x: x.relu()),
+    (F.relu, lambda x: F.relu(x)),
+    (F.relu, lambda x: F.relu(x * 1, inplace=True)),
+    (F.silu, lambda x: F.silu(x)),
+    (Tensor.tanh, lambda x: x.tanh()),
+    (torch.tanh, lambda x: torch.tanh(x)),
+    (Tensor.sigmoid, lambda x: x.sigmoid()),
+    (torch.sigmoid, lambda x: torch.sigmoid(x)),
+    (Tensor.rsqrt, lambda x: (x * x + 1).rsqrt()),
+    (torch.rsqrt, lambda x: torch.rsqrt(x * x + 1)),
+    (Tensor.view, lambda x: x.view(2, -1, 2, 3)),
+    (Tensor.view, lambda x: x.view((2, 8, 6, 1))),
+    (Tensor.view, lambda x: x.float().view(torch.int32)),
+    (Tensor.reshape, lambda x: x.transpose(1, 2).reshape(-1, 8)),
+    (Tensor.reshape, lambda x: x.reshape(shape=(2, 8, 3, 2))),
+    (Tensor.permute, lambda x: x.permute(2, 0, 1)),
+    (Tensor.permute, lambda x: x.permute((1, 0, 2))),
+    (Tensor.expand, lambda x: x.unsqueeze(0).expand(3, -1, -1, -1)),
+]
+LINES = [pytest.param(call, id=f"{i} {func.__name__}") for i, (func, call) in enumerate(CALLS)]
+
+
+def test_each_function_that_is_one_op_is_called_here() -> None:
+    assert {func for func, _ in CALLS} == {
+        *fast_path.OP_OF,
+        *fast_path.OP_OF_SIZES,
+        *fast_path.OP_UNLESS_IN_PLACE,
+    }
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("call", LINES)
+def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
+    call: Callable[..., Any], records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[Any]] = []
+    run, run_call = interpreter.run, interpreter.run_call
+
+    def noted(call: interpreter.Call) -> None:
+        made[-1].append((call.op, {name: _described(x) for name, x in call.named.items()}))
+
+    def noted_run(op: Any, args: Any, kwargs: Any) -> Any:
+        noted(interpreter.Call(op, args, kwargs))
+        return run(op, args, kwargs)
+
+    def noted_run_call(call: interpreter.Call) -> Any:
+        noted(call)
+        return run_call(call)
+
+    monkeypatch.setattr("subtensors.dispatch.padded.rules.run", noted_run)
+    monkeypatch.setattr("subtensors.dispatch.padded.rules.run_call", noted_run_call)
+    monkeypatch.setattr(outcome_cache, "_known", {})
+    known, values = [], []
+    for is_direct in (True, False):
+        if not is_direct:
+            monkeypatch.setattr(fast_path, "OP_OF", {})
+            monkeypatch.setattr(fast_path, "OP_OF_SIZES", {})
+            monkeypatch.setattr(fast_path, "OP_UNLESS_IN_PLACE", {})
+        torch.manual_seed(0)
+        for n in (5, 7, 1, 8):
+            made.append([])
+            own = torch.randn(2, n, 6, dtype=torch.float64, requires_grad=records)
+            with torch.set_grad_enabled(records):
+                out = call(st.pad(own, {1: SEQ}, value=NAN))
+            is_padded = isinstance(out, st.PaddedTensor)
+            known.append((_described(value_of(out)) if is_padded else type(out), out.requires_grad))
+            true = out.unpad() if is_padded else out
+            values.append([true.detach()])
+            if true.requires_grad:
+                true.square().sum().backward()
+                assert own.grad is not None
+                values[-1].append(own.grad)
+    assert made[0] == made[4]
+    assert known[:4] == known[4:]
+    torch.testing.assert_close(values[:4], values[4:], rtol=0, atol=0, equal_nan=True)
+    # What is known of the first length is known of the others in its bucket.
+    assert len(made[1]) <= len(made[0])
+    assert records or len(made[1]) < len(made[0]) or not outcome_cache._known
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, interpreter.Padded):
+        return x.dims, tuple(x.shape), x.fill, x.view, x.arrival is None
+    return list(x) if isinstance(x, (tuple, list)) else x
+
+
+def test_autocast_still_casts() -> None:
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, W.float()).dtype == torch.bfloat16
+
+
+def test_a_mode_still_sees_the_ops() -> None:
+    class Seen(TorchDispatchMode):
+        names: list[str] = []  # noqa: RUF012  (of one test)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    with Seen() as seen:
+        x + x
+    assert "aten.add.Tensor" in seen.names
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: F.linear(x, None),
+        lambda x: F.linear(x, W, B, B),
+        lambda x: x.view("a"),
+        lambda x: x.transpose(0),
+        lambda x: x.transpose(0, 1, out=3),
+        lambda x: x + "a",
+        lambda x: F.layer_norm(x, 6),
+    ],
+)
+def test_wrong_arguments_are_refused_in_the_words_of_torch(wrong: Callable[..., Any]) -> None:
+    t = torch.randn(2, 5, 6, dtype=torch.float64)
+    with pytest.raises(Exception) as expected:  # noqa: PT011  (whichever torch raises)
+        wrong(t)
+    with pytest.raises(type(expected.value)):
+        wrong(st.pad(t, {1: SEQ}))
+
+
+def test_dropout_gives_its_input_back_in_evaluation_as_torch_does() -> None:
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    assert F.dropout(x, 0.5, training=False) is x
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        F.dropout(x, 2.0, training=False)
+
+
+def test_a_view_that_is_behind_its_whole_is_taken_again() -> None:
+    t = torch.randn(2, 5, 6, requires_grad=True)
+    x = st.pad(t, {1: SEQ}) * 1
+    part = x[:, 1:]
+    x.mul_(2)
+    torch.testing.assert_close((part + part).unpad(), 4 * t[:, 1:])
+
+
+@torch.no_grad()
+def test_a_call_whose_outcome_is_known_runs_little_python() -> None:
+    x = st.pad(torch.randn(2, 5, 6, dtype=torch.float64), {1: SEQ})
+    for call in (lambda: F.linear(x, W, B), lambda: x + x, lambda: x.transpose(1, 2), lambda: x.view(2, -1, 2, 3)):
+        call()
+        assert python_calls(call) <= 32
+    assert python_calls(lambda: x.shape) <= 8

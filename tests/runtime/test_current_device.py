@@ -1,0 +1,76 @@
+"""Kernels are launched on the device that has the memory they are given, whichever device is the current one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import subtensors.kernels
+from subtensors.kernels.runtime import current_device
+from subtensors.kernels.runtime.current_device import launching_on, on_stream
+
+BY_THEIR_CALLER = {"launch.py", "launcher.py"}
+"""Of fused maths, where `KernelGroup` takes its device for the whole of a call; and what others launch with."""
+
+
+def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+
+    def device(which: torch.device) -> Any:
+        taken.append(which)
+        return nullcontext()
+
+    monkeypatch.setattr(current_device, "_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for place in ("cpu", "cuda:0", "cuda:1"):
+        with launching_on(torch.device(place)):
+            pass
+    assert taken == [torch.device("cuda:1")]
+
+
+def test_the_device_of_a_stream_is_taken_first_and_left_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        order.append(f"takes {name}")
+        yield
+        order.append(f"leaves {name}")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: noted("the device"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("the stream"))
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    with on_stream(stream):
+        order.append("works")
+    assert order == ["takes the device", "takes the stream", "works", "leaves the stream", "leaves the device"]
+
+
+def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Call, bool]]:
+    """The launches in some source: `kernel[grid](...)`, or what Triton compiled, called with a stream."""
+    if isinstance(node, ast.With):
+        on_a_device |= any("launching_on" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.Call):
+        grid = node.func.slice if isinstance(node.func, ast.Subscript) else None
+        is_given_a_grid = isinstance(grid, ast.Tuple) or (isinstance(grid, ast.Name) and grid.id == "grid")
+        if is_given_a_grid or any(keyword.arg == "stream" for keyword in node.keywords):
+            yield node, on_a_device
+    for child in ast.iter_child_nodes(node):
+        yield from launches(child, on_a_device)
+
+
+def test_every_launch_says_on_which_device() -> None:
+    found = [
+        (path.name, node.lineno, is_said)
+        for path in sorted(Path(*subtensors.kernels.__path__).rglob("*.py"))
+        for node, is_said in launches(ast.parse(path.read_text()))
+        if path.name not in BY_THEIR_CALLER
+    ]
+    assert len(found) > 10
+    assert [(name, line) for name, line, is_said in found if not is_said] == []

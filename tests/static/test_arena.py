@@ -1,0 +1,170 @@
+"""Arena: carving, growth in chunks, freeing, threads and wrong arguments."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as hs
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.static.free_list import FreeList
+
+MIB = 1 << 20
+
+
+def test_carvings_are_aligned_and_apart(device: str) -> None:
+    arena = st.Arena(device, reserve="1GiB", alignment=4096)
+    tensors = [arena.empty(n, dtype=torch.uint8) for n in (1, 4096, 4097, 100)]
+    starts = [t.data_ptr() - arena.address for t in tensors]
+    assert starts == [0, 4096, 8192, 16384]
+    assert all(t in arena for t in tensors)
+    assert torch.ones(3, device=device) not in arena
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 64])
+def test_elements_lie_at_multiples_of_their_own_size_whatever_the_alignment(device: str, alignment: int) -> None:
+    arena = st.Arena(device, alignment=alignment)
+    tensors = [arena.full((3,), 7, dtype=d) for d in (torch.uint8, torch.complex128, torch.float16, torch.float64)]
+    for t in tensors:
+        assert t.data_ptr() % max(t.element_size(), alignment) == 0
+        assert bool((t + 1 == 8).all())
+
+
+def test_memory_is_mapped_in_chunks_as_it_is_needed_whatever_the_reserve(device: str) -> None:
+    arena = st.Arena(device, reserve="4TiB", chunk="2MiB")
+    assert (arena.reserved, arena.mapped, arena.used) == (4 << 40, 0, 0)
+    small = arena.zeros(100)
+    assert (arena.mapped, arena.used) == (2 * MIB, 512)
+    large = arena.zeros(3 * MIB, dtype=torch.uint8)
+    assert (arena.mapped, arena.used) == (4 * MIB, 512 + 3 * MIB)
+    assert int(small.sum()) == int(large.sum()) == 0
+    assert repr(arena) == f"Arena({arena.device}, 3 MiB used, 4 MiB mapped, 4 TiB reserved)"
+
+
+def test_constructors_give_what_torchs_give(device: str) -> None:
+    arena = st.Arena(device)
+    like = torch.arange(6.0, device=device).reshape(2, 3).t()
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (arena.zeros(2, 3), torch.zeros(2, 3, device=device)),
+        (arena.zeros((2, 3), dtype=torch.bool), torch.zeros((2, 3), dtype=torch.bool, device=device)),
+        (arena.ones(4, dtype=torch.int8), torch.ones(4, dtype=torch.int8, device=device)),
+        (arena.full((2,), 7), torch.full((2,), 7, device=device)),
+        (arena.full((2,), 0.5, dtype=torch.bfloat16), torch.full((2,), 0.5, dtype=torch.bfloat16, device=device)),
+        (arena.static(like), like),
+        (arena.static(torch.tensor(3)), torch.tensor(3, device=device)),
+        (arena.zeros_like(like, dtype=torch.float64), torch.zeros_like(like, dtype=torch.float64)),
+        (arena.zeros(0, 3), torch.zeros(0, 3, device=device)),
+        (arena.zeros(()), torch.zeros((), device=device)),
+    ]
+    for ours, torchs in pairs:
+        assert type(ours) is st.StaticAddressTensor
+        assert torch.equal(ours, torchs)
+        assert (ours.dtype, ours.shape, ours.stride(), ours.device) == (
+            torchs.dtype, torchs.shape, torchs.stride(), torchs.device
+        )  # fmt: skip
+    assert arena.empty_like(like).stride() == like.stride()
+    assert arena.zeros(2, requires_grad=True).requires_grad
+    assert isinstance(arena.static(nn.Parameter(like)), nn.Parameter)
+
+
+@given(hs.lists(hs.tuples(hs.integers(1, 40), hs.sampled_from([1, 2, 8, 16]), hs.integers(0, 9)), max_size=30))
+def test_free_parts_never_overlap_and_join_again(steps: list[tuple[int, int, int]]) -> None:
+    free = FreeList(256)
+    held: list[tuple[int, int]] = []
+    for size, alignment, victim in steps:
+        start = free.take(size, alignment)
+        room = [i for i in range(0, 257 - size, alignment) if all(i + size <= s or i >= s + n for s, n in held)]
+        assert start == (room[0] if room else None)
+        if start is not None:
+            held.append((start, size))
+        if victim < len(held):
+            free.give(*held.pop(victim))
+    for part in held:
+        free.give(*part)
+    assert free.take(256, 1) == 0
+
+
+def test_a_dropped_tensor_gives_its_part_to_the_next_one_and_a_view_keeps_it(device: str) -> None:
+    arena = st.Arena(device)
+    first = arena.zeros(1000)
+    at = first.data_ptr()
+    view = first[10:]
+    del first
+    assert arena.zeros(1000).data_ptr() != at
+    del view
+    assert arena.zeros(1000).data_ptr() == at
+
+
+def test_parts_dropped_together_join_into_one(device: str) -> None:
+    arena = st.Arena(device, reserve="2MiB", chunk="2MiB")
+    parts = [arena.empty(512 << 10, dtype=torch.uint8) for _ in range(4)]
+    with pytest.raises(st.AddressError, match="larger reserve"):
+        arena.empty(1)
+    del parts[2], parts[1]
+    assert arena.empty(1 << 20, dtype=torch.uint8).data_ptr() == arena.address + (512 << 10)
+
+
+def test_explain_says_where_a_tensor_is(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(10)
+    assert st.explain(t).endswith(f"at {t.data_ptr():#x}, in {arena!r}")
+    assert st.explain(st.static(t.data)).endswith("in memory of its own")
+    arena.release()
+    assert "released" in st.explain(t)
+    assert st.explain(arena).splitlines()[0] == f"Arena on {arena.device}, released, at {arena.address:#x}"
+
+
+def test_an_arena_goes_with_the_last_of_its_tensors(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(3)
+    memory = arena._carver.memory
+    closed: list[bool] = []
+    close = memory.close
+    memory.close = lambda: (closed.append(True), close())  # type: ignore[method-assign]
+    del arena
+    gc.collect()
+    assert closed == []
+    assert t.sum() == 3
+    del t
+    gc.collect()
+    assert closed == [True]
+
+
+def test_threads_carve_and_drop_without_sharing_memory(device: str) -> None:
+    arena = st.Arena(device, chunk="2MiB")
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for size in range(1, 60):
+            t = arena.full((size * 100,), number)
+            if int(t.min()) != number or int(t.max()) != number:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert arena.used == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "meta"}, "CPU or a CUDA device; got 'meta'"),
+        ({"device": "cpu", "reserve": 0}, "reserve must be .* got 0"),
+        ({"device": "cpu", "reserve": "2 gigs"}, r"reserve must be .* got '2 gigs'"),
+        ({"device": "cpu", "chunk": -1}, "chunk must be"),
+        ({"device": "cpu", "alignment": 3}, "power of two.* got 3"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_its_value(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        st.Arena(**arguments)

@@ -1,0 +1,282 @@
+"""Arena: what release and restore promise, what stops a release, and what memory that is lacking leaves behind."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import subtensors as st
+from subtensors.static import pinned_staging
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("piece", [1 * MIB, 64 * MIB])
+def test_contents_and_addresses_survive_release_and_restore(
+    device: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_staging, "_PIECE", piece)
+    arena = st.Arena(device, chunk="2MiB")
+    torch.manual_seed(0)
+    tensors = [arena.static(torch.randn(n, device=device)) for n in (3, 700_000, 1_300_000, 5)]
+    before = [(t.data_ptr(), t.clone()) for t in tensors]
+    del tensors[1], before[1]
+    for _ in range(3):
+        arena.release()
+        assert arena.released
+        assert arena.mapped == 0
+        arena.restore()
+        assert [t.data_ptr() for t in tensors] == [at for at, _ in before]
+        assert all(torch.equal(t, values) for t, (_, values) in zip(tensors, before, strict=True))
+
+
+def test_contents_that_are_not_kept_are_gone_and_the_addresses_are_not(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(1000)
+    at = t.data_ptr()
+    arena.release(keep=None)
+    arena.restore()
+    assert t.data_ptr() == at
+    assert t.fill_(3).sum() == 3000
+
+
+def test_sleep_leaves_versions_hooks_and_graphs_as_they_were(device: str) -> None:
+    arena = st.Arena(device)
+    w = arena.static(nn.Parameter(torch.ones(4)))
+    seen: list[float] = []
+    w.register_hook(lambda g: seen.append(float(g.sum())))
+    node = torch.autograd.graph.get_gradient_edge(w).node
+    loss = (w + torch.ones(4, device=device)).sum()  # saves nothing
+    other = (w + torch.ones(4, device=device)).sum()
+    version = w._version
+    arena.release()
+    other.backward()
+    arena.restore()
+    loss.backward()
+    (w * 2).sum().backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [4, 4, 4, 4]
+    assert seen == [4, 4, 8]
+    assert w._version == version
+    assert torch.autograd.graph.get_gradient_edge(w).node is node
+
+
+def test_an_arena_is_released_while_another_one_sleeps(device: str) -> None:
+    first, second = st.Arena(device), st.Arena(device)
+    a, b = first.ones(3), second.ones(3)
+    views = a[1:], b[1:]
+    first.release()
+    second.release()
+    second.restore()
+    first.restore()
+    assert [t.tolist() for t in (a, b, *views)] == [[1, 1, 1], [1, 1, 1], [1, 1], [1, 1]]
+
+
+def test_parameters_that_an_optimizer_has_updated_sleep(device: str) -> None:
+    arena = st.Arena(device)
+    p = nn.Parameter(arena.ones(3).as_subclass(Tensor))
+    assert type(p) is nn.Parameter
+    optimizer = st.optim.SGD([p], lr=0.5)
+    for turn in range(3):
+        p.grad = torch.ones(3, device=device)
+        optimizer.step()
+        arena.release()
+        arena.restore()
+        assert p.tolist() == [0.5 - 0.5 * turn] * 3
+
+
+def test_a_gradient_in_an_arena_sleeps_too(device: str) -> None:
+    arena = st.Arena(device)
+    w = nn.Parameter(torch.ones(3, device=device))
+    w.grad = arena.zeros(3)
+    arena.release()
+    with pytest.raises(st.AddressError):
+        w.grad.add_(1)
+    arena.restore()
+    (w * 2).sum().backward()
+    assert w.grad.tolist() == [2, 2, 2]
+
+
+def test_a_wrapper_around_tensors_of_an_arena_sleeps_too(device: str) -> None:
+    arena = st.Arena(device)
+    wrapper = TwoTensor(arena.ones(3).data, arena.ones(3).data)
+    elements = st.TensorList([arena.ones(3)])
+    arena.release()
+    for use in (lambda: wrapper + 1, lambda: torch.ones(3, device=device) * wrapper, lambda: elements + 1):
+        with pytest.raises(st.AddressError):
+            use()
+    arena.restore()
+    assert (wrapper + 1).a.tolist() == (elements + 1)[0].tolist() == [2, 2, 2]
+
+
+class _Unchangeable(Tensor):
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise TypeError("no class under this one")
+
+
+def test_a_tensor_that_cannot_be_put_to_sleep_stops_the_release_and_the_others_wake(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(3)
+    odd = t.data.as_subclass(_Unchangeable)
+    with pytest.raises(TypeError, match="no class under"):
+        arena.release()
+    assert not arena.released
+    assert (t + 1).tolist() == [2, 2, 2]
+    del odd
+    arena.release()
+    arena.restore()
+
+
+def test_a_release_is_refused_while_an_autograd_graph_may_read_the_memory(device: str) -> None:
+    arena = st.Arena(device)
+    w = arena.ones(3, requires_grad=True)
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    for forward in (lambda: w * w, lambda: x @ w, lambda: nn.functional.linear(x, w[None]), lambda: (w + 1).exp() * w):
+        loss = forward().sum()
+        with pytest.raises(st.AddressError, match=r"shape \(3,\).*autograd graph.*backward"):
+            arena.release()
+        assert not arena.released
+        loss.backward()
+        arena.release()
+        arena.restore()
+        assert torch.equal(w, torch.ones(3, device=device))
+
+
+def test_a_release_is_refused_while_autograd_alone_holds_a_tensor(device: str) -> None:
+    arena = st.Arena(device)
+    loss = arena.ones(3, requires_grad=True).square().sum()
+    gc.collect()
+    with pytest.raises(st.AddressError, match="autograd graph"):
+        arena.release()
+    loss.backward()
+    del loss
+    arena.release()
+    arena.restore()
+
+
+def test_an_autograd_graph_that_saved_nothing_of_the_arena_does_not_matter(device: str) -> None:
+    arena = st.Arena(device)
+    w = arena.ones(3, requires_grad=True)
+    loss = (w + 1).sum()
+    arena.release()
+    arena.restore()
+    loss.backward()
+    assert w.grad.tolist() == [1, 1, 1]
+
+
+def test_releases_and_restores_come_in_turn(device: str) -> None:
+    arena = st.Arena(device)
+    with pytest.raises(st.AddressError, match="not released"):
+        arena.restore()
+    arena.release()
+    with pytest.raises(st.AddressError, match="released already"):
+        arena.release()
+    with pytest.raises(st.AddressError, match="released"):
+        arena.zeros(3)
+    arena.restore()
+    arena.zeros(3)
+
+
+def test_what_is_deleted_while_released_is_free_afterwards(device: str) -> None:
+    arena = st.Arena(device, chunk="2MiB")
+    first, second = arena.ones(MIB), arena.full((MIB,), 2.0)
+    at = first.data_ptr()
+    arena.release()
+    del first
+    assert arena.used == 4 * MIB
+    arena.restore()
+    assert arena.mapped == 4 * MIB
+    assert second.sum() == 2 * MIB
+    assert arena.zeros(MIB).data_ptr() == at
+
+
+class _FullDevice:
+    """A range that has no memory after some chunks."""
+
+    def __init__(self, memory: Any, chunks: int) -> None:
+        self.memory, self.chunks, self.error = memory, chunks, torch.OutOfMemoryError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.memory, name)
+
+    def map(self, start: int, size: int) -> None:
+        if self.chunks == 0:
+            raise self.error("the device is full")
+        self.chunks -= 1
+        self.memory.map(start, size)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_out_of_memory_on_restore_leaves_the_arena_released_and_loses_nothing(device: str, chunks: int) -> None:
+    arena = st.Arena(device, chunk="2MiB")
+    t = arena.static(torch.randn(3 * MIB // 2, device=device))
+    values = t.clone()
+    arena.release()
+    memory = arena._carver.memory
+    arena._carver.memory = _FullDevice(memory, chunks)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            arena.restore()
+        assert arena.released
+        assert arena.mapped == 0
+        with pytest.raises(st.AddressError):
+            t.sum()
+    arena._carver.memory = memory
+    arena.restore()
+    assert torch.equal(t, values)
+
+
+def test_out_of_memory_on_growth_changes_nothing(device: str) -> None:
+    arena = st.Arena(device, chunk="2MiB")
+    t = arena.ones(10)
+    memory = arena._carver.memory
+    arena._carver.memory = _FullDevice(memory, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        arena.zeros(2 * MIB)
+    assert (arena.mapped, arena.used) == (2 * MIB, 512)
+    arena._carver.memory = memory
+    assert arena.zeros(2 * MIB).sum() == 0
+    assert t.sum() == 10
+
+
+def test_no_memory_on_the_host_frees_nothing_and_wakes_the_tensors(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(10)
+
+    def full(device: torch.device) -> Tensor:
+        raise MemoryError("the host is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned_staging, "_new_piece", full)
+        with pytest.raises(MemoryError):
+            arena.release()
+    assert not arena.released
+    assert t.sum() == 10
+    arena.release()
+    arena.restore()
+    assert t.sum() == 10
+
+
+def test_host_memory_is_kept_for_the_next_release_until_it_is_trimmed(device: str) -> None:
+    arena = st.Arena(device)
+    t = arena.ones(10)
+    arena.release()
+    arena.trim()
+    assert "on the host 64 MiB" in st.explain(arena)
+    arena.restore()
+    assert "on the host 64 MiB" in st.explain(arena)
+    arena.trim()
+    assert "on the host 0 B" in st.explain(arena)
+    assert t.sum() == 10
+
+
+def test_keep_is_cpu_or_none(device: str) -> None:
+    with pytest.raises(ValueError, match="got 'disk'"):
+        st.Arena(device).release(keep="disk")  # type: ignore[arg-type]
