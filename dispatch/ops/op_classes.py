@@ -4,7 +4,7 @@ A class is an algebraic property (see `OpClass`), so a rule written for a class 
 class is looked up in this order:
 
 1. an in-place or `out=` overload has the class of its functional overload, `_foreach_` that of the single-tensor op;
-2. the supplement (`op_class_supplement.py`), by overload (`max.other`) or by name (`cat`), grouped by reason;
+2. the supplement (`op_class_overrides.py`), by overload (`max.other`) or by name (`cat`), grouped by reason;
 3. what torch declares: `is_view`, then the tags `nondeterministic_seeded`, `pointwise`, `reduction`, `view_copy`;
 4. otherwise `OpClass.OTHER`.
 

@@ -1,6 +1,6 @@
 """What torch keeps private of Dynamo: how it answers for tensors of our types, and what it leaves out.
 
-Nothing here happens at import. What changes Dynamo is a rule of a type (`compiler_rules.py`), put in place when
+Nothing here happens at import. What changes Dynamo is a rule of a type (`dynamo_rules.py`), put in place when
 compiled code first meets a tensor of it. Each rule looks for what it needs and raises `MissingInternal` where this
 torch has it no longer; compiled code then breaks its graph at such tensors.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels of `hard_rows.py`: weights of rows, their sum and each row's share of it, and the loss."""
+"""The Triton kernels of `class_targets.py`: weights of rows, their sum and each row's share of it, and the loss."""
 
 from __future__ import annotations
 

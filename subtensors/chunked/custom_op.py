@@ -103,7 +103,7 @@ def chunked_program(
 
     Args:
         tensors: that it reads.
-        text: of the program; see `program_text.py`.
+        text: of the program; see `source_program.py`.
         ints, floats: numbers that it reads.
         needs: of which tensors a gradient is wanted.
         deferred: whether gradients are computed at backward.

@@ -1,8 +1,8 @@
 """What `st.chunk` gives to torch.compile: values whose calls are written down, and become one op where they end.
 
 The compiler would interleave chunks, and keep them side by side. So calls on chunked values are recorded as the text of
-a program (`program_text.py`); where one gives up the rows or the wide dim, as a loss does, the program becomes one op
-that the compiler doesn't look into (`opaque_program.py`), which runs it chunk after chunk. Beside each recorded value
+a program (`source_program.py`); where one gives up the rows or the wide dim, as a loss does, the program becomes one op
+that the compiler doesn't look into (`custom_op.py`), which runs it chunk after chunk. Beside each recorded value
 its plain counterpart is traced: it answers for sizes and dtype, and what nobody reads of it the compiler throws away.
 It is read where a call has no place in a program: then values are computed in full, which is logged.
 """
