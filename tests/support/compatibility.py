@@ -53,7 +53,14 @@ class Row:
 def is_whole(config: pytest.Config, status: int) -> bool:
     """Return whether a run came to its end and left out none but slow tests."""
     options = config.option
-    narrowed = (options.keyword, options.deselect, options.ignore, options.ignore_glob, options.lf, options.collectonly)
+    narrowed = (
+        options.keyword,
+        options.deselect,
+        options.ignore,
+        options.ignore_glob,
+        options.collectonly,
+        getattr(options, "lf", False),
+    )
     return (
         config.args_source is pytest.Config.ArgsSource.TESTPATHS
         and options.markexpr in ("not slow", "")
