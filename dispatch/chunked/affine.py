@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.chunked.lazy_graph import Cut, Value
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
 from subtensors.dispatch.chunked.tree import leaves
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ _TOGETHER: dict[OpOverloadPacket, Collection[int]] = {
 _APART: dict[OpOverloadPacket, Collection[int]] = {aten.mul: (0, 1), aten.mv: (0, 1), aten.dot: (0, 1), aten.mm: (0, 1)}
 
 
-def is_affine(value: Value, sums: Sequence[Value]) -> bool:
+def is_affine(value: LazyValue, sums: Sequence[LazyValue]) -> bool:
     """Whether a value is a constant plus multiples of the sums, whatever these are.
 
     Args:
@@ -55,7 +55,7 @@ def is_affine(value: Value, sums: Sequence[Value]) -> bool:
     ids = {id(v) for v in sums}
     verdicts: dict[int, tuple[bool, bool]] = {}
 
-    def look(v: Value) -> tuple[bool, bool]:
+    def look(v: LazyValue) -> tuple[bool, bool]:
         """Does it depend on the sums, and is it affine in them?"""
         if id(v) in ids:
             return True, True
@@ -69,20 +69,20 @@ def is_affine(value: Value, sums: Sequence[Value]) -> bool:
     return depends and affine
 
 
-def _look(value: Value, look: Any) -> tuple[bool, bool]:
+def _look(value: LazyValue, look: Any) -> tuple[bool, bool]:
     node = value.node
     assert node is not None
     depending: list[int] = []
     nested = False
     for place, argument in enumerate([*node.args, *node.kwargs.values()]):
         for x in leaves(argument):
-            if isinstance(x, (Value, Cut)):
-                depends, affine = look(x.value if isinstance(x, Cut) else x)
+            if isinstance(x, (LazyValue, RowSlice)):
+                depends, affine = look(x.value if isinstance(x, RowSlice) else x)
                 if depends and not affine:
                     return True, False
                 if depends:
                     depending.append(place)
-                    nested = nested or not isinstance(argument, Value)
+                    nested = nested or not isinstance(argument, LazyValue)
     if not depending:
         return False, True
     packet = getattr(node.op, "overloadpacket", None)

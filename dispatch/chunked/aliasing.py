@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.bound_call import Call
-from subtensors.dispatch.chunked.lazy_graph import NeedsValues, Value, cut_again, gathered, recording
+from subtensors.dispatch.chunked.bound_call import BoundCall
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, cut_again, gathered, recording
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.chunked.rules.table import record
 from subtensors.dispatch.chunked.tree import tensors_of
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 Geometry = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
 
-class Cell:
+class AliasRef:
     """A value under a name. A view's cell knows whose view it is: writing to one is seen through the other.
 
     Args:
@@ -31,13 +31,15 @@ class Cell:
 
     __slots__ = ("_value", "base", "borrowed", "made", "stamp", "writes")
 
-    def __init__(self, value: Value, borrowed: bool = False) -> None:
+    def __init__(self, value: LazyValue, borrowed: bool = False) -> None:
         self._value, self.borrowed = value, borrowed
-        self.base: Cell | None = None
+        self.base: AliasRef | None = None
         self.made: tuple[OpOverload, tuple[Any, ...], dict[str, Any], int] | None = None
         self.stamp = self.writes = 0
 
-    def view_of(self, base: Cell, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Cell:
+    def view_of(
+        self, base: AliasRef, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
+    ) -> AliasRef:
         """Say whose view this is, and how it was taken: the op's arguments after the base, and which result."""
         self.base, self.made, self.stamp = base, (op, args, kwargs, place), base.writes
         return self
@@ -54,7 +56,7 @@ class Cell:
         return like.shape, like.stride(), like.dtype, value.device
 
     @property
-    def value(self) -> Value:
+    def value(self) -> LazyValue:
         """What it holds now."""
         if self.base is not None and self.made is not None:
             value = self.base.value
@@ -63,14 +65,14 @@ class Cell:
                 with recording(value.needs_grad):
                     try:
                         taken = record(op, value, *args, **kwargs)
-                    except NeedsValues:
+                    except NeedsMaterialize:
                         taken = record(op, gathered(value), *args, **kwargs)
                 self._value = _outputs(taken)[place]
                 self.stamp = self.base.writes
                 self.writes += 1
         return self._value
 
-    def write(self, value: Value) -> None:
+    def write(self, value: LazyValue) -> None:
         """Put another value in its place, and into what it is a view of.
 
         Raises:
@@ -78,13 +80,13 @@ class Cell:
             RuleError: it is a view that can't be written through.
         """
         if self.borrowed:
-            raise NeedsValues("an in-place op", "it writes to a plain tensor")
+            raise NeedsMaterialize("an in-place op", "it writes to a plain tensor")
         if self.base is not None and self.made is not None:
             op, args, kwargs, place = self.made
             base = self.base.value
             try:
                 written = _written_through(op, args, kwargs, place, base, value)
-            except NeedsValues:
+            except NeedsMaterialize:
                 if base.layout is None:
                     raise
                 # What no chunk can write by itself is written to the whole.
@@ -97,7 +99,7 @@ class Cell:
         self.writes += 1
 
 
-class LinearCell(Cell):
+class LazyLinear(AliasRef):
     """A linear layer of rows, recorded when something else is asked for than what kernels make of it.
 
     Args:
@@ -113,21 +115,21 @@ class LinearCell(Cell):
 
     def __init__(
         self,
-        rows: Value,
-        weight: Value,
-        bias: Value | None,
+        rows: LazyValue,
+        weight: LazyValue,
+        bias: LazyValue | None,
         grad: bool,
-        narrow: LinearCell | None = None,
+        narrow: LazyLinear | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(rows)
         self.rows, self.weight, self.bias, self.grad = rows, weight, bias, grad
         self.narrow, self.dtype = narrow, rows.dtype if dtype is None else dtype
-        self._product: Value | None = None
+        self._product: LazyValue | None = None
 
-    def to(self, dtype: torch.dtype, grad: bool) -> LinearCell:
+    def to(self, dtype: torch.dtype, grad: bool) -> LazyLinear:
         """A cast of it."""
-        return LinearCell(self.rows, self.weight, self.bias, self.grad and grad, self, dtype)
+        return LazyLinear(self.rows, self.weight, self.bias, self.grad and grad, self, dtype)
 
     @property
     def is_recorded(self) -> bool:
@@ -135,14 +137,14 @@ class LinearCell(Cell):
         return self._value is not self.rows
 
     @property
-    def value(self) -> Value:
+    def value(self) -> LazyValue:
         """What it holds now."""
         if not self.is_recorded:
             self._value = self.product
         return self._value
 
     @property
-    def product(self) -> Value:
+    def product(self) -> LazyValue:
         """The layer or its cast, recorded: what it holds unless it was written over."""
         if self._product is None:
             if self.narrow is None:
@@ -168,15 +170,15 @@ class LinearCell(Cell):
         return (rows, classes), (classes, 1), self.dtype, self.rows.device
 
 
-def _outputs(results: Any) -> list[Value]:
-    return [results] if isinstance(results, Value) else [r for r in results if isinstance(r, Value)]
+def _outputs(results: Any) -> list[LazyValue]:
+    return [results] if isinstance(results, LazyValue) else [r for r in results if isinstance(r, LazyValue)]
 
 
 def _written_through(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, base: Value, new: Value
-) -> Value:
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, base: LazyValue, new: LazyValue
+) -> LazyValue:
     """The base whose view under `op` is `new`, and that is what it was elsewhere."""
-    call = Call(op, (base, *args), kwargs)
+    call = BoundCall(op, (base, *args), kwargs)
     packet = op.overloadpacket
     out: Any = None
     if packet in (aten.alias, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.reshape):
@@ -198,5 +200,5 @@ def _written_through(
         out = record(aten.slice_scatter.default, base, new, call["dim"], start, start + sizes[place])
     if out is None:
         raise RuleError(f"a ChunkedTensor can't be written to through {op}; write to what it is a view of")
-    written: Value = out
+    written: LazyValue = out
     return written

@@ -1,12 +1,12 @@
-"""A region as one function of autograd: `Recomputed` for any results, `Together` for one number.
+"""A region as one function of autograd: `RecomputeChunks` for any results, `FusedForwardBackward` for one number.
 
-`Recomputed` runs the chunks forward, and in backward runs each again with its part of the gradient: right for any
+`RecomputeChunks` runs the chunks forward, and in backward runs each again with its part of the gradient: right for any
 gradient, at the price of a second forward.
 
-`Together` is for a result that is a number and a sum over chunks, f(sum of parts) with f affine in the sums. What
-flows into a part is then known before the loss is: df / d(sum). So each chunk runs forward and backward at once, and
-in backward what comes in is multiplied in. It gives its gradients away when backward first asks; a second backward
-runs the chunks again.
+`FusedForwardBackward` is for a result that is a number and a sum over chunks, f(sum of parts) with f affine in the
+sums. What flows into a part is then known before the loss is: df / d(sum). So each chunk runs forward and backward at
+once, and in backward what comes in is multiplied in. It gives its gradients away when backward first asks; a second
+backward runs the chunks again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.run_chunks import Gradients, Results, as_recorded, chunk_leaves, run_chunk, tangent_of
-from subtensors.dispatch.chunked.schedule import Plan
+from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import RuleError
 
 Epilogue = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """From the sums over chunks and other tensors to the number."""
 
 
-def forward_only(plan: Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
+def forward_only(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The results of a pass, chunk by chunk, without gradients."""
     results = Results(plan)
     nothing = [False] * len(tensors)
@@ -35,7 +35,9 @@ def forward_only(plan: Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
     return results.done()
 
 
-def differentiate(plan: Plan, tensors: Sequence[Tensor], needed: Sequence[bool], upstream: Sequence[Any]) -> Gradients:
+def differentiate(
+    plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool], upstream: Sequence[Any]
+) -> Gradients:
     """The gradients of a pass for given gradients of its results (None where a result has none)."""
     gradients = Gradients(plan, tensors, needed)
     with torch.no_grad(), as_recorded():
@@ -50,11 +52,11 @@ def differentiate(plan: Plan, tensors: Sequence[Tensor], needed: Sequence[bool],
     return gradients
 
 
-class Recomputed(torch.autograd.Function):
+class RecomputeChunks(torch.autograd.Function):
     """The results of a pass; backward runs each chunk again."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: ChunkSchedule, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Args: the pass, and what it reads."""
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -72,11 +74,11 @@ class Recomputed(torch.autograd.Function):
         return None, *once_differentiable(taken.get(n) for n in range(len(tensors)))
 
 
-class Together(torch.autograd.Function):
+class FusedForwardBackward(torch.autograd.Function):
     """One number, and its gradients with it."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
         """Args: the pass, what makes the number of its sums, how many tensors the pass reads, those and the others."""
         ctx.plan, ctx.count = plan, count
         ctx.set_materialize_grads(False)
@@ -115,7 +117,7 @@ class Together(torch.autograd.Function):
         return None, None, None, *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others])
 
 
-def _factors(plan: Plan, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
+def _factors(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
     """The derivative of the number by each sum. It doesn't depend on the sums."""
     with torch.enable_grad(), as_recorded():
         sums = [torch.zeros(v.shape, dtype=v.dtype, device=v.device, requires_grad=True) for v in plan.outputs]

@@ -7,14 +7,23 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.lazy_graph import Cut, Join, NeedsValues, PerChunk, Value, emit, gathered, infer
-from subtensors.dispatch.chunked.row_layout import Axis, Layout
+from subtensors.dispatch.chunked.lazy_graph import (
+    Combine,
+    LazyValue,
+    NeedsMaterialize,
+    PerChunk,
+    RowSlice,
+    emit,
+    gathered,
+    infer,
+)
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
 from subtensors.dispatch.chunked.tree import leaves, replace_leaves
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 
-class Call:
+class BoundCall:
     """One call of an op on values, at least one of them chunked.
 
     Args:
@@ -54,35 +63,35 @@ class Call:
             self.positional[place] = value
 
     @property
-    def values(self) -> list[Value]:
+    def values(self) -> list[LazyValue]:
         """The values among the arguments, in order."""
-        return [x for x in leaves((self.positional, self.kwargs)) if isinstance(x, Value)]
+        return [x for x in leaves((self.positional, self.kwargs)) if isinstance(x, LazyValue)]
 
     @property
-    def chunked(self) -> list[Value]:
+    def chunked(self) -> list[LazyValue]:
         """Those that are chunked."""
         return [v for v in self.values if v.layout is not None]
 
-    def unchunkable(self, reason: str) -> NeedsValues:
+    def unchunkable(self, reason: str) -> NeedsMaterialize:
         """The error that has the operands realised."""
-        return NeedsValues(self.op, reason)
+        return NeedsMaterialize(self.op, reason)
 
     def infer(self) -> Any:
         """What the call returns, as tensors without memory."""
         return infer(self.op, tuple(self.positional), self.kwargs)
 
-    def with_values(self, brought: Callable[[Value], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_values(self, brought: Callable[[LazyValue], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with each value replaced."""
         placed: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves(
-            (tuple(self.positional), self.kwargs), lambda x: brought(x) if isinstance(x, Value) else x
+            (tuple(self.positional), self.kwargs), lambda x: brought(x) if isinstance(x, LazyValue) else x
         )
         return placed
 
     def emit(
         self,
-        layouts: Sequence[Layout | Join | None],
-        axis: Axis,
-        brought: Callable[[Value], Any],
+        layouts: Sequence[RowLayout | Combine | None],
+        axis: ChunkAxis,
+        brought: Callable[[LazyValue], Any],
         op: Callable[..., Any] | None = None,
         metas: Any = None,
     ) -> Any:
@@ -92,26 +101,26 @@ class Call:
         return emit(op or self.op, args, kwargs, metas, layouts, axis)
 
 
-def largest(values: Sequence[Value]) -> Value:
+def largest(values: Sequence[LazyValue]) -> LazyValue:
     """The chunked value whose layout the others follow: the largest."""
     return max((v for v in values if v.layout is not None), key=lambda v: v.meta.numel())
 
 
-def whole(value: Value) -> Value:
+def whole(value: LazyValue) -> LazyValue:
     """The value as a chunk reads it whole."""
     return gathered(value)
 
 
-def along(value: Value, layout: Layout) -> Value | Cut:
+def along(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
     """The value as a chunk reads its own part of it, chunked as `layout` says."""
     own = value.layout
     if own is not None and own.dim == layout.dim and own.like(layout):
         layout.axis.meet(own.axis)
         return value
-    return _by_rows(value, layout) if _has_own_rows(value) else Cut(gathered(value), layout)
+    return _by_rows(value, layout) if _has_own_rows(value) else RowSlice(gathered(value), layout)
 
 
-def _has_own_rows(value: Value) -> bool:
+def _has_own_rows(value: LazyValue) -> bool:
     """Is it a whole value that isn't known yet, each element of which is a function of its operands' at its place?"""
     node = value.node
     if value.layout is not None or value.tensor is not None or node is None or len(node.outputs) > 1:
@@ -119,18 +128,18 @@ def _has_own_rows(value: Value) -> bool:
     return isinstance(node.op, OpOverload) and op_class(node.op) is OpClass.POINTWISE
 
 
-def _by_rows(value: Value, layout: Layout) -> Value:
+def _by_rows(value: LazyValue, layout: RowLayout) -> LazyValue:
     """What is read by rows is computed by rows, too: a constant made of others is never there in full."""
     node = value.node
     assert node is not None
     args, kwargs = replace_leaves(
-        (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, Value) else x
+        (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
     )
-    out: Value = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+    out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
     return out
 
 
-def broadcast(value: Value, ndim: int, layout: Layout) -> Value | Cut:
+def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | RowSlice:
     """An operand of a broadcasting op whose result of `ndim` dims is chunked as `layout` says."""
     dim = layout.dim - (ndim - value.ndim)
     if dim < 0 or (value.shape[dim] == 1 and layout.extent != 1):
@@ -138,7 +147,7 @@ def broadcast(value: Value, ndim: int, layout: Layout) -> Value | Cut:
     return along(value, layout.at(dim))
 
 
-def extent(layout: Layout) -> PerChunk:
+def extent(layout: RowLayout) -> PerChunk:
     """The size of a chunked dim, as each chunk has it."""
     return PerChunk(layout.local)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.lazy_graph import PerChunk, Value
-from subtensors.dispatch.chunked.schedule import Input, Step
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk
+from subtensors.dispatch.chunked.schedule import Input, ScheduledStep
 
 BACKEND = "inductor"
 """Who compiles."""
@@ -40,15 +40,17 @@ class CompiledRun:
         last: values that no later op reads.
     """
 
-    steps: list[Step]
-    reads: list[Input | Value | PerChunk]
-    results: list[Value]
+    steps: list[ScheduledStep]
+    reads: list[Input | LazyValue | PerChunk]
+    results: list[LazyValue]
     function: Callable[..., Sequence[torch.Tensor]]
     grad: bool
-    last: list[Value]
+    last: list[LazyValue]
 
 
-def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable[[Step], bool]) -> list[Any]:
+def compiled_program(
+    steps: Sequence[ScheduledStep], kept: Collection[int], cut: Callable[[ScheduledStep], bool]
+) -> list[Any]:
     """The program with its runs compiled.
 
     Args:
@@ -60,7 +62,7 @@ def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable
         steps and compiled runs, in order.
     """
     program: list[Any] = []
-    run: list[Step] = []
+    run: list[ScheduledStep] = []
     for place, step in enumerate([*steps, None]):
         ends = step is None or cut(step) or not _named(step) or (run and run[0].grad != step.grad)
         if ends and run:
@@ -74,25 +76,37 @@ def compiled_program(steps: Sequence[Step], kept: Collection[int], cut: Callable
     return program
 
 
-def _named(step: Step) -> bool:
+def _named(step: ScheduledStep) -> bool:
     """Can the op and its arguments be written down?"""
     op = step.op
     nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
-    plain = (Input, Value, PerChunk, bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
+    plain = (
+        Input,
+        LazyValue,
+        PerChunk,
+        bool,
+        int,
+        float,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.memory_format,
+    )
     return nameable and step.rows is None and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
 
 
-def _compiled(run: list[Step], later: Sequence[Step], kept: Collection[int]) -> CompiledRun:
+def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Collection[int]) -> CompiledRun:
     made = {id(v) for step in run for v in step.outputs if v is not None}
-    read_later = {id(x) for step in later for x in step.leaves if isinstance(x, Value)} | set(kept)
+    read_later = {id(x) for step in later for x in step.leaves if isinstance(x, LazyValue)} | set(kept)
     results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
     names: dict[int, str] = {}
-    reads: list[Input | Value | PerChunk] = []
+    reads: list[Input | LazyValue | PerChunk] = []
     constants: list[Any] = []
     lines: list[str] = []
 
     def written(x: Any) -> str:
-        if isinstance(x, (Input, Value, PerChunk)):
+        if isinstance(x, (Input, LazyValue, PerChunk)):
             if id(x) not in names:
                 names[id(x)] = f"a{len(reads)}"
                 reads.append(x)
@@ -111,7 +125,7 @@ def _compiled(run: list[Step], later: Sequence[Step], kept: Collection[int]) -> 
         lines.append(f"    {', '.join(outputs)} = c{len(constants) - 1}({call})")
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
-    dead = [x for x in reads if isinstance(x, Value) and id(x) not in read_later and id(x) not in made]
+    dead = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later and id(x) not in made]
     return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, dead)
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.affine import is_affine
-from subtensors.dispatch.chunked.autograd import Recomputed, Together, forward_only
-from subtensors.dispatch.chunked.lazy_graph import Cut, Join, Value, gathered, known
+from subtensors.dispatch.chunked.autograd import FusedForwardBackward, RecomputeChunks, forward_only
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, RowSlice, gathered, known
 from subtensors.dispatch.chunked.run_chunks import as_recorded
-from subtensors.dispatch.chunked.schedule import Plan
+from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.chunked.tree import replace_leaves, tensors_of
 
 
-def evaluate(value: Value) -> Tensor:
+def evaluate(value: LazyValue) -> Tensor:
     """The tensor of a value, with the gradients that its ops were recorded with.
 
     Args:
@@ -39,16 +39,16 @@ def evaluate(value: Value) -> Tensor:
     return tensor
 
 
-def passes_for(value: Value) -> list[Plan]:
+def passes_for(value: LazyValue) -> list[ChunkSchedule]:
     """The passes over chunks that it would take to have a value whole, those that others need first."""
     return [plan for level in _levels(gathered(value)) for plan in _passes(level)]
 
 
-def _levels(asked: Value) -> list[list[Value]]:
+def _levels(asked: LazyValue) -> list[list[LazyValue]]:
     """The partials that a value depends on and that aren't known, those that others depend on first."""
     level_of: dict[int, int] = {}
-    levels: list[list[Value]] = []
-    stack: list[tuple[Value, bool]] = [(asked, False)]
+    levels: list[list[LazyValue]] = []
+    stack: list[tuple[LazyValue, bool]] = [(asked, False)]
     while stack:
         value, ready = stack.pop()
         if id(value) in level_of and level_of[id(value)] >= 0:
@@ -56,7 +56,7 @@ def _levels(asked: Value) -> list[list[Value]]:
         if value.tensor is not None or value.node is None:
             level_of[id(value)] = 0
             continue
-        operands = [x.value if isinstance(x, Cut) else x for x in value.node.operands()]
+        operands = [x.value if isinstance(x, RowSlice) else x for x in value.node.operands()]
         if not ready:
             level_of[id(value)] = -1
             stack.append((value, True))
@@ -72,18 +72,18 @@ def _levels(asked: Value) -> list[list[Value]]:
     return levels
 
 
-def _passes(partials: Sequence[Value]) -> list[Plan]:
+def _passes(partials: Sequence[LazyValue]) -> list[ChunkSchedule]:
     """One pass for the partials of each axis, those with a gradient apart: they alone are run again in backward.
 
     Results of one op are of one pass: passes with and without gradients may have other chunks.
     """
-    groups: dict[tuple[int, bool], list[Value]] = {}
+    groups: dict[tuple[int, bool], list[LazyValue]] = {}
     for value in partials:
         assert value.node is not None
         assert value.node.axis is not None
         flows = any(made is not None and made.needs_grad for made in value.node.outputs)
         groups.setdefault((id(value.node.axis.root), flows), []).append(value)
-    return [Plan(values) for _, values in sorted(groups.items(), key=lambda item: item[0][1])]
+    return [ChunkSchedule(values) for _, values in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
 class _Evaluation:
@@ -95,10 +95,10 @@ class _Evaluation:
 
     def __init__(self, grad: bool) -> None:
         self.grad = grad
-        self.without_gradient: list[Value] = []
+        self.without_gradient: list[LazyValue] = []
         """Values computed here without the gradient they have: not to be found by whoever wants it."""
 
-    def run(self, asked: Value) -> Tensor:
+    def run(self, asked: LazyValue) -> Tensor:
         """The tensor of a whole value."""
         levels = _levels(asked)
         for level in levels[:-1]:
@@ -109,7 +109,7 @@ class _Evaluation:
             self._pass_over(levels[-1])
         return self._whole(asked)
 
-    def _pass_over(self, partials: Sequence[Value]) -> None:
+    def _pass_over(self, partials: Sequence[LazyValue]) -> None:
         for plan in _passes(partials):
             asked, tensors = plan.asked, [self._whole(read) for read in plan.reads]
             plan.let_go()
@@ -118,12 +118,12 @@ class _Evaluation:
             for value, tensor in zip(asked, results, strict=True):
                 self._keep(value, plan.axis.prepared(tensor))
 
-    def _keep(self, value: Value, tensor: Tensor) -> None:
+    def _keep(self, value: LazyValue, tensor: Tensor) -> None:
         value.tensor = tensor
         if value.needs_grad and not self.grad:
             self.without_gradient.append(value)
 
-    def _whole(self, asked: Value) -> Tensor:
+    def _whole(self, asked: LazyValue) -> Tensor:
         """The tensor of a whole value whose partials are known."""
         stack = [asked]
         while stack:
@@ -133,12 +133,14 @@ class _Evaluation:
                 continue
             node = value.node
             assert node is not None
-            missing = [v for x in node.operands() if known(v := x.value if isinstance(x, Cut) else x) is None]
+            missing = [v for x in node.operands() if known(v := x.value if isinstance(x, RowSlice) else x) is None]
             if missing:
                 stack.extend(missing)
                 continue
             stack.pop()
-            args, kwargs = replace_leaves((node.args, node.kwargs), lambda x: known(x) if isinstance(x, Value) else x)
+            args, kwargs = replace_leaves(
+                (node.args, node.kwargs), lambda x: known(x) if isinstance(x, LazyValue) else x
+            )
             with torch.set_grad_enabled(self.grad and node.grad):
                 results = tensors_of(node.op(*args, **kwargs))
             for output, tensor in zip(node.outputs, results, strict=True):
@@ -148,10 +150,10 @@ class _Evaluation:
         assert whole is not None
         return whole
 
-    def _as_one_number(self, asked: Value, partials: Sequence[Value]) -> Tensor | None:
+    def _as_one_number(self, asked: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
         """The value by one function that differentiates as it goes; None where it is no number, or not affine."""
         flowing = [v for v in partials if v.needs_grad]
-        if asked.meta.numel() != 1 or any(v.join is not Join.SUM for v in flowing) or not is_affine(asked, flowing):
+        if asked.meta.numel() != 1 or any(v.join is not Combine.SUM for v in flowing) or not is_affine(asked, flowing):
             return None
         plans = _passes(flowing)
         if len(plans) != 1:
@@ -167,31 +169,31 @@ class _Evaluation:
             env = {id(v): t for v, t in zip((*sums_of, *others), (*sums, *rest), strict=True)}
             return _replayed(asked, env)
 
-        out: Tensor = Together.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
+        out: Tensor = FusedForwardBackward.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
         self._keep(asked, plan.axis.prepared(out))
         return out
 
 
-def _recomputed(plan: Plan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    results: Sequence[Tensor] = Recomputed.apply(plan, *tensors)  # type: ignore[no-untyped-call]
+def _recomputed(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    results: Sequence[Tensor] = RecomputeChunks.apply(plan, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-def _depends(value: Value, on: set[int], memo: dict[int, bool]) -> bool:
+def _depends(value: LazyValue, on: set[int], memo: dict[int, bool]) -> bool:
     found = memo.get(id(value))
     if found is None:
         operands = [] if value.node is None or value.tensor is not None else value.node.operands()
         found = id(value) in on or (
-            value.join is None and any(_depends(x.value if isinstance(x, Cut) else x, on, memo) for x in operands)
+            value.join is None and any(_depends(x.value if isinstance(x, RowSlice) else x, on, memo) for x in operands)
         )
         memo[id(value)] = found
     return found
 
 
-def _others(asked: Value, sums: Sequence[Value]) -> list[Value]:
+def _others(asked: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
     """What the ops after the sums read beside them."""
     ids, memo = {id(v) for v in sums}, dict[int, bool]()
-    others: dict[int, Value] = {}
+    others: dict[int, LazyValue] = {}
     stack, seen = [asked], set[int]()
     while stack:
         value = stack.pop()
@@ -202,18 +204,18 @@ def _others(asked: Value, sums: Sequence[Value]) -> list[Value]:
             others[id(value)] = value
             continue
         assert value.node is not None
-        stack.extend(x.value if isinstance(x, Cut) else x for x in value.node.operands())
+        stack.extend(x.value if isinstance(x, RowSlice) else x for x in value.node.operands())
     return list(others.values())
 
 
-def _replayed(value: Value, env: dict[int, Tensor]) -> Tensor:
+def _replayed(value: LazyValue, env: dict[int, Tensor]) -> Tensor:
     """The value, by running the ops between what `env` knows and it."""
     if id(value) not in env:
         node = value.node
         assert node is not None
 
         def at(x: Any) -> Any:
-            return _replayed(x, env) if isinstance(x, Value) else x
+            return _replayed(x, env) if isinstance(x, LazyValue) else x
 
         args, kwargs = replace_leaves((node.args, node.kwargs), at)
         with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):

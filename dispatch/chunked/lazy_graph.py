@@ -1,6 +1,6 @@
 """What a region records: values, and the ops that make them.
 
-A value is *whole* (one tensor) or *chunked* (a `Layout` says where its rows are). An op between whole values is run
+A value is *whole* (one tensor) or *chunked* (a `RowLayout` says where its rows are). An op between whole values is run
 once. An op on chunked values is run for each chunk, and each of its results is chunked or a *partial*: a part of a
 whole value that is added to, laid beside or stacked on the parts of other chunks. A partial is whole to its readers.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.row_layout import Axis, Layout, meta_of
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_of
 from subtensors.dispatch.chunked.tree import leaves, replace_leaves
 from subtensors.dispatch.ops.errors import RuleError
 
@@ -39,7 +39,7 @@ def recording(grad: bool) -> Iterator[None]:
         _recording.reset(token)
 
 
-class NeedsValues(Exception):
+class NeedsMaterialize(Exception):
     """An op that can't be recorded: what it is given has to be realised."""
 
     def __init__(self, op: object, reason: str) -> None:
@@ -48,7 +48,7 @@ class NeedsValues(Exception):
         self.reason = reason
 
 
-class Join(enum.Enum):
+class Combine(enum.Enum):
     """How the parts of chunks become one value."""
 
     SUM = "sum"
@@ -56,7 +56,7 @@ class Join(enum.Enum):
     STACK = "stack"
 
 
-class Value:
+class LazyValue:
     """A tensor of the region, known by its metadata until it is computed.
 
     Args:
@@ -73,20 +73,25 @@ class Value:
     )
 
     def __init__(
-        self, meta: Tensor | None, device: torch.device, layout: Layout | None, node: Node | None, needs_grad: bool
+        self,
+        meta: Tensor | None,
+        device: torch.device,
+        layout: RowLayout | None,
+        node: LazyNode | None,
+        needs_grad: bool,
     ) -> None:
         self._meta, self.device, self.layout, self.node, self.needs_grad = meta, device, layout, node, needs_grad
-        self.join: Join | None = None
+        self.join: Combine | None = None
         self.index = 0
         self.tensor: Tensor | None = None
         """The whole value, once it is known."""
-        self.source: Layout | None = None
+        self.source: RowLayout | None = None
         """Of a partial that lays chunks side by side: where they go; of one that stacks them: the rows of a part."""
         self.version: int | None = None
 
-    def bare(self) -> Value:
+    def bare(self) -> LazyValue:
         """Its description, without what it is computed by or from: who keeps that keeps no tensor alive."""
-        out = Value(self.meta, self.device, self.layout, None, self.needs_grad)
+        out = LazyValue(self.meta, self.device, self.layout, None, self.needs_grad)
         out.join, out.index, out.source = self.join, self.index, self.source
         return out
 
@@ -121,11 +126,11 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class RowSlice:
     """A whole value of which each chunk reads its own part."""
 
-    value: Value
-    layout: Layout
+    value: LazyValue
+    layout: RowLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +140,7 @@ class PerChunk:
     of: Callable[[Span], Any]
 
 
-class Node:
+class LazyNode:
     """An op of the region.
 
     Args:
@@ -147,53 +152,53 @@ class Node:
 
     __slots__ = ("_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
 
-    def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: Axis | None, grad: bool) -> None:
+    def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: ChunkAxis | None, grad: bool) -> None:
         self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
         # A value knows its node. If the node kept the value, all that either reads would live until Python looks for
         # cycles.
-        self._outputs: list[weakref.ref[Value]] = []
-        self.rows: Layout | None = None
+        self._outputs: list[weakref.ref[LazyValue]] = []
+        self.rows: RowLayout | None = None
         """Of an op whose parts are stacked: the rows that a chunk must have some of to give a part."""
 
     @property
-    def outputs(self) -> list[Value | None]:
+    def outputs(self) -> list[LazyValue | None]:
         """Its results, in order; None of what nobody reads."""
         return [made() for made in self._outputs]
 
-    def gives(self, value: Value) -> None:
+    def gives(self, value: LazyValue) -> None:
         """Note its next result."""
         value.index = len(self._outputs)
         self._outputs.append(weakref.ref(value))
 
-    def operands(self) -> list[Value | Cut]:
+    def operands(self) -> list[LazyValue | RowSlice]:
         """The values and cuts among its arguments."""
-        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, (Value, Cut))]
+        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, (LazyValue, RowSlice))]
 
 
-def constant(tensor: Tensor) -> Value:
+def constant(tensor: Tensor) -> LazyValue:
     """A whole value that is known.
 
     Raises:
         NeedsValues: it has no strides to be read by.
     """
     if tensor.layout != torch.strided:
-        raise NeedsValues("a tensor without strides", "it can't be recorded")
-    value = Value(None, tensor.device, None, None, tensor.requires_grad)
+        raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
+    value = LazyValue(None, tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
     value.version = None if tensor.is_inference() else tensor._version
     return value
 
 
-def leaf_value(x: Tensor, dim: int, axis: Axis) -> Value:
+def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
     """The value of a tensor that is chunked along a dim."""
-    value = Value(None, x.device, Layout(axis, dim, x.shape[dim]), None, x.requires_grad)
+    value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
     value.version = None if x.is_inference() else x._version
     return value
 
 
-def known(value: Value) -> Tensor | None:
+def known(value: LazyValue) -> Tensor | None:
     """The tensor of a whole value, where it is known.
 
     Raises:
@@ -230,7 +235,7 @@ def infer(op: OpOverload, args: Any, kwargs: Any) -> Any:
     call: Any = (args, kwargs)
     flat: list[Any]
     flat, spec = optree.tree_flatten(call, none_is_leaf=True)
-    bare = [x.value.meta if isinstance(x, Cut) else x.meta if isinstance(x, Value) else x for x in flat]
+    bare = [x.value.meta if isinstance(x, RowSlice) else x.meta if isinstance(x, LazyValue) else x for x in flat]
     # Equal numbers of two types are promoted differently.
     key = op, spec, torch.get_default_dtype(), *(_seen(x) for x in bare)
     try:
@@ -255,7 +260,7 @@ def _infer(op: OpOverload, spec: Any, flat: Sequence[Any]) -> Any:
     try:
         return op(*args, **kwargs)
     except Exception as error:  # ops refuse meta tensors in many ways
-        raise NeedsValues(op, f"{type(error).__name__}: {error}") from error
+        raise NeedsMaterialize(op, f"{type(error).__name__}: {error}") from error
 
 
 def emit(
@@ -263,8 +268,8 @@ def emit(
     args: Any,
     kwargs: Any,
     metas: Any,
-    layouts: Sequence[Layout | Join | None],
-    axis: Axis | None,
+    layouts: Sequence[RowLayout | Combine | None],
+    axis: ChunkAxis | None,
     grad: bool | None = None,
 ) -> Any:
     """Record an op.
@@ -280,12 +285,12 @@ def emit(
     Returns:
         the nest of the results, with values in it.
     """
-    node = Node(op, args, kwargs, axis, grad=False)
-    operands = [x.value if isinstance(x, Cut) else x for x in node.operands()]
+    node = LazyNode(op, args, kwargs, axis, grad=False)
+    operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
     recorded = _recording.get() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
-    if Join.STACK in layouts:
+    if Combine.STACK in layouts:
         node.rows = max((v for v in operands if v.layout is not None), key=lambda v: v.meta.numel()).layout
     placed = iter(layouts)
 
@@ -294,11 +299,15 @@ def emit(
             return meta
         layout = next(placed, None)
         differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
-        join = layout if isinstance(layout, Join) else None
-        out = Value(
-            meta, torch.device(device), None if isinstance(layout, Join) else layout, node, node.grad and differentiable
+        join = layout if isinstance(layout, Combine) else None
+        out = LazyValue(
+            meta,
+            torch.device(device),
+            None if isinstance(layout, Combine) else layout,
+            node,
+            node.grad and differentiable,
         )
-        out.join, out.source = join, node.rows if join is Join.STACK else None
+        out.join, out.source = join, node.rows if join is Combine.STACK else None
         node.gives(out)
         return out
 
@@ -312,13 +321,13 @@ VIEWS_OF_WHOLES = frozenset(
 """Views that don't depend on which chunk they are taken in, but for the sizes of a reshape."""
 
 
-def gathered(value: Value) -> Value:
+def gathered(value: LazyValue) -> LazyValue:
     """The whole of a chunked value, as a value that is whole."""
     layout = value.layout
     if layout is None:
         return value
     if value.tensor is not None:
-        whole = Value(value.meta, value.device, None, None, value.needs_grad)
+        whole = LazyValue(value.meta, value.device, None, None, value.needs_grad)
         whole.tensor, whole.version = value.tensor, value.version
         return whole
     node = value.node
@@ -327,18 +336,18 @@ def gathered(value: Value) -> Value:
         (operand, *rest) = node.args
         rest = [list(value.shape)] if node.name == "reshape" else rest
         viewed = emit(node.op, (gathered(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
-        assert isinstance(viewed, Value)
+        assert isinstance(viewed, LazyValue)
         return viewed
-    whole = emit(_kept, (value,), {}, value.meta, [Join.CAT], layout.axis, grad=True)
-    assert isinstance(whole, Value)
+    whole = emit(_kept, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
+    assert isinstance(whole, LazyValue)
     whole.source = layout
     return whole
 
 
-def cut_again(whole: Value, layout: Layout) -> Value:
+def cut_again(whole: LazyValue, layout: RowLayout) -> LazyValue:
     """A whole value, chunked."""
-    out = emit(_kept, (Cut(whole, layout),), {}, whole.meta, [layout], layout.axis, grad=True)
-    assert isinstance(out, Value)
+    out = emit(_kept, (RowSlice(whole, layout),), {}, whole.meta, [layout], layout.axis, grad=True)
+    assert isinstance(out, LazyValue)
     return out
 
 

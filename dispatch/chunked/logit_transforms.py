@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import Value
+from subtensors.dispatch.chunked.lazy_graph import LazyValue
 from subtensors.dispatch.chunked.rules.table import record
 
 aten = torch.ops.aten
@@ -17,7 +17,7 @@ View = list[int] | tuple[int, Any, Any, int]
 
 
 @dataclass(frozen=True)
-class SquashedLogits:
+class TransformedLogits:
     """Logits as softcap * tanh(base / softcap) / temperature of some rows of a base.
 
     Args:
@@ -26,12 +26,12 @@ class SquashedLogits:
         views: how the rows were taken of the base.
     """
 
-    base: Value
+    base: LazyValue
     softcap: float | None = None
     temperature: float = 1.0
     views: tuple[View, ...] = ()
 
-    def rows(self) -> Value:
+    def rows(self) -> LazyValue:
         """The rows of the base, recorded without what squashes them.
 
         Raises:
@@ -45,20 +45,20 @@ class SquashedLogits:
                 value = record(aten.reshape.default, value, [*view, value.shape[-1]])
         return value
 
-    def again(self, logits: Value, dtype: torch.dtype) -> Value:
+    def again(self, logits: LazyValue, dtype: torch.dtype) -> LazyValue:
         """Other logits, squashed as these were, in a dtype."""
-        out: Value = logits if logits.dtype == dtype else record(aten._to_copy.default, logits, dtype=dtype)
+        out: LazyValue = logits if logits.dtype == dtype else record(aten._to_copy.default, logits, dtype=dtype)
         if self.softcap is not None:
             out = record(aten.tanh.default, record(aten.div.Tensor, out, self.softcap))
             out = record(aten.mul.Tensor, out, self.softcap)
         return out if self.temperature == 1 else record(aten.div.Tensor, out, self.temperature)
 
 
-def squashed_logits(logits: Value) -> SquashedLogits:
+def squashed_logits(logits: LazyValue) -> TransformedLogits:
     """Logits, looked at backwards for as long as there is nothing but casts to a wider dtype, views and squashes."""
     temperature, softcap = 1.0, None
     views: list[View] = []
-    value: Value = logits
+    value: LazyValue = logits
     for _ in range(16):
         node, layout = value.node, value.layout
         if node is None or value.tensor is not None or layout is None or not node.args:
@@ -85,13 +85,13 @@ def squashed_logits(logits: Value) -> SquashedLogits:
         elif not (op is aten._to_copy.default and _widens(args[0], value)) and op not in _COPIES:
             break
         value = args[0]
-    return SquashedLogits(value, softcap, temperature, tuple(reversed(views)))
+    return TransformedLogits(value, softcap, temperature, tuple(reversed(views)))
 
 
 _COPIES = (aten.alias.default, aten.clone.default)
 
 
-def _of_rows(value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> bool:
+def _of_rows(value: LazyValue, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> bool:
     """Is a slice one of whole rows?"""
     return dim % value.ndim != value.ndim - 1 and all(x is None or isinstance(x, int) for x in (start, end, step))
 
@@ -100,7 +100,7 @@ def _scaled(op: Any) -> str | None:
     return {aten.div.Tensor: "div", aten.div.Scalar: "div", aten.mul.Tensor: "mul", aten.mul.Scalar: "mul"}.get(op)
 
 
-def _capped(value: Value, factor: float) -> Value | None:
+def _capped(value: LazyValue, factor: float) -> LazyValue | None:
     """x, where the value is tanh(x * factor): with what it is divided by, a softcap of 1 / factor."""
     node = value.node
     if node is None or node.op is not aten.tanh.default:
@@ -109,9 +109,9 @@ def _capped(value: Value, factor: float) -> Value | None:
     if inner is None or _scaled(inner.op) is None or not isinstance(inner.args[1], (int, float)):
         return None
     divided = float(inner.args[1]) if _scaled(inner.op) == "div" else 1 / float(inner.args[1])
-    found: Value = inner.args[0]
+    found: LazyValue = inner.args[0]
     return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
 
 
-def _widens(old: Any, new: Value) -> bool:
-    return isinstance(old, Value) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device
+def _widens(old: Any, new: LazyValue) -> bool:
+    return isinstance(old, LazyValue) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.aliasing import LinearCell
+from subtensors.dispatch.chunked.aliasing import LazyLinear
 from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, plan_linear_cross_entropy
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import Value, known, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, known, recording
 from subtensors.dispatch.chunked.match_logits import linear_logits, whole_input
-from subtensors.dispatch.chunked.row_layout import Layout, Policy
+from subtensors.dispatch.chunked.row_layout import Policy, RowLayout
 from subtensors.dispatch.chunked.rules.table import record
 from subtensors.dispatch.chunked.run_chunks import as_recorded
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
@@ -62,7 +62,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def cross_entropy_of_layer(
-    layer: LinearCell, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
+    layer: LazyLinear, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Tensor | None:
     """The cross entropy of a linear layer that nothing else was asked of, without class weights.
 
@@ -93,11 +93,11 @@ def cross_entropy_of_layer(
     options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
     dtype = loss_dtype(layer.dtype, rows.device.type)
     flows = torch.is_grad_enabled() and layer.needs_grad
-    return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, flows, dtype)
 
 
 def lowered_cross_entropy(
-    logits: Value,
+    logits: LazyValue,
     target: Tensor,
     *,
     class_weight: Tensor | None,
@@ -139,16 +139,16 @@ def lowered_cross_entropy(
         return None  # more was asked for than the kernels compute in
     squash = (found.squashed.softcap, found.squashed.temperature)
     options = cross_entropy_options(class_weight, ignore_index, label_smoothing, *squash, reduction)
-    return head_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, flows, dtype)
 
 
-def head_loss(
+def linear_cross_entropy_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     options: CrossEntropy,
-    layout: Layout,
+    layout: RowLayout,
     flows: bool,
     dtype: torch.dtype,
 ) -> Tensor | None:
@@ -186,27 +186,27 @@ def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
     return torch.float32 if logits.itemsize == 2 and torch.is_autocast_enabled(device) else logits
 
 
-def _transposed(weight: Value) -> Value:
+def _transposed(weight: LazyValue) -> LazyValue:
     """(V, H), from the weight itself where (H, V) was made of it."""
     node = weight.node
-    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], Value):
+    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], LazyValue):
         return node.args[0]
-    out: Value = record(aten.t.default, weight)
+    out: LazyValue = record(aten.t.default, weight)
     return out
 
 
 _MASTER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
-def _master(weight: Value, dtype: torch.dtype) -> Value:
+def _master(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
     """The float32 weight of which autocast made this one: its gradient needs no rounding on the way."""
     node = weight.node
     if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
         return weight
     (source,) = node.operands()
-    is_master = isinstance(source, Value) and source.dtype is _MASTER.get(dtype) and weight.dtype is dtype
-    flows = isinstance(source, Value) and node.grad == source.needs_grad
-    return source if isinstance(source, Value) and is_master and flows else weight
+    is_master = isinstance(source, LazyValue) and source.dtype is _MASTER.get(dtype) and weight.dtype is dtype
+    flows = isinstance(source, LazyValue) and node.grad == source.needs_grad
+    return source if isinstance(source, LazyValue) and is_master and flows else weight
 
 
 def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
@@ -274,7 +274,7 @@ def cross_entropy_options(
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
-def expected_loss(logits: Value) -> str | None:
+def expected_loss(logits: LazyValue) -> str | None:
     """What a cross entropy of these values would take, in a line; None where the kernels don't compute it."""
     found = linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
     if found is None or logits.layout is None:
@@ -289,7 +289,7 @@ def expected_loss(logits: Value) -> str | None:
     return f"their cross entropy would take {chunks}"
 
 
-def _asked_rows(layout: Layout) -> int | None:
+def _asked_rows(layout: RowLayout) -> int | None:
     """Rows of the logits in a chunk, where the policy says so."""
     policy = layout.axis.policy
     if policy.rows is None and policy.chunks is None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import Value, gathered
-from subtensors.dispatch.chunked.logit_transforms import SquashedLogits, squashed_logits
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, gathered
+from subtensors.dispatch.chunked.logit_transforms import TransformedLogits, squashed_logits
 
 aten = torch.ops.aten
 
@@ -29,10 +29,10 @@ class LinearLogits:
         squashed: what was done to the product.
     """
 
-    hidden: Value
-    weight: Value
-    bias: Value | None
-    squashed: SquashedLogits
+    hidden: LazyValue
+    weight: LazyValue
+    bias: LazyValue | None
+    squashed: TransformedLogits
 
     def rows_of(self, hidden: Tensor) -> Tensor:
         """The rows of hidden states whose logits are wanted: (N, H)."""
@@ -47,7 +47,7 @@ class LinearLogits:
         return hidden
 
 
-def linear_logits(logits: Value) -> LinearLogits | None:
+def linear_logits(logits: LazyValue) -> LinearLogits | None:
     """How logits were computed, if as a linear layer of an input."""
     found = squashed_logits(logits)
     node = found.base.node
@@ -55,10 +55,10 @@ def linear_logits(logits: Value) -> LinearLogits | None:
         return None
     args = node.args
     bias, hidden, weight = (None, *args) if node.name == "mm.default" else args[:3]
-    plain = all(isinstance(x, Value) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
+    plain = all(isinstance(x, LazyValue) for x in (hidden, weight)) and not node.kwargs and len(args) in (2, 3, 5)
     if not plain or weight.layout is not None or not is_input(hidden) or hidden.layout.dim != 0:
         return None
-    if bias is not None and (not isinstance(bias, Value) or bias.layout is not None or bias.ndim != 1):
+    if bias is not None and (not isinstance(bias, LazyValue) or bias.layout is not None or bias.ndim != 1):
         return None
     return LinearLogits(hidden, weight, bias, found)
 
@@ -66,14 +66,14 @@ def linear_logits(logits: Value) -> LinearLogits | None:
 _OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
 
 
-def is_input(value: Value) -> bool:
+def is_input(value: LazyValue) -> bool:
     """Is it an input of the region, or a reshape or a cast of one, as autocast makes it?"""
     while value.node is not None and value.tensor is None and value.node.name in _OF_INPUTS:
         value = value.node.args[0]
     return value.tensor is not None and value.layout is not None
 
 
-def whole_input(value: Value) -> Tensor:
+def whole_input(value: LazyValue) -> Tensor:
     """The tensor of an input, reshaped and cast as it was recorded."""
     node = value.node
     if node is None or value.tensor is not None:

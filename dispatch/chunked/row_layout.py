@@ -33,7 +33,7 @@ class Policy:
     compiled: bool = False
 
 
-class Axis:
+class ChunkAxis:
     """Rows that are taken chunk by chunk. Axes that meet in an op become one; the stricter wishes hold.
 
     Args:
@@ -42,7 +42,7 @@ class Axis:
         elements: how many the tensor has that was chunked.
 
     Example:
-        >>> Axis(10, Policy(rows=4)).spans(lambda rows: 0)
+        >>> ChunkAxis(10, Policy(rows=4)).spans(lambda rows: 0)
         [(0, 4), (4, 8), (8, 10)]
     """
 
@@ -51,11 +51,11 @@ class Axis:
         self._elements = elements
         self._policy = policy
         self._granule = 1
-        self._parent: Axis | None = None
+        self._parent: ChunkAxis | None = None
         self._preparations: list[Preparation] = []
 
     @property
-    def root(self) -> Axis:
+    def root(self) -> ChunkAxis:
         """The one axis that stands for all that this one has met."""
         axis = self
         while axis._parent is not None:
@@ -89,7 +89,7 @@ class Axis:
                 result.register_hook(preparation)
         return result
 
-    def again(self, size: int, elements: int, policy: Policy | None = None) -> Axis:
+    def again(self, size: int, elements: int, policy: Policy | None = None) -> ChunkAxis:
         """An axis of rows that were taken from these: their gradient waits for what that of these waits for.
 
         Args:
@@ -97,11 +97,11 @@ class Axis:
             elements: how many the tensor has that was taken.
             policy: how they are divided; None: as these are.
         """
-        axis = Axis(size, self.policy if policy is None else policy, elements)
+        axis = ChunkAxis(size, self.policy if policy is None else policy, elements)
         axis._preparations = list(self.root._preparations)
         return axis
 
-    def meet(self, other: Axis) -> None:
+    def meet(self, other: ChunkAxis) -> None:
         """Make the two axes one. They have the same size."""
         one, two = self.root, other.root
         if one is two:
@@ -149,7 +149,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Where a value has the axis: dim `dim` is `outer` runs of `size` positions, `unit` positions a row, from `low` on.
 
     A run holds positions `low .. low + size` of the axis counted in units, so that `x[:, 1:]` and `x.view(B * T, V)` of
@@ -164,7 +164,7 @@ class Layout:
         low: the first position of a run.
     """
 
-    axis: Axis
+    axis: ChunkAxis
     dim: int
     size: int
     outer: int = 1
@@ -182,11 +182,11 @@ class Layout:
         first, behind = Fraction(self.low) / self.unit, Fraction(self.low + self.size) / self.unit
         return math.floor(first), min(math.ceil(behind), self.axis.size)
 
-    def at(self, dim: int) -> Layout:
+    def at(self, dim: int) -> RowLayout:
         """The same rows in another dim."""
         return replace(self, dim=dim)
 
-    def like(self, other: Layout) -> bool:
+    def like(self, other: RowLayout) -> bool:
         """Whether both divide a dim alike, so that chunks of one meet chunks of the other."""
         mine = (self.axis.size, self.size, self.outer, self.unit, self.low)
         return mine == (other.axis.size, other.size, other.outer, other.unit, other.low)
@@ -220,7 +220,7 @@ class Layout:
             runs = whole.unflatten(self.dim, (self.outer, self.size)).narrow(self.dim + 1, start, stop - start)
             runs.copy_(part.unflatten(self.dim, (self.outer, stop - start)))
 
-    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> Layout | None:
+    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> RowLayout | None:
         """Where the axis is after a reshape from `old` to `new` sizes; None where no dim holds it whole.
 
         A dim of the new shape that holds several rows' worth of an old one has a unit above one; one whose positions
@@ -228,7 +228,7 @@ class Layout:
         """
         before = math.prod(old[: self.dim]) * self.outer
         prefix = 1
-        found: list[Layout] = []
+        found: list[RowLayout] = []
         for dim, size in enumerate(new):
             outer = before // prefix if prefix else 0
             if outer and before % prefix == 0 and size % outer == 0:
@@ -239,7 +239,7 @@ class Layout:
                     ratio = Fraction(old_tail, new_tail)
                     low = self.low * ratio
                     if low.denominator == 1:
-                        found.append(Layout(self.axis, dim, run, outer, self.unit * ratio, int(low)))
+                        found.append(RowLayout(self.axis, dim, run, outer, self.unit * ratio, int(low)))
             prefix *= size
         # Runs in front of the rows, or a dim behind them, may hold all positions of a run, too: not one by one.
         return min(found, key=lambda layout: (layout.group, layout.unit, layout.outer), default=None)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.bound_call import along
-from subtensors.dispatch.chunked.lazy_graph import NeedsValues, Value, constant, emit, recording
-from subtensors.dispatch.chunked.logit_transforms import SquashedLogits, squashed_logits
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, emit, recording
+from subtensors.dispatch.chunked.logit_transforms import TransformedLogits, squashed_logits
 from subtensors.dispatch.chunked.rules.losses import reduced
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.chunked.rules.table import record
@@ -56,7 +56,7 @@ ROW_OPS = frozenset({cross_entropy, log_sum_exp, log_probabilities})
 """Kernels of their own: a compiler is not shown them."""
 
 
-def recorded_log_sum_exp(logits: Value, dim: int, grad: bool) -> Value | None:
+def recorded_log_sum_exp(logits: LazyValue, dim: int, grad: bool) -> LazyValue | None:
     """Record the log-sum-exp of the classes.
 
     Args:
@@ -77,7 +77,7 @@ def recorded_log_sum_exp(logits: Value, dim: int, grad: bool) -> Value | None:
         return cast(sums, logits.dtype)
 
 
-def recorded_log_probabilities(scores: Value, dim: int, index: Tensor | Value, grad: bool) -> Value | None:
+def recorded_log_probabilities(scores: LazyValue, dim: int, index: Tensor | LazyValue, grad: bool) -> LazyValue | None:
     """Record one log-probability a row.
 
     Args:
@@ -102,30 +102,30 @@ def recorded_log_probabilities(scores: Value, dim: int, index: Tensor | Value, g
         return cast(emit(log_probabilities, operands, {}, meta, [layout], layout.axis), scores.dtype)
 
 
-def logits_of(scores: Value) -> Value:
+def logits_of(scores: LazyValue) -> LazyValue:
     """The logits of which scores are the log-softmax over the last dim, or the scores themselves."""
     return _of_log_softmax(scores) or scores
 
 
-def _of_log_softmax(scores: Value) -> Value | None:
+def _of_log_softmax(scores: LazyValue) -> LazyValue | None:
     node = scores.node
     if node is None or scores.tensor is not None or node.op is not aten._log_softmax.default:
         return None
     logits, dim = node.args[0], node.args[1]
-    if not isinstance(logits, Value) or dim % logits.ndim != logits.ndim - 1 or not _has_rows(logits):
+    if not isinstance(logits, LazyValue) or dim % logits.ndim != logits.ndim - 1 or not _has_rows(logits):
         return None
     return logits
 
 
-def _has_rows(logits: Value) -> bool:
+def _has_rows(logits: LazyValue) -> bool:
     """Are there rows of classes, chunked among themselves?"""
     sized = logits.ndim >= 2 and logits.shape[-1] > 0 and logits.dtype.is_floating_point
     return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
 
 
 def recorded_cross_entropy(
-    logits: Value,
-    target: Tensor | Value,
+    logits: LazyValue,
+    target: Tensor | LazyValue,
     *,
     class_weight: Tensor | None,
     ignore_index: int,
@@ -133,7 +133,7 @@ def recorded_cross_entropy(
     label_smoothing: float,
     dtype: torch.dtype,
     grad: bool,
-) -> Value | None:
+) -> LazyValue | None:
     """Record a cross entropy.
 
     Args:
@@ -171,22 +171,22 @@ def recorded_cross_entropy(
         if reduction == "none":
             return cast(losses, dtype)
         if soft:
-            out: Value = record(aten.sum.default if reduction == "sum" else aten.mean.default, losses)
+            out: LazyValue = record(aten.sum.default if reduction == "sum" else aten.mean.default, losses)
             return cast(out, dtype)
         loss, _ = reduced(losses, target, weight, ignore_index, reduction == "mean", wide)
         return cast(loss, dtype)
 
 
-def _plain_rows(logits: Value) -> tuple[SquashedLogits, Value]:
+def _plain_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
     """How logits were squashed, and their rows before that; the logits themselves where those can't be told."""
     found = squashed_logits(logits)
     try:
         with recording(logits.needs_grad):
             rows = found.rows()
-    except NeedsValues:
-        return SquashedLogits(logits), logits
+    except NeedsMaterialize:
+        return TransformedLogits(logits), logits
     one, two = rows.layout, logits.layout
     same = one is not None and two is not None and one.dim == two.dim and one.like(two)
     if not same or logits.dtype == torch.float64 != rows.dtype:
-        return SquashedLogits(logits), logits
+        return TransformedLogits(logits), logits
     return found, rows

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from subtensors.dispatch.chunked.accumulation import GradientSum, ProductInto
 from subtensors.dispatch.chunked.compile_chunk import CompiledRun, compiled_program
-from subtensors.dispatch.chunked.lazy_graph import Join, PerChunk, Span, Value
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
-from subtensors.dispatch.chunked.schedule import Input, Plan, Step
+from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
 from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.torch_internals.autograd import saves_through_hooks
 from subtensors.dispatch.torch_internals.memory import is_dense
@@ -59,18 +59,18 @@ class Results:
         plan: the pass.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ChunkSchedule) -> None:
         self.plan = plan
-        self.tensors: list[Any] = [[] if v.join is Join.STACK else None for v in plan.outputs]
+        self.tensors: list[Any] = [[] if v.join is Combine.STACK else None for v in plan.outputs]
 
     def add(self, span: Span, parts: Sequence[Any]) -> None:
         """Take in the results of one chunk."""
         for place, (value, part) in enumerate(zip(self.plan.outputs, parts, strict=True)):
             held = self.tensors[place]
-            if value.join is Join.STACK:
+            if value.join is Combine.STACK:
                 if part is not None:
                     held.append(part.detach())
-            elif value.join is Join.CAT:
+            elif value.join is Combine.CAT:
                 if held is None:
                     strides = value.meta.stride() if is_dense(value.meta) else None
                     held = (
@@ -85,16 +85,17 @@ class Results:
     def done(self) -> list[Tensor]:
         """The whole results."""
         return [
-            torch.stack(t) if v.join is Join.STACK else t for v, t in zip(self.plan.outputs, self.tensors, strict=True)
+            torch.stack(t) if v.join is Combine.STACK else t
+            for v, t in zip(self.plan.outputs, self.tensors, strict=True)
         ]
 
 
-def tangent_of(plan: Plan, value: Value, span: Span, whole: Tensor) -> Tensor:
+def tangent_of(plan: ChunkSchedule, value: LazyValue, span: Span, whole: Tensor) -> Tensor:
     """A chunk's part of the gradient of a result."""
-    if value.join is Join.STACK:
+    if value.join is Combine.STACK:
         rows = value.source
         return whole[sum(rows is None or rows.local(s) > 0 for s in plan.spans if s < span)]
-    if value.join is Join.CAT:
+    if value.join is Combine.CAT:
         assert value.source is not None
         return value.source.cut(whole, span)
     return whole
@@ -109,7 +110,7 @@ class Gradients:
         needed: of which of them a gradient is wanted.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+    def __init__(self, plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.plan = plan
         self.needed = [n for n in range(len(needed)) if needed[n]]
         self.sums: dict[int, GradientSum] = {}
@@ -147,7 +148,7 @@ class Gradients:
         return taken | {n: part if scale is None else part.mul_(scale) for n, part in parts.items()}
 
 
-def chunk_leaves(plan: Plan, span: Span, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
     """What one chunk reads, as leaves of a graph of its own."""
     out = []
     for read, tensor, needs in zip(plan.inputs, tensors, needed, strict=True):
@@ -156,7 +157,9 @@ def chunk_leaves(plan: Plan, span: Span, tensors: Sequence[Tensor], needed: Sequ
     return out
 
 
-def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None) -> list[Any]:
+def run_chunk(
+    plan: ChunkSchedule, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None
+) -> list[Any]:
     """The results of one chunk, differentiable where `gradients` wants them so.
 
     Args:
@@ -175,7 +178,7 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
     def at(x: Any) -> Any:
         if isinstance(x, Input):
             return inputs[id(x)]
-        if isinstance(x, Value):
+        if isinstance(x, LazyValue):
             return known[id(x)]
         return x.of(span) if isinstance(x, PerChunk) else x
 
@@ -210,7 +213,7 @@ def run_chunk(plan: Plan, span: Span, leaves: Sequence[Tensor], gradients: Gradi
     return [known[id(v)] for v in plan.outputs]
 
 
-def _program(plan: Plan) -> Sequence[Step | CompiledRun]:
+def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
     """The ops of a pass, as they are run."""
     if not plan.axis.policy.compiled:
         return plan.steps
@@ -225,7 +228,7 @@ _FACTORS: dict[Any, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None
 
 
 def _product(
-    step: Step, places: dict[int, int], gradients: Gradients
+    step: ScheduledStep, places: dict[int, int], gradients: Gradients
 ) -> tuple[tuple[Any, Any, Any], tuple[GradientSum, bool, GradientSum | None]] | None:
     """The operands of a product with a whole factor whose gradient is wanted, and the sums that they have."""
     where = _FACTORS.get(step.op) if step.grad else None

@@ -9,8 +9,8 @@ from typing import Any
 import optree
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import Cut, Node, Span, Value
-from subtensors.dispatch.chunked.row_layout import Axis, Layout
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, Span
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
 
 BUDGET = {"cuda": 512 << 20, "cpu": 64 << 20}
 """Bytes for a chunk's values where nothing was asked for."""
@@ -28,12 +28,12 @@ class Input:
         layout: which part a chunk reads; None for all.
     """
 
-    value: Value
-    layout: Layout | None
+    value: LazyValue
+    layout: RowLayout | None
 
 
 @dataclass
-class Step:
+class ScheduledStep:
     """One op of a pass, ready to be called.
 
     Args:
@@ -50,14 +50,14 @@ class Step:
     op: Callable[..., Any]
     name: str
     grad: bool
-    rows: Layout | None
+    rows: RowLayout | None
     leaves: list[Any]
     spec: Any
-    outputs: list[Value | None]
+    outputs: list[LazyValue | None]
     last: list[int] = field(default_factory=list)
 
 
-class Plan:
+class ChunkSchedule:
     """One pass over the chunks of an axis, for some partial values.
 
     Autograd keeps it as long as it keeps a result. So it holds descriptions of values; the values themselves, which
@@ -67,13 +67,13 @@ class Plan:
         outputs: the partials; all of one axis.
     """
 
-    def __init__(self, outputs: Sequence[Value]) -> None:
+    def __init__(self, outputs: Sequence[LazyValue]) -> None:
         self.asked = list(outputs)
-        self.reads: list[Value] = []
-        self._bare: dict[int, Value] = {}
+        self.reads: list[LazyValue] = []
+        self._bare: dict[int, LazyValue] = {}
         self.outputs = [self._described(v) for v in outputs]
         self.inputs: list[Input] = []
-        self.steps: list[Step] = []
+        self.steps: list[ScheduledStep] = []
         self.program: list[Any] | None = None
         """The steps with runs of them compiled, where that was asked for and the pass has run."""
         self._done: set[int] = set()
@@ -83,7 +83,7 @@ class Plan:
         node = self.asked[0].node
         assert node is not None
         assert node.axis is not None
-        self.axis: Axis = node.axis.root
+        self.axis: ChunkAxis = node.axis.root
         self._find_last_uses()
         self._bare.clear()
         self._done.clear()
@@ -93,14 +93,14 @@ class Plan:
         """Keep no tensor alive any longer."""
         self.asked, self.reads = [], []
 
-    def _described(self, value: Value) -> Value:
+    def _described(self, value: LazyValue) -> LazyValue:
         if id(value) not in self._bare:
             self._bare[id(value)] = value.bare()
         return self._bare[id(value)]
 
-    def _visit(self, last: Node) -> None:
+    def _visit(self, last: LazyNode) -> None:
         # Depth first without recursion: a region may hold thousands of ops.
-        stack: list[tuple[Node, bool]] = [(last, False)]
+        stack: list[tuple[LazyNode, bool]] = [(last, False)]
         while stack:
             node, ready = stack.pop()
             if id(node) in self._done:
@@ -112,21 +112,21 @@ class Plan:
                 leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)
                 slots = [self._slot(x) for x in leaves]
                 made = [None if v is None else self._described(v) for v in node.outputs]
-                self.steps.append(Step(node.op, node.name, node.grad, node.rows, slots, spec, made))
+                self.steps.append(ScheduledStep(node.op, node.name, node.grad, node.rows, slots, spec, made))
                 continue
             stack.append((node, True))
             for x in node.operands():
-                if isinstance(x, Value) and x.layout is not None and x.tensor is None and x.node is not None:
+                if isinstance(x, LazyValue) and x.layout is not None and x.tensor is None and x.node is not None:
                     stack.append((x.node, False))
 
     def _slot(self, x: Any) -> Any:
-        if isinstance(x, Cut):
+        if isinstance(x, RowSlice):
             return self._input(x.value, x.layout)
-        if isinstance(x, Value) and (x.layout is None or x.tensor is not None):
+        if isinstance(x, LazyValue) and (x.layout is None or x.tensor is not None):
             return self._input(x, x.layout)
-        return self._described(x) if isinstance(x, Value) else x
+        return self._described(x) if isinstance(x, LazyValue) else x
 
-    def _input(self, value: Value, layout: Layout | None) -> Input:
+    def _input(self, value: LazyValue, layout: RowLayout | None) -> Input:
         for known, read in zip(self.inputs, self.reads, strict=True):
             same = read is value or (value.tensor is not None and read.tensor is value.tensor)
             if same and _same(known.layout, layout):
@@ -140,7 +140,7 @@ class Plan:
         seen: set[int] = set()
         for step in reversed(self.steps):
             for place, x in enumerate(step.leaves):
-                if isinstance(x, Value) and id(x) not in seen and id(x) not in kept:
+                if isinstance(x, LazyValue) and id(x) not in seen and id(x) not in kept:
                     seen.add(id(x))
                     step.last.append(place)
 
@@ -194,13 +194,13 @@ class Plan:
         return "\n".join(parts)
 
 
-def _same(a: Layout | None, b: Layout | None) -> bool:
+def _same(a: RowLayout | None, b: RowLayout | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dim == b.dim and a.like(b)
 
 
-def _described(value: Value) -> str:
+def _described(value: LazyValue) -> str:
     joined = "" if value.join is None else f" ({value.join.value} over chunks)"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{joined}"
 

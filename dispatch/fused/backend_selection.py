@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
-from subtensors.dispatch.fused.tensor_columns import Columns, PerBlock, Repeated
+from subtensors.dispatch.fused.tensor_columns import BlockScales, BroadcastColumn, Columns
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.lowering import DTYPES
-from subtensors.kernels.fused.program import Extent, Parameter
+from subtensors.kernels.fused.program import Parameter, Shape
 
 _layout = attrgetter("layout")
 _look = attrgetter("device", "dtype", "layout", "shape")
 
 
 @dataclass(frozen=True)
-class Route:
+class ExecutionKey:
     """What the elements of one group have in common."""
 
     reason: str = ""
@@ -36,12 +36,12 @@ class Route:
     copies: bool = False
 
 
-def routes_of(columns: Columns) -> dict[Route, list[int]]:
+def routes_of(columns: Columns) -> dict[ExecutionKey, list[int]]:
     """The elements by how they can run, in order; looked into once for all that are alike."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, row in enumerate(zip(*map(_kinds, columns), strict=True)):
         alike.setdefault(row, []).append(index)
-    routes: dict[Route, list[int]] = {}
+    routes: dict[ExecutionKey, list[int]] = {}
     for indices in alike.values():
         routes.setdefault(route_of([c[indices[0]] for c in columns], columns), []).extend(indices)
     return {route: sorted(indices) for route, indices in routes.items()}
@@ -49,7 +49,7 @@ def routes_of(columns: Columns) -> dict[Route, list[int]]:
 
 def _kinds(column: Sequence[Tensor]) -> list[Any]:
     """Of each tensor all that a route depends on."""
-    if isinstance(column, Repeated):
+    if isinstance(column, BroadcastColumn):
         return _kinds(column[:1]) * len(column)
     strides: Iterable[Any] = map(Tensor.stride, column)
     if set(map(_layout, column)) != {torch.strided}:
@@ -57,20 +57,21 @@ def _kinds(column: Sequence[Tensor]) -> list[Any]:
     return list(zip(map(type, column), map(_look, column), strides, strict=True))
 
 
-def route_of(row: Sequence[Tensor], columns: Columns) -> Route:
+def route_of(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
     """How the element with these tensors can run."""
     if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
-        return Route(reason="an element is not a plain strided tensor")
+        return ExecutionKey(reason="an element is not a plain strided tensor")
     on_host = [
-        t.dim() == 0 and t.device.type == "cpu" and isinstance(c, Repeated) for t, c in zip(row, columns, strict=True)
+        t.dim() == 0 and t.device.type == "cpu" and isinstance(c, BroadcastColumn)
+        for t, c in zip(row, columns, strict=True)
     ]
     devices = {t.device for t, host in zip(row, on_host, strict=True) if not host} or {torch.device("cpu")}
     if len(devices) > 1:
-        return Route(reason="an element's tensors are on several devices")
-    is_scales = [isinstance(c, PerBlock) for c in columns]
+        return ExecutionKey(reason="an element's tensors are on several devices")
+    is_scales = [isinstance(c, BlockScales) for c in columns]
     sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
     if any(t.shape != sized[0].shape for t in sized):
-        return Route(reason="an element's tensors have several shapes")
+        return ExecutionKey(reason="an element's tensors have several shapes")
     expanded = _expanded(row, is_scales)
     device = devices.pop()
     triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
@@ -78,7 +79,7 @@ def route_of(row: Sequence[Tensor], columns: Columns) -> Route:
         Parameter(
             f"x{i}",
             t.dtype,
-            Extent.BLOCK if scales else Extent.ELEMENT if t.dim() else Extent.TENSOR,
+            Shape.PER_BLOCK if scales else Shape.PER_ELEMENT if t.dim() else Shape.PER_TENSOR,
             expanded[i],
             on_host=host and device.type != "cpu",
         )
@@ -87,7 +88,7 @@ def route_of(row: Sequence[Tensor], columns: Columns) -> Route:
     triton = triton and all(p.dtype in DTYPES for p in parameters)
     sized = [t for t, scales, e in zip(row, is_scales, expanded, strict=True) if t.dim() > 0 and not scales and not e]
     alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or memory.is_dense(sized[0]))
-    return Route("", str(device), parameters, triton, copies=triton and not alike)
+    return ExecutionKey("", str(device), parameters, triton, copies=triton and not alike)
 
 
 def _expanded(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:

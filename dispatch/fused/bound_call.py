@@ -11,8 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.launch_cache import LastLaunch
-from subtensors.dispatch.fused.tensor_columns import Columns, Elements, Repeated
+from subtensors.dispatch.fused.launch_cache import LaunchCache
+from subtensors.dispatch.fused.tensor_columns import BroadcastColumn, Columns, TensorColumn
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
@@ -39,11 +39,11 @@ class Form:
         self.number_types: list[type[float] | type[int]] = [kinds[i] for i in self.numbers]
         self.are_pythons = all(issubclass(types[i], kinds[i]) for i in self.numbers)
         """Are the numbers Python's own, or such as numpy's?"""
-        self.first_list = next((i for i, t in enumerate(types) if issubclass(t, Elements)), None)
+        self.first_list = next((i for i, t in enumerate(types) if issubclass(t, TensorColumn)), None)
 
 
 def _kind(leaf_type: type) -> Any:
-    if issubclass(leaf_type, Elements | Tensor):
+    if issubclass(leaf_type, TensorColumn | Tensor):
         return Tensor
     if issubclass(leaf_type, bool | str | torch.dtype | torch.device | None):
         return None
@@ -59,7 +59,7 @@ def _kind(leaf_type: type) -> Any:
 _forms: dict[tuple[Any, tuple[type, ...]], Form] = {}
 
 
-class Call:
+class FusedCall:
     """One call: the leaves of its arguments, and what kind of call it is.
 
     Args:
@@ -81,7 +81,7 @@ class Call:
         if form is None:
             form = _forms[spec, types] = Form(spec, types)
         self.leaves, self.form = leaves, form
-        self.last = LastLaunch()
+        self.last = LaunchCache()
         """Shared with what `again` makes of this call."""
         self.count: int | None = None if form.first_list is None else len(leaves[form.first_list])
         """How many elements the lists have; None when there is no list."""
@@ -90,14 +90,14 @@ class Call:
         self.key: tuple[Any, ...] = (self.statics, modes())
         """What decides how the maths is traced."""
 
-    def again(self, position: int, tensors: Elements) -> Call:
+    def again(self, position: int, tensors: TensorColumn) -> FusedCall:
         """The same call, now, with another list.
 
         Args:
             position: the leaf that the list takes the place of.
             tensors: as many as there were.
         """
-        call = object.__new__(Call)
+        call = object.__new__(FusedCall)
         call.form, call.count, call.statics, call.last = self.form, self.count, self.statics, self.last
         call.leaves = list(self.leaves)
         call.leaves[position] = tensors
@@ -129,19 +129,19 @@ class Call:
         columns: list[Sequence[Tensor]] = []
         for position in self.form.tensors:
             leaf = self.leaves[position]
-            if isinstance(leaf, Elements):
+            if isinstance(leaf, TensorColumn):
                 if len(leaf) != self.count:
                     raise ValueError(f"{name}: lists of {self.count} and of {len(leaf)} tensors do not match")
                 columns.append(leaf)
             else:
-                columns.append([leaf] if self.count is None else Repeated([leaf] * self.count))
+                columns.append([leaf] if self.count is None else BroadcastColumn([leaf] * self.count))
         return columns
 
-    def without_values(self) -> Call:
+    def without_values(self) -> FusedCall:
         """The same call with nothing in the places of tensors and numbers: what may outlive it."""
-        bare = object.__new__(Call)
+        bare = object.__new__(FusedCall)
         bare.form, bare.key, bare.count, bare.statics = self.form, self.key, self.count, self.statics
-        bare.last = LastLaunch()
+        bare.last = LaunchCache()
         bare.leaves = list(self.leaves)
         for position in (*self.form.tensors, *self.form.numbers):
             bare.leaves[position] = None

@@ -24,7 +24,7 @@ Leaves = list[list[Any] | None]
 """For each leaf of the result, one value an element; None for a leaf that is None for all."""
 
 
-class Group(ABC):
+class Executor(ABC):
     """Elements of one call that run in one way."""
 
     reason: str = ""
@@ -45,7 +45,7 @@ class Group(ABC):
         return self.describe()
 
 
-class MappedGroup(Group):
+class EagerExecutor(Executor):
     """The user's function, called on one element after the other: what every other group must agree with."""
 
     def __init__(self, call: Callable[[list[Any], Sequence[float]], Any], reason: str) -> None:
@@ -64,10 +64,10 @@ class MappedGroup(Group):
         return f"the function itself, element by element: {self.reason}"
 
 
-class TorchGroup(Group):
+class TorchExecutor(Executor):
     """The traced program, through torch's own ops."""
 
-    def __init__(self, trace: Trace, mapped: MappedGroup, reason: str) -> None:
+    def __init__(self, trace: Trace, mapped: EagerExecutor, reason: str) -> None:
         self.trace, self.mapped, self.reason = trace, mapped, reason
         self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
         self.run_element = write_torch(trace.program)

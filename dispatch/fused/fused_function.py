@@ -14,27 +14,34 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.fused.backend_selection import Route, route_of, routes_of
-from subtensors.dispatch.fused.bound_call import Call
+from subtensors.dispatch.fused.backend_selection import ExecutionKey, route_of, routes_of
+from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.errors import name_of
-from subtensors.dispatch.fused.executors import Group, MappedGroup, TorchGroup
-from subtensors.dispatch.fused.plan import Plan, part_of
-from subtensors.dispatch.fused.tensor_columns import Addresses, ColumnGuard, Columns, Elements, Repeated, distinct
+from subtensors.dispatch.fused.executors import EagerExecutor, Executor, TorchExecutor
+from subtensors.dispatch.fused.plan import ExecutionPlan, select_rows
+from subtensors.dispatch.fused.tensor_columns import (
+    Addresses,
+    BroadcastColumn,
+    ColumnGuard,
+    Columns,
+    TensorColumn,
+    distinct,
+)
 from subtensors.dispatch.fused.trace import Trace, trace
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import dispatcher
-from subtensors.kernels.fused.launch import Exchange, Kernels, Prelude, Tiling
+from subtensors.kernels.fused.launch import Exchange, KernelSet, Prelude, Tiling
 from subtensors.kernels.fused.program import Scalar
 from subtensors.kernels.fused.tuning import default_tiling, tune, tuned_tiling
-from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.gc_pause import gc_paused
 
 logger = logging.getLogger("subtensors.fused")
 
 SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each element, or update it outside"
 
 
-class Fusion:
+class FusedFunction:
     """One function of single-tensor maths, with what has been built for the calls seen so far.
 
     Args:
@@ -45,9 +52,9 @@ class Fusion:
 
     Example:
         >>> import torch
-        >>> decay = Fusion(lambda p, rate: p.mul_(1 - rate))
+        >>> decay = FusedFunction(lambda p, rate: p.mul_(1 - rate))
         >>> p = [torch.ones(2), torch.ones(3)]
-        >>> _ = decay(Elements(p), 0.5)
+        >>> _ = decay(TensorColumn(p), 0.5)
         >>> p[1]
         tensor([0.5000, 0.5000, 0.5000])
     """
@@ -64,8 +71,8 @@ class Fusion:
         self.traces = 0
         """How often the function was traced."""
         self._traces: dict[Any, Trace] = {}
-        self._kernels: dict[Any, Kernels] = {}
-        self._plans: dict[Any, list[Plan]] = {}
+        self._kernels: dict[Any, KernelSet] = {}
+        self._plans: dict[Any, list[ExecutionPlan]] = {}
         self._edition = object()
         """Another one whenever kernels were replaced."""
 
@@ -73,17 +80,17 @@ class Fusion:
         """Do the maths to every element.
 
         Args:
-            args: `Elements` are taken element by element; tensors, numbers and static values (bool, None,
+            args: `TensorColumn` are taken element by element; tensors, numbers and static values (bool, None,
                 str) are shared. They may sit in tuples, lists and dicts.
             kwargs: likewise.
 
         Returns:
-            What the function returns, with `Elements` in place of tensors; plain tensors when no argument
+            What the function returns, with `TensorColumn` in place of tensors; plain tensors when no argument
             was a list.
         """
-        return self.run(Call(args, kwargs))
+        return self.run(FusedCall(args, kwargs))
 
-    def run(self, call: Call, prelude: Prelude | None = None) -> Any:
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> Any:
         """Make a call that was taken apart before.
 
         Args:
@@ -97,7 +104,7 @@ class Fusion:
         plan, addresses = self._plan(call, columns)
         numbers = call.numbers()
         group = plan.groups[0][1] if len(plan.groups) == 1 else None
-        if prelude is not None and not isinstance(group, KernelGroup):
+        if prelude is not None and not isinstance(group, TritonExecutor):
             prelude.alone()
         if not plan.groups:
             return None
@@ -106,7 +113,7 @@ class Fusion:
             plan.compile()
         if overlap:
             leaves = plan.mapped.run(columns, numbers)
-        elif isinstance(group, KernelGroup):
+        elif isinstance(group, TritonExecutor):
             leaves = group.run(columns, numbers, addresses, prelude)
             if group.returned.num_nodes == 1:
                 call.last.note(call, self._edition, columns, plan.guards, group)
@@ -123,14 +130,14 @@ class Fusion:
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """What a call with these arguments runs, without running it."""
-        call = Call(args, kwargs)
+        call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
         if plan.groups_overlap(columns):
             return "\n".join([*lines, f"  {plan.mapped.describe()}"])
         for indices, group in plan.groups:
-            lines.append("  " + group.explain(part_of(columns, indices)).replace("\n", "\n  "))
+            lines.append("  " + group.explain(select_rows(columns, indices)).replace("\n", "\n  "))
         return "\n".join(lines)
 
     def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:
@@ -142,27 +149,27 @@ class Fusion:
         Returns:
             For each device and program that the call runs there, its tiling.
         """
-        call = Call(args, kwargs)
+        call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         chosen: dict[str, Tiling] = {}
         for indices, group in self._plan(call, columns)[0].groups:
-            if not isinstance(group, KernelGroup):
+            if not isinstance(group, TritonExecutor):
                 logger.info("%s: no tile sizes to choose: %s", self.name, group.describe())
-            if isinstance(group, MappedGroup):
+            if isinstance(group, EagerExecutor):
                 continue
-            assert isinstance(group, KernelGroup | TorchGroup)
+            assert isinstance(group, TritonExecutor | TorchExecutor)
             device = route_of([c[indices[0]] for c in columns], columns).device
             label = f"{device}: {group.trace.program}"
             if label in chosen:
                 continue
             chosen[label] = self.tiling or default_tiling(group.trace.program)
-            if isinstance(group, KernelGroup) and self.tiling is None:
+            if isinstance(group, TritonExecutor) and self.tiling is None:
                 chosen[label] = tune(group.trace.program, group.device)
                 if chosen[label] != group.kernels.tiling:
                     self._forget(group.kernels)
         return chosen
 
-    def _forget(self, kernels: Kernels) -> None:
+    def _forget(self, kernels: KernelSet) -> None:
         """Drop kernels and every plan that launches them."""
         self._edition = object()
         self._kernels = {key: known for key, known in self._kernels.items() if known is not kernels}
@@ -171,30 +178,30 @@ class Fusion:
 
     def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
         """Which leaves of the arguments the maths writes to; None when it returns new tensors."""
-        call = Call(args, kwargs)
+        call = FusedCall(args, kwargs)
         program = self._first_trace(call).program
         return None if program.outputs else tuple(call.form.tensors[p] for p in program.stores)
 
     def digest(self, *args: Any, **kwargs: Any) -> str:
         """What a call does, as text: the program and how its live numbers are computed."""
-        traced = self._first_trace(Call(args, kwargs))
+        traced = self._first_trace(FusedCall(args, kwargs))
         return f"{traced.program} {traced.expressions}"
 
     def reduces(self, *args: Any, **kwargs: Any) -> bool:
         """Does a value of the maths depend on all elements of a tensor?"""
-        return any(step.is_reduction for step in self._first_trace(Call(args, kwargs)).program.instructions)
+        return any(step.is_reduction for step in self._first_trace(FusedCall(args, kwargs)).program.instructions)
 
     def takes_parts(self, *args: Any, **kwargs: Any) -> bool:
         """Can the maths be done to parts of tensors by kernels, where an exchange brings their reductions together?
 
         How many elements a tensor has is then not known.
         """
-        traced = self._first_trace(Call(args, kwargs))
+        traced = self._first_trace(FusedCall(args, kwargs))
         return not traced.unlowered and all(step.name != "numel" for step in traced.program.instructions)
 
     def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
         """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""
-        program = self._first_trace(Call(args, kwargs)).program
+        program = self._first_trace(FusedCall(args, kwargs)).program
         return all(
             isinstance(declared.type, torch.TensorType)
             for step in program.instructions
@@ -202,11 +209,11 @@ class Fusion:
             if isinstance(operand, Scalar)
         )
 
-    def _first_trace(self, call: Call) -> Trace:
+    def _first_trace(self, call: FusedCall) -> Trace:
         columns = call.columns(self.name)
         return self._trace(call, route_of([c[0] for c in columns], columns))
 
-    def _plan(self, call: Call, columns: Columns) -> tuple[Plan, Addresses]:
+    def _plan(self, call: FusedCall, columns: Columns) -> tuple[ExecutionPlan, Addresses]:
         """The plan that fits, and where the columns are as far as that took a look at it."""
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
@@ -214,65 +221,67 @@ class Fusion:
             if addresses is not None:
                 return plan, addresses
         plan = self._make_plan(call, columns)
-        if any(isinstance(group, KernelGroup) and group.is_capturing() for _, group in plan.groups):
+        if any(isinstance(group, TritonExecutor) and group.is_capturing() for _, group in plan.groups):
             # What a plan puts on the device is filled at replay, so no eager call may use it.
             return plan, [None] * len(columns)
         plans.insert(0, plan)
         del plans[self.PLANS :]
         return plan, [None] * len(columns)
 
-    @uncollected()
-    def _make_plan(self, call: Call, columns: Columns) -> Plan:
+    @gc_paused()
+    def _make_plan(self, call: FusedCall, columns: Columns) -> ExecutionPlan:
         reason = ""
         if dispatcher.is_transforming():
             reason = "a transform of torch.func or forward-mode differentiation is under way"
         elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c)):
             reason = "autograd records it"
         count = len(columns[0])
-        routes = {Route(reason): [*range(count)]} if reason and count else routes_of(columns)
+        routes = {ExecutionKey(reason): [*range(count)]} if reason and count else routes_of(columns)
         if self.exchange is not None:
             # Processes exchange group by group, and strides, which differ between them, must not make groups.
             copies = any(route.copies for route in routes)
-            merged: dict[Route, list[int]] = {}
+            merged: dict[ExecutionKey, list[int]] = {}
             for route, indices in routes.items():
                 merged.setdefault(replace(route, copies=copies), []).extend(indices)
             routes = {route: sorted(indices) for route, indices in merged.items()}
-        groups: list[tuple[list[int], Group]] = []
+        groups: list[tuple[list[int], Executor]] = []
         for route, indices in routes.items():
-            part = columns if len(indices) == count else part_of(columns, indices)
+            part = columns if len(indices) == count else select_rows(columns, indices)
             groups.append((indices, self._make_group(call, route, part)))
             if groups[-1][1].reason:
                 logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
-        mapped = MappedGroup(self._apply_to(call), "groups of elements overlap in memory")
-        return Plan([ColumnGuard(c) for c in columns], groups, mapped)
+        mapped = EagerExecutor(self._apply_to(call), "groups of elements overlap in memory")
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, mapped)
 
-    def _make_group(self, call: Call, route: Route, columns: Columns) -> Group:
-        mapped = MappedGroup(self._apply_to(call), route.reason or "tensors that are written overlap others in memory")
+    def _make_group(self, call: FusedCall, route: ExecutionKey, columns: Columns) -> Executor:
+        mapped = EagerExecutor(
+            self._apply_to(call), route.reason or "tensors that are written overlap others in memory"
+        )
         if self.exchange is not None and (route.reason or not route.triton):
             raise RuleError(f"{self.name} of parts of tensors: {route.reason or f'no kernels on {route.device}'}")
         if route.reason:
             return mapped
         traced = self._trace(call, route)
         for parameter in traced.program.stores:
-            is_shared = isinstance(columns[parameter], Repeated) and len(columns[parameter]) > 1
+            is_shared = isinstance(columns[parameter], BroadcastColumn) and len(columns[parameter]) > 1
             if is_shared or route.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
         if any(route.parameters[parameter].expanded for parameter in traced.program.stores):
             return mapped  # torch's own ops refuse that, each with its reason
         if traced.unlowered:
-            return TorchGroup(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
+            return TorchExecutor(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not route.triton:
-            return TorchGroup(traced, mapped, "")
+            return TorchExecutor(traced, mapped, "")
         # By text too: Python finds 0.0 and -0.0 equal.
         key = (traced.program, str(traced.program), route.device)
         kernels = self._kernels.get(key)
         if kernels is None:
-            kernels = self._kernels[key] = Kernels(
+            kernels = self._kernels[key] = KernelSet(
                 traced.program, self.tiling or tuned_tiling(traced.program, torch.device(route.device))
             )
-        return KernelGroup(traced, kernels, columns, mapped, route.copies, self.exchange)
+        return TritonExecutor(traced, kernels, columns, mapped, route.copies, self.exchange)
 
-    def _trace(self, call: Call, route: Route) -> Trace:
+    def _trace(self, call: FusedCall, route: ExecutionKey) -> Trace:
         key = (call.key, route.parameters, route.device)
         if key not in self._traces:
             self._traces[key] = trace(
@@ -282,7 +291,7 @@ class Fusion:
             logger.debug("traced %s", self._traces[key].program)
         return self._traces[key]
 
-    def _apply_to(self, call: Call) -> Callable[[list[Any], Sequence[float]], Any]:
+    def _apply_to(self, call: FusedCall) -> Callable[[list[Any], Sequence[float]], Any]:
         # The plan outlives the call; its tensors must not.
         call = call.without_values()
 
@@ -297,4 +306,4 @@ class Fusion:
 
 def _as_elements(leaf: list[Any]) -> Any:
     """One leaf of the result over all elements; None where the function returned nothing."""
-    return None if all(value is None for value in leaf) else Elements(leaf)
+    return None if all(value is None for value in leaf) else TensorColumn(leaf)

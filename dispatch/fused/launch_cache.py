@@ -14,35 +14,35 @@ from typing import TYPE_CHECKING, Any
 
 from subtensors.dispatch.fused.tensor_columns import ColumnGuard, Columns, is_fixed
 from subtensors.dispatch.graphs.fused_graph import recording_now
-from subtensors.dispatch.graphs.guards import PlaceGuard
-from subtensors.dispatch.graphs.released_tensors import Sleep
+from subtensors.dispatch.graphs.guards import AddressLayoutGuard
+from subtensors.dispatch.graphs.released_tensors import Release
 
 if TYPE_CHECKING:
-    from subtensors.dispatch.fused.bound_call import Call
-    from subtensors.dispatch.fused.triton_executor import Binding, KernelGroup
+    from subtensors.dispatch.fused.bound_call import FusedCall
+    from subtensors.dispatch.fused.triton_executor import PointerTable, TritonExecutor
     from subtensors.kernels.fused.launch import Prelude
 
 
 @dataclass(frozen=True)
-class ReadyLaunch:
+class CachedLaunch:
     """The launch that a call ended in."""
 
     key: tuple[Any, ...]
     """The call's."""
     edition: object
     """Of the kernels of the function; another one once they were tuned."""
-    places: list[tuple[int, PlaceGuard]]
+    places: list[tuple[int, AddressLayoutGuard]]
     """The leaves that may have moved, and where they were."""
-    group: KernelGroup
-    binding: Binding
+    group: TritonExecutor
+    binding: PointerTable
 
-    def repeat(self, call: Call, edition: object, columns: Columns, prelude: Prelude | None) -> bool:
+    def repeat(self, call: FusedCall, edition: object, columns: Columns, prelude: Prelude | None) -> bool:
         """Make the launch again, if this call is the same but for its numbers; False where it may be another."""
         group = self.group
         if (
             call.key != self.key
             or edition is not self.edition
-            or Sleep.count
+            or Release.count
             or recording_now() is not None
             or not group.is_on_current_device()
             or group.is_capturing()
@@ -56,16 +56,16 @@ class ReadyLaunch:
         return True
 
 
-class LastLaunch:
+class LaunchCache:
     """What calls of one form share: the launch that the last of them ended in, if another may just repeat it."""
 
     __slots__ = ("ready",)
 
     def __init__(self) -> None:
-        self.ready: ReadyLaunch | None = None
+        self.ready: CachedLaunch | None = None
 
     def note(
-        self, call: Call, edition: object, columns: Columns, guards: Sequence[ColumnGuard], group: KernelGroup
+        self, call: FusedCall, edition: object, columns: Columns, guards: Sequence[ColumnGuard], group: TritonExecutor
     ) -> None:
         """The call was made, by this group alone."""
         self.ready = None
@@ -79,4 +79,4 @@ class LastLaunch:
                 if known is None:
                     return
                 places.append((position, known))
-        self.ready = ReadyLaunch(call.key, edition, places, group, binding)
+        self.ready = CachedLaunch(call.key, edition, places, group, binding)

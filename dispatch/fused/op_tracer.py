@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.fused.decompositions import EXPANSIONS, DimensionError
 from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_value
-from subtensors.dispatch.fused.proxies import EXAMPLES, SHAPES, Cell, Traced
+from subtensors.dispatch.fused.proxies import EXAMPLES, SHAPES, ProxySlot, ProxyTensor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class
 from subtensors.dispatch.torch_internals import ops
 from subtensors.kernels.fused import blockwise
 from subtensors.kernels.fused.lowering import INTEGERS, can_lower, may_exceed_dtype
-from subtensors.kernels.fused.program import REDUCTIONS, Extent, Instruction, Parameter, Ref, Scalar, call_form
+from subtensors.kernels.fused.program import REDUCTIONS, Instruction, Parameter, Ref, Scalar, Shape, call_form
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ class OpTracer(TorchDispatchMode):
         arguments = _schema_order(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:
             refuse_value("item(), float(), or an `if` on it")
-        if func is aten.lift_fresh.default and not isinstance(arguments[0], Traced):
+        if func is aten.lift_fresh.default and not isinstance(arguments[0], ProxyTensor):
             return self._constant(arguments[0])
         if func in _IDENTITIES:
             return self._stand_in(arguments[0])
@@ -75,7 +75,7 @@ class OpTracer(TorchDispatchMode):
             return self._expand(func, EXPANSIONS[func], arguments)
         if op_class(func) is OpClass.COPY and self.depth == 0:
             refuse(f"{func} (copy) has no rule here", ADVICE[OpClass.COPY])
-        if op_class(func) is OpClass.VIEW and isinstance(arguments[0], Traced):
+        if op_class(func) is OpClass.VIEW and isinstance(arguments[0], ProxyTensor):
             return self._view(func, arguments)
         instruction = self._instruction(func, arguments) if self._is_simple(func) else None
         if instruction is not None and can_lower(instruction):
@@ -101,11 +101,11 @@ class OpTracer(TorchDispatchMode):
         self.unlowered.append(str(func))
         return self._emit(instruction)
 
-    def _view(self, func: OpOverload, arguments: list[Any]) -> Traced:
+    def _view(self, func: OpOverload, arguments: list[Any]) -> ProxyTensor:
         """A view that keeps the shape is its input under another name."""
         source = arguments[0]
         # A user's own view must keep any shape; one inside a decomposition was written for the stand-ins' shape.
-        for shape in [SHAPES[source.extent]] if source.extent is Extent.TENSOR or self.depth else _VIEWED_SHAPES:
+        for shape in [SHAPES[source.extent]] if source.extent is Shape.PER_TENSOR or self.depth else _VIEWED_SHAPES:
             viewed = torch.empty(shape, dtype=source.dtype, device="meta")
             positional, keywords = call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
             try:
@@ -116,7 +116,7 @@ class OpTracer(TorchDispatchMode):
                 refuse(f"{func} changes the shape of a tensor", ADVICE[OpClass.VIEW])
             if result.dtype != source.dtype:
                 refuse(f"{func} reads the bits of a tensor as {result.dtype}", ADVICE[OpClass.VIEW])
-        return Traced(source.cell, source.dtype, source.extent, self)
+        return ProxyTensor(source.cell, source.dtype, source.extent, self)
 
     def _is_simple(self, func: OpOverload) -> bool:
         """Could this op be one instruction: one tensor out, and a class that acts element by element?"""
@@ -141,7 +141,7 @@ class OpTracer(TorchDispatchMode):
         functional = functional_form(func)
         if op_class(func) is OpClass.RANDOM:
             refuse(f"{func} is random", ADVICE[OpClass.RANDOM])
-        if functional is None or not isinstance(target, Traced):
+        if functional is None or not isinstance(target, ProxyTensor):
             refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
         if func.namespace == "aten" and op_class(func) not in _WRITABLE:
             refuse_op(func)
@@ -157,7 +157,7 @@ class OpTracer(TorchDispatchMode):
         target.cell.value = result.cell.value
         return target
 
-    def _convert(self, tensor: Traced, dtype: torch.dtype) -> Traced:
+    def _convert(self, tensor: ProxyTensor, dtype: torch.dtype) -> ProxyTensor:
         instruction = Instruction(_TO, (Ref(tensor.cell.value), dtype), dtype, tensor.dtype, tensor.extent)
         return self._emit(instruction)
 
@@ -166,15 +166,17 @@ class OpTracer(TorchDispatchMode):
         result = func(*positional, **keywords)
         shapes = {shape: extent for extent, shape in SHAPES.items()}
         extent = shapes.get(tuple(result.shape))
-        if extent is None or (extent is Extent.BLOCK and func._opname not in (*blockwise.OPS, "copy")):
+        if extent is None or (extent is Shape.PER_BLOCK and func._opname not in (*blockwise.OPS, "copy")):
             return None
-        if extent is Extent.ELEMENT and self.depth == 0 and not any(isinstance(a, Traced) for a in arguments):
+        if extent is Shape.PER_ELEMENT and self.depth == 0 and not any(isinstance(a, ProxyTensor) for a in arguments):
             refuse(*_OWN_SHAPE)
         operands = tuple(self._operand(a) for a in arguments)
         compute = result.dtype
         if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
             numbers = [
-                self._meta(a) for a in arguments if isinstance(a, Traced | int | float | torch.SymFloat | torch.SymInt)
+                self._meta(a)
+                for a in arguments
+                if isinstance(a, ProxyTensor | int | float | torch.SymFloat | torch.SymInt)
             ]
             compute = ops.computation_dtype(*numbers) if numbers else torch.bool
         if func in _CONVERSIONS:
@@ -186,19 +188,20 @@ class OpTracer(TorchDispatchMode):
     @staticmethod
     def _check_blocks(func: OpOverload, arguments: list[Any]) -> None:
         """Refuse to use numbers per block for anything but the quantization of elements."""
-        extents = {a.extent for a in arguments if isinstance(a, Traced)}
-        is_moved = func._opname == "copy" and extents == {Extent.BLOCK}
-        is_quantization = func._opname in blockwise.OPS and Extent.TENSOR not in extents
-        if Extent.BLOCK in extents and not (is_moved or is_quantization):
+        extents = {a.extent for a in arguments if isinstance(a, ProxyTensor)}
+        is_moved = func._opname == "copy" and extents == {Shape.PER_BLOCK}
+        is_quantization = func._opname in blockwise.OPS and Shape.PER_TENSOR not in extents
+        if Shape.PER_BLOCK in extents and not (is_moved or is_quantization):
             refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
 
     def _check_kernel(self, func: OpOverload, arguments: list[Any]) -> None:
         """Refuse integers where torch has no kernel for them: a decomposition would give an answer all the same."""
         integral = INTEGERS | {torch.bool}
-        if func.namespace != "aten" or not any(isinstance(a, Traced) and a.dtype in integral for a in arguments):
+        if func.namespace != "aten" or not any(isinstance(a, ProxyTensor) and a.dtype in integral for a in arguments):
             return
         values = [
-            torch.ones(SHAPES[a.extent], dtype=a.dtype) if isinstance(a, Traced) else self._meta(a) for a in arguments
+            torch.ones(SHAPES[a.extent], dtype=a.dtype) if isinstance(a, ProxyTensor) else self._meta(a)
+            for a in arguments
         ]
         positional, keywords = call_form(func, values)
         try:
@@ -208,8 +211,8 @@ class OpTracer(TorchDispatchMode):
         except RuntimeError:
             pass  # of these values, not of the dtype
 
-    def _emit(self, instruction: Instruction) -> Traced:
-        if instruction.is_reduction and self._extent(instruction.args[0]) is Extent.TENSOR:
+    def _emit(self, instruction: Instruction) -> ProxyTensor:
+        if instruction.is_reduction and self._extent(instruction.args[0]) is Shape.PER_TENSOR:
             # One number is its own sum, product, maximum and minimum.
             instruction = replace(instruction, op=_TO, args=(instruction.args[0], instruction.dtype))
         if instruction.name == "stochastic_round":
@@ -222,7 +225,7 @@ class OpTracer(TorchDispatchMode):
         if number is None:
             self.instructions.append(instruction)
             number = self.numbers[key] = len(self.parameters) + len(self.instructions) - 1
-        return Traced(Cell(number), instruction.dtype, instruction.extent, self)
+        return ProxyTensor(ProxySlot(number), instruction.dtype, instruction.extent, self)
 
     def _forget(self, recorded: int) -> None:
         """Take back the instructions after the first `recorded` ones."""
@@ -230,7 +233,7 @@ class OpTracer(TorchDispatchMode):
         last = len(self.parameters) + recorded
         self.numbers = {key: number for key, number in self.numbers.items() if number < last}
 
-    def _extent(self, ref: Ref) -> Extent:
+    def _extent(self, ref: Ref) -> Shape:
         first = len(self.parameters)
         value = self.parameters[ref.index] if ref.index < first else self.instructions[ref.index - first]
         return value.extent
@@ -241,17 +244,17 @@ class OpTracer(TorchDispatchMode):
         func = aten.scalar_tensor.default
         return self._apply(func, _schema_order(func, (tensor.item(),), {"dtype": tensor.dtype}))
 
-    def _stand_in(self, tensor: Any) -> Traced:
-        if not isinstance(tensor, Traced):
+    def _stand_in(self, tensor: Any) -> ProxyTensor:
+        if not isinstance(tensor, ProxyTensor):
             self._foreign()
-        return Traced(tensor.cell, tensor.dtype, tensor.extent, self)
+        return ProxyTensor(tensor.cell, tensor.dtype, tensor.extent, self)
 
     def _foreign(self) -> NoReturn:
         refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
 
     def _meta(self, argument: Any) -> Any:
         """The argument without values: what torch needs to say the result's dtype and shape."""
-        if isinstance(argument, Traced):
+        if isinstance(argument, ProxyTensor):
             return torch.empty(SHAPES[argument.extent], dtype=argument.dtype, device="meta")
         if isinstance(argument, Tensor):
             self._foreign()
@@ -260,7 +263,7 @@ class OpTracer(TorchDispatchMode):
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
     def _operand(self, argument: Any) -> Any:
-        if isinstance(argument, Traced):
+        if isinstance(argument, ProxyTensor):
             return Ref(argument.cell.value)
         if isinstance(argument, torch.SymFloat | torch.SymInt):
             expression = ops.expression_of(argument)

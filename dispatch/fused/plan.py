@@ -6,35 +6,35 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from subtensors.dispatch.fused.executors import Group, Leaves, MappedGroup, TorchGroup
+from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, TorchExecutor
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
+    BroadcastColumn,
     ColumnGuard,
     Columns,
-    Repeated,
     addresses_of,
     written_overlap,
 )
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.kernels.fused.compilation import compile_together
 
 logger = logging.getLogger("subtensors.fused")
 
 
 @dataclass
-class Plan:
+class ExecutionPlan:
     """The groups of one call, good for every later call whose tensors are alike."""
 
     guards: list[ColumnGuard]
-    groups: list[tuple[list[int], Group]]
+    groups: list[tuple[list[int], Executor]]
     """Which elements, and how they run."""
-    mapped: MappedGroup
+    mapped: EagerExecutor
     """What runs instead when elements of several groups share memory that is written: they take turns."""
     is_compiled: bool = False
     """Was Triton asked for its kernels?"""
 
     def __post_init__(self) -> None:
-        traces = [group.trace for _, group in self.groups if isinstance(group, TorchGroup | KernelGroup)]
+        traces = [group.trace for _, group in self.groups if isinstance(group, TorchExecutor | TritonExecutor)]
         # What the function itself writes, where a group runs that, is not known.
         is_known = len(self.groups) == len(traces) > 1
         self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
@@ -52,7 +52,7 @@ class Plan:
         """Have the kernels of all groups compiled at once, the first time."""
         if not self.is_compiled:
             self.is_compiled = True
-            compile_together([group.grid for _, group in self.groups if isinstance(group, KernelGroup)])
+            compile_together([group.grid for _, group in self.groups if isinstance(group, TritonExecutor)])
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Does a group write memory of another one?"""
@@ -67,7 +67,7 @@ class Plan:
 
     def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Run one group after the other; their results in the order of all elements."""
-        parts = [(indices, group.run(part_of(columns, indices), numbers)) for indices, group in self.groups]
+        parts = [(indices, group.run(select_rows(columns, indices), numbers)) for indices, group in self.groups]
         merged: Leaves = [None if leaf is None else [None] * len(columns[0]) for leaf in parts[0][1]]
         for indices, leaves in parts:
             for whole, leaf in zip(merged, leaves, strict=True):
@@ -77,6 +77,9 @@ class Plan:
         return merged
 
 
-def part_of(columns: Columns, indices: list[int]) -> Columns:
+def select_rows(columns: Columns, indices: list[int]) -> Columns:
     """The columns of some elements."""
-    return [Repeated(c[: len(indices)]) if isinstance(c, Repeated) else [c[i] for i in indices] for c in columns]
+    return [
+        BroadcastColumn(c[: len(indices)]) if isinstance(c, BroadcastColumn) else [c[i] for i in indices]
+        for c in columns
+    ]

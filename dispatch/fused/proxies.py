@@ -12,12 +12,12 @@ from torch._ops import OpOverload
 from subtensors.dispatch.fused.errors import refuse, refuse_value
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.kernels.fused import blockwise
-from subtensors.kernels.fused.program import Extent
+from subtensors.kernels.fused.program import Shape
 
 aten = torch.ops.aten
 
 # Any shape would do; an odd one shows up in an error that should have been caught here.
-SHAPES = {Extent.ELEMENT: (3, 5), Extent.TENSOR: (), Extent.BLOCK: (blockwise.block_count(3 * 5),)}
+SHAPES = {Shape.PER_ELEMENT: (3, 5), Shape.PER_TENSOR: (), Shape.PER_BLOCK: (blockwise.block_count(3 * 5),)}
 
 
 class Tracer(Protocol):
@@ -29,23 +29,23 @@ class Tracer(Protocol):
 
 
 @dataclass
-class Cell:
+class ProxySlot:
     """The number of the value a tensor holds now; aliases share it, so an in-place write reaches them all."""
 
     value: int
 
 
-class Traced(torch.Tensor):
+class ProxyTensor(torch.Tensor):
     """A stand-in for one element of a list."""
 
-    cell: Cell
-    extent: Extent
+    cell: ProxySlot
+    extent: Shape
     tracer: Tracer
 
     @staticmethod
-    def __new__(cls, cell: Cell, dtype: torch.dtype, extent: Extent, tracer: Tracer) -> Traced:
+    def __new__(cls, cell: ProxySlot, dtype: torch.dtype, extent: Shape, tracer: Tracer) -> ProxyTensor:
         """A stand-in for what `cell` holds."""
-        self: Traced = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: ProxyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, SHAPES[extent], dtype=dtype, device=tracer.device
         )
         self.cell, self.extent, self.tracer = cell, extent, tracer
@@ -56,14 +56,14 @@ class Traced(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse to speak of shapes; let `torch.where` take live numbers."""
-        if func in _SHAPE_READERS and isinstance(args[0], Traced) and args[0].tracer.depth == 0:
+        if func in _SHAPE_READERS and isinstance(args[0], ProxyTensor) and args[0].tracer.depth == 0:
             refuse(
                 f"it reads the shape of a tensor ({_SHAPE_READERS[func]}), and elements differ in shape",
                 "use a reduction such as x.mean(), or pass the number as an argument",
             )
         if func in _VALUE_READERS:
             refuse_value(f"{func.__name__}()")
-        if func in _LIKE_ANOTHER and all(isinstance(a, Traced) and a.extent is args[0].extent for a in args):
+        if func in _LIKE_ANOTHER and all(isinstance(a, ProxyTensor) and a.extent is args[0].extent for a in args):
             return aten.alias.default(args[0])
         if func is torch.where and len(args) == 3:
             args = [args[0], _wrapped(args[1], args[2]), _wrapped(args[2], args[1])]

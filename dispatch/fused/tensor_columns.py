@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.graphs.guards import MetadataGuard, PlaceGuard
+from subtensors.dispatch.graphs.guards import AddressLayoutGuard, MetadataGuard
 
 _nbytes = attrgetter("nbytes")
 
 
-class Elements(list[Tensor]):
+class TensorColumn(list[Tensor]):
     """One tensor for each element of a list: how lists reach the core. Never changed once made.
 
     A promise of its holder spares looks at every tensor in every call.
@@ -40,7 +40,7 @@ class Elements(list[Tensor]):
         tensors: Iterable[Tensor] = (),
         is_fixed: bool = False,
         keeps_layout: bool = False,
-        like: Elements | None = None,
+        like: TensorColumn | None = None,
     ) -> None:
         super().__init__(tensors)
         self.is_fixed = is_fixed
@@ -49,18 +49,18 @@ class Elements(list[Tensor]):
         self._memory = [t.untyped_storage() for t in self] if is_fixed else []
 
     @property
-    def holder(self) -> Elements | None:
+    def holder(self) -> TensorColumn | None:
         """The list that promises that layouts are kept; None when none does."""
         return self if self._keeps_layout else self._like
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-class PerBlock(Elements):
+class BlockScales(TensorColumn):
     """The scales of tensors of 8-bit codes: for each element one number a block (`kernels.fused.blockwise`)."""
 
 
-class Repeated(list[Tensor]):
+class BroadcastColumn(list[Tensor]):
     """One tensor shared by all elements, once for each of them."""
 
 
@@ -71,12 +71,12 @@ Addresses = list[list[int] | None]
 
 def distinct(column: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors of a column, a shared one once."""
-    return column[:1] if isinstance(column, Repeated) else column
+    return column[:1] if isinstance(column, BroadcastColumn) else column
 
 
 def is_fixed(column: Sequence[Tensor]) -> bool:
     """Does the holder of this column promise that it stays as it is?"""
-    return isinstance(column, Elements) and column.is_fixed
+    return isinstance(column, TensorColumn) and column.is_fixed
 
 
 def addresses_of(column: Sequence[Tensor]) -> list[int]:
@@ -84,7 +84,7 @@ def addresses_of(column: Sequence[Tensor]) -> list[int]:
     return [] if is_fixed(column) else list(map(Tensor.data_ptr, distinct(column)))
 
 
-class FixedLists:
+class ImmutableColumns:
     """The fixed lists among some columns, known again by identity and not kept alive."""
 
     def __init__(self, columns: Columns) -> None:
@@ -109,7 +109,7 @@ class ColumnGuard:
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if is_fixed(column) else None
         self._metadata = MetadataGuard(distinct(column))
-        self._places: weakref.WeakKeyDictionary[Elements, PlaceGuard] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[TensorColumn, AddressLayoutGuard] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: Addresses) -> bool:
         """Is every tensor like the one in its place?
@@ -130,22 +130,22 @@ class ColumnGuard:
         if places is None or not places.matches(column):
             if not self._metadata.matches(column):
                 return False
-            places = self._places[holder] = PlaceGuard(column)
+            places = self._places[holder] = AddressLayoutGuard(column)
         addresses.append(places.addresses)
         return True
 
-    def places(self, column: Sequence[Tensor]) -> PlaceGuard | None:
+    def places(self, column: Sequence[Tensor]) -> AddressLayoutGuard | None:
         """Where the tensors of this column were last seen; None where an address does not tell all about them."""
         holder = _promising(column)
         return None if holder is None else self._places.get(holder)
 
 
-def _promising(column: Sequence[Tensor]) -> Elements | None:
+def _promising(column: Sequence[Tensor]) -> TensorColumn | None:
     """The list whose promise makes addresses tell all there is to know about this column.
 
     Where autograd records, it matters too which tensors it follows.
     """
-    return column.holder if isinstance(column, Elements) and not torch.is_grad_enabled() else None
+    return column.holder if isinstance(column, TensorColumn) and not torch.is_grad_enabled() else None
 
 
 def _reaches(tensors: Sequence[Tensor]) -> list[int]:

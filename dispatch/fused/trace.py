@@ -16,10 +16,10 @@ import torch
 
 from subtensors.dispatch.fused.errors import name_of, source_line
 from subtensors.dispatch.fused.op_tracer import OpTracer
-from subtensors.dispatch.fused.proxies import Cell, Traced
+from subtensors.dispatch.fused.proxies import ProxySlot, ProxyTensor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import ops
-from subtensors.kernels.fused.program import Extent, Parameter, Program
+from subtensors.kernels.fused.program import Parameter, Program, Shape
 
 
 @dataclass
@@ -69,7 +69,7 @@ def trace(
     """
     tracer = OpTracer(device, tuple(parameters))
     live = ops.LiveNumbers()
-    stand_ins = [Traced(Cell(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
+    stand_ins = [ProxyTensor(ProxySlot(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
     args, kwargs = call(list(stand_ins), [live.new(kind) for kind in numbers])
     with torch.no_grad(), tracer, _explained():
         result = function(*args, **kwargs)
@@ -111,7 +111,7 @@ def _line_of(error: Exception) -> str:
 
 
 def _returned(
-    leaf: Any, stand_ins: Sequence[Traced], outputs: list[int], function: Callable[..., Any]
+    leaf: Any, stand_ins: Sequence[ProxyTensor], outputs: list[int], function: Callable[..., Any]
 ) -> Returned | None:
     """What a leaf of the function's result is; the number of a value that is an output is added to `outputs`."""
     if leaf is None:
@@ -119,9 +119,9 @@ def _returned(
     for i, stand_in in enumerate(stand_ins):
         if leaf is stand_in:
             return Returned(i, is_parameter=True)
-    if not isinstance(leaf, Traced):
+    if not isinstance(leaf, ProxyTensor):
         raise RuleError(f"fused maths returns tensors, got {type(leaf).__name__} from {name_of(function)}")
-    if leaf.extent is Extent.BLOCK:
+    if leaf.extent is Shape.PER_BLOCK:
         raise RuleError(f"fused maths returns tensors, and {name_of(function)} numbers per block: store them instead")
     outputs.append(leaf.cell.value)
     return Returned(len(outputs) - 1, is_parameter=False)

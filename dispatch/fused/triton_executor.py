@@ -13,11 +13,11 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.executors import Group, Leaves, MappedGroup, leaves_of
+from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, leaves_of
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
-    FixedLists,
+    ImmutableColumns,
     addresses_of,
     is_fixed,
     written_overlap,
@@ -26,9 +26,9 @@ from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.fused_graph import Recording, recording_now
 from subtensors.dispatch.graphs.live_scalars import graph_numbers
 from subtensors.dispatch.graphs.protocols import NotRecordable
-from subtensors.dispatch.graphs.released_tensors import refuse_sleepers
-from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, Kernels, Prelude, bits
-from subtensors.kernels.fused.program import Extent, Parameter
+from subtensors.dispatch.graphs.released_tensors import check_resident
+from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
+from subtensors.kernels.fused.program import Parameter, Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.current_device import current_stream
 from subtensors.kernels.runtime.transfer import to_device
@@ -48,10 +48,10 @@ class _OnStream:
 
 
 @dataclass
-class Binding:
+class PointerTable:
     """A pointer table for one set of addresses."""
 
-    fixed: FixedLists
+    fixed: ImmutableColumns
     addresses: list[list[int]]
     """Where the tensors of the other lists start."""
     table: Tensor
@@ -61,7 +61,7 @@ class Binding:
     streams: dict[int, _OnStream] = field(default_factory=dict)
 
 
-class KernelGroup(Group):
+class TritonExecutor(Executor):
     """The traced program as Triton kernels over a pointer table.
 
     Args:
@@ -79,16 +79,16 @@ class KernelGroup(Group):
     def __init__(
         self,
         trace: Trace,
-        kernels: Kernels,
+        kernels: KernelSet,
         columns: Columns,
-        mapped: MappedGroup,
+        mapped: EagerExecutor,
         copies: bool,
         exchange: Exchange | None = None,
     ) -> None:
         self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
         self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
         self.parameters = trace.program.parameters
-        whole = [p.extent is Extent.ELEMENT and not p.expanded for p in self.parameters]
+        whole = [p.extent is Shape.PER_ELEMENT and not p.expanded for p in self.parameters]
         pattern = next(itertools.compress(columns, whole), columns[0])
         self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
         self.is_cuda = self.device.type == "cuda"
@@ -103,12 +103,14 @@ class KernelGroup(Group):
         """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
         outputs = [trace.program.value(v) for v in trace.program.outputs]
-        is_tiled = any(v.extent is Extent.ELEMENT for v in outputs)
+        is_tiled = any(v.extent is Shape.PER_ELEMENT for v in outputs)
         self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern] if is_tiled else []
         """Of each element what an output has that is as large."""
-        self.arenas = [(self.grid.arena if v.extent is Extent.ELEMENT else self.grid.count, v.dtype) for v in outputs]
+        self.arenas = [
+            (self.grid.arena if v.extent is Shape.PER_ELEMENT else self.grid.count, v.dtype) for v in outputs
+        ]
         self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
-        self.bindings: list[Binding] = []
+        self.bindings: list[PointerTable] = []
         self.tables = 0
         self.stream = 0
         """The stream of the last eager call."""
@@ -139,13 +141,13 @@ class KernelGroup(Group):
     def _run(
         self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
     ) -> Leaves:
-        refuse_sleepers(columns)
+        check_resident(columns)
         if (recording := recording_now()) is not None:
             return self._record(recording, columns, numbers)
         if self.copies:
             originals = columns
             columns = [
-                [t.contiguous() if p.extent is Extent.ELEMENT else t for t in column]
+                [t.contiguous() if p.extent is Shape.PER_ELEMENT else t for t in column]
                 for column, p in zip(columns, self.parameters, strict=True)
             ]
             addresses = None
@@ -167,7 +169,7 @@ class KernelGroup(Group):
 
     def launch(
         self,
-        binding: Binding,
+        binding: PointerTable,
         columns: Columns,
         numbers: Sequence[float],
         is_capturing: bool,
@@ -203,7 +205,7 @@ class KernelGroup(Group):
         """Can it launch without a change of device?"""
         return not self.is_cuda or self.device.index == torch.cuda.current_device()
 
-    def repeatable_binding(self) -> Binding | None:
+    def repeatable_binding(self) -> PointerTable | None:
         """The pointer table of the last eager launch, if it may be launched again without a look at anything but it."""
         if self.copies or self.returns or not self.bindings or self.bindings[0].overlaps or self.is_capturing():
             return None
@@ -235,7 +237,7 @@ class KernelGroup(Group):
         )
 
     def _outputs(self, arena: Tensor, value: int) -> list[Tensor]:
-        is_tiled = self.trace.program.value(value).extent is Extent.ELEMENT
+        is_tiled = self.trace.program.value(value).extent is Shape.PER_ELEMENT
         # `.data`: tensors in their own right, whose versions autograd counts one by one.
         return [part.data for part in (self._parts(arena) if is_tiled else arena.unbind())]
 
@@ -245,7 +247,7 @@ class KernelGroup(Group):
             return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
         return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
 
-    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> Binding:
+    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> PointerTable:
         addresses = list(map(_place, known, columns)) if known else list(map(addresses_of, columns))
         for host in self.hosts:
             addresses[host] = []
@@ -267,7 +269,7 @@ class KernelGroup(Group):
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.mapped.describe())
         table = self.grid.table(pointers)
-        binding = Binding(FixedLists(columns), addresses, table, table.data_ptr(), overlaps)
+        binding = PointerTable(ImmutableColumns(columns), addresses, table, table.data_ptr(), overlaps)
         self.tables += 1
         if is_capturing:
             # Its table is filled at replay, so no eager call may use it.
@@ -281,7 +283,7 @@ class KernelGroup(Group):
         """Is this call recorded into a CUDA graph rather than run?"""
         return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _scalars(self, binding: Binding, numbers: list[float], is_capturing: bool) -> Tensor:
+    def _scalars(self, binding: PointerTable, numbers: list[float], is_capturing: bool) -> Tensor:
         """The numbers on the device; written again only when one has changed.
 
         A graph captured with the numbers of the eager call before it reads what later eager calls write, so
@@ -315,7 +317,7 @@ class KernelGroup(Group):
         elements, tiles = self.grid.sizes.sum(), self.grid.tiles.total
         lines = [f"{self.grid.count} tensors, {elements} elements, {tiles} tiles on {self.device}"]
         for kernel in self.kernels.kernels:
-            what = "elements" if kernel.segment.extent is Extent.ELEMENT else "numbers per tensor"
+            what = "elements" if kernel.segment.extent is Shape.PER_ELEMENT else "numbers per tensor"
             lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
 
@@ -325,7 +327,7 @@ def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
 
 
 def _bytes_written(parameter: Parameter) -> int:
-    return parameter.dtype.itemsize * (1 if parameter.extent is Extent.ELEMENT else -1)
+    return parameter.dtype.itemsize * (1 if parameter.extent is Shape.PER_ELEMENT else -1)
 
 
 def _place(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from subtensors.dispatch.graphs.restore_writes import KeptValues
+from subtensors.dispatch.graphs.restore_writes import RestoreWrites
 from subtensors.dispatch.ops.plain_views import PlainViews
 from subtensors.dispatch.torch_internals.requires import requires
 
@@ -207,7 +207,7 @@ def traced(
     torch.compiler._is_compiling_flag = True
     try:
         # Outside of the trace, so that it sees what is run after all.
-        with KeptValues(), torch.no_grad(), PlainViews():
+        with RestoreWrites(), torch.no_grad(), PlainViews():
             table = _simpler_ops() if simplified else None
             module: torch.fx.GraphModule = make_fx(function, table, tracing_mode="fake", _allow_non_fake_inputs=True)(
                 *inputs

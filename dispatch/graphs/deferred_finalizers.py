@@ -1,11 +1,11 @@
 """What must not happen while a CUDA graph is captured, and is done when none is any more.
 
-Note [Finalizers and captured graphs]
-Objects die at any moment: also while a stream is captured, by a recording of ours, by torch.compile, by the user. A
-finalizer that then waits for the device, unmaps memory or unlocks pages is not only refused by CUDA: it invalidates the
-capture, and torch's generator and allocator stay as if it were still on. So finalizers hand such work to `when_idle`.
-What has to wait is tried again by whatever asks for memory of the same kind, when a capture of ours ends, and after
-each garbage collection, of which there are enough in any program that makes garbage; none of it is ever dropped.
+Note [Finalizers and captured graphs] Objects die at any moment: also while a stream is captured, by a recording of
+ours, by torch.compile, by the user. A finalizer that then waits for the device, unmaps memory or unlocks pages is not
+only refused by CUDA: it invalidates the capture, and torch's generator and allocator stay as if it were still on. So
+finalizers hand such work to `run_or_defer`. What has to wait is tried again by whatever asks for memory of the same
+kind, when a capture of ours ends, and after each garbage collection, of which there are enough in any program that
+makes garbage; none of it is ever dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from subtensors.kernels.memory.cuda_reservation import has_driver, is_captured
-from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.gc_pause import gc_paused
 
 Work = Callable[[], None]
 
@@ -64,23 +64,23 @@ def watch(device: torch.device) -> None:
         ]
 
 
-def when_idle(work: Work) -> None:
+def run_or_defer(work: Work) -> None:
     """Do this now, or after the capture that is on.
 
     Args:
         work: gives back what a dead object held. Where it raises RuntimeError it is called again later, and goes on.
 
     Example:
-        >>> when_idle(lambda: print("given back"))
+        >>> run_or_defer(lambda: print("given back"))
         given back
     """
     _waiting.append(work)
-    catch_up()
+    run_deferred()
     if _waiting and _after_collection not in gc.callbacks:
         gc.callbacks.append(_after_collection)
 
 
-def catch_up() -> None:
+def run_deferred() -> None:
     """Do what waited, unless a capture is still on, or another caller is at it."""
     if not _waiting or is_capturing() or not _is_busy.acquire(blocking=False):
         return
@@ -108,19 +108,19 @@ def waiting() -> int:
 
 def _after_collection(phase: str, info: dict[str, Any]) -> None:
     if phase == "stop":
-        catch_up()
+        run_deferred()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def no_gc_during_capture() -> Iterator[None]:
     """While a graph is captured here no garbage is collected, and what finalizers hand in waits until it is over."""
     global _captures
     with _counts:
         _captures += 1
     try:
-        with uncollected():
+        with gc_paused():
             yield
     finally:
         with _counts:
             _captures -= 1
-        catch_up()
+        run_deferred()

@@ -70,9 +70,9 @@ class Recording:
 
     Example:
         >>> import torch
-        >>> from subtensors.dispatch.fused.fused_function import Fusion
+        >>> from subtensors.dispatch.fused.fused_function import FusedFunction
         >>> from subtensors.dispatch.fused.tensor_columns import Elements
-        >>> add = Fusion(lambda p, n: p.add_(n))
+        >>> add = FusedFunction(lambda p, n: p.add_(n))
         >>> Recording(torch.device("cpu")).record(lambda: add(Elements([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):
         ...
@@ -95,7 +95,7 @@ class Recording:
         self._is_number_new = self._is_table_new = False
         deferred_finalizers.watch(device)
         weakref.finalize(
-            self, deferred_finalizers.when_idle, partial(_release, self._grids, self._key, self._tape)
+            self, deferred_finalizers.run_or_defer, partial(_release, self._grids, self._key, self._tape)
         ).atexit = False
 
     def record(self, calls: Callable[[], object], moving: Sequence[Tensor]) -> None:

@@ -94,7 +94,7 @@ class AddressGuard:
         return next(i for i, (t, at) in enumerate(zip(tensors, self.addresses, strict=True)) if t.data_ptr() != at)
 
 
-class PlaceGuard(AddressGuard):
+class AddressLayoutGuard(AddressGuard):
     """Are these tensors where those were, and laid out as they were?
 
     A vector at its address is the same one; what has more dimensions may have been transposed there.
@@ -112,7 +112,7 @@ class PlaceGuard(AddressGuard):
         return not self._matrices or self._layouts.matches([tensors[i] for i in self._matrices])
 
 
-class SameGuard(AddressGuard):
+class IdentityGuard(AddressGuard):
     """Are these tensors what those were, `MetadataGuard`, and where they were?
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 from subtensors.dispatch.graphs import capture as capture_module
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.graphs.cublas_workspaces import make_workspaces
-from subtensors.kernels.memory.from_address import bytes_at
+from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.runtime.current_device import current_stream, on_stream
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class GraphPool:
         self._handle: Any = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
         deferred_finalizers.watch(device)
-        weakref.finalize(self, deferred_finalizers.when_idle, partial(_reset, self.graphs)).atexit = False
+        weakref.finalize(self, deferred_finalizers.run_or_defer, partial(_reset, self.graphs)).atexit = False
 
     def run(self, program: Callable[[], T]) -> T:
         """Run on the pool's stream what will be captured: libraries get ready then, outside of the pool."""
@@ -78,7 +78,7 @@ class GraphPool:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
-            with deferred_finalizers.undisturbed(), on_stream(self.stream):
+            with deferred_finalizers.no_gc_during_capture(), on_stream(self.stream):
                 make_workspaces(self.device)
                 with capture_module.growing_segments(), capture_module.captured(graph, self.device, self._handle):
                     out = program()
@@ -100,7 +100,7 @@ class GraphPool:
         for t in tensors:
             held = t.untyped_storage()
             if any(begin <= held.data_ptr() < end for begin, end in segments):
-                there = bytes_at(held.data_ptr(), held.nbytes(), t.device, None).untyped_storage()
+                there = tensor_from_address(held.data_ptr(), held.nbytes(), t.device, None).untyped_storage()
                 empty = torch.empty(0, dtype=t.dtype, device=t.device)
                 found[t] = empty.set_(there, t.storage_offset(), t.shape, t.stride())
         return found

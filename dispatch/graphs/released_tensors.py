@@ -56,7 +56,7 @@ _MEMORY = "_memory_of_sleeper"
 _REASON = "{} on a tensor of a released Arena: call restore() on the Arena first"
 
 
-class Asleep:
+class ReleasedTensor:
     """What the class of a sleeping tensor has before its own."""
 
     @classmethod
@@ -95,21 +95,21 @@ def refuse_sleeper(op: str) -> NoReturn:
     raise error(_REASON.format(op))
 
 
-def refuse_sleepers(lists: Iterable[Iterable[Tensor]], op: str = "a kernel") -> None:
+def check_resident(lists: Iterable[Iterable[Tensor]], op: str = "a kernel") -> None:
     """AddressError where one of the tensors is asleep: for an op that knows where tensors are without asking them.
 
     While nothing sleeps it looks at none of them.
     """
-    if Sleep.count and any(isinstance(t, Asleep) for tensors in lists for t in tensors):
+    if Release.count and any(isinstance(t, ReleasedTensor) for tensors in lists for t in tensors):
         refuse_sleeper(op)
 
 
 @cache
 def _asleep(kind: type[Tensor]) -> type[Tensor]:
-    return type(f"Asleep{kind.__name__}", (Asleep, kind), {"__repr__": Asleep.__repr__, "awake": kind})
+    return type(f"Asleep{kind.__name__}", (ReleasedTensor, kind), {"__repr__": ReleasedTensor.__repr__, "awake": kind})
 
 
-class Census:
+class ReferenceCensus:
     """All Python tensors whose storage begins within some addresses, gradients that only autograd holds included.
 
     Args:
@@ -162,7 +162,7 @@ class Census:
         return memory_internals.use_count(t) > expected + sum(memory_internals.holds_of_base(view, t) for view in views)
 
 
-class Sleep:
+class Release:
     """Tensors that sleep.
 
     Args:
@@ -173,7 +173,7 @@ class Sleep:
     """How many sleep at this time."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        Sleep.count += 1
+        Release.count += 1
         self._sleepers: list[ref[Tensor]] = []
         try:
             for t in tensors:
@@ -188,7 +188,7 @@ class Sleep:
 
     def wake(self) -> None:
         """Give the tensors that are still there their own class again."""
-        Sleep.count -= 1
+        Release.count -= 1
         for sleeper in self._sleepers:
             t = sleeper()
             if t is not None:

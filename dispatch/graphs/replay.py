@@ -29,7 +29,7 @@ class CudaTape:
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         pool = torch.cuda.graph_pool_handle()
-        with deferred_finalizers.undisturbed(), on_stream(side):
+        with deferred_finalizers.no_gc_during_capture(), on_stream(side):
             if self.has_ops:
                 make_workspaces(self.device)
             with capture.captured(self.graph, self.device, pool):

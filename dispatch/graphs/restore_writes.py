@@ -15,12 +15,12 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals import dispatcher, ops
 
 
-class KeptValues(TorchDispatchMode):
+class RestoreWrites(TorchDispatchMode):
     """While this is on, every tensor is copied before it is first written to; then the copies are written back.
 
     Example:
         >>> x = torch.ones(2)
-        >>> with KeptValues():
+        >>> with RestoreWrites():
         ...     print(x.add_(1))
         tensor([2., 2.])
         >>> x

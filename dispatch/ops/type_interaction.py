@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-RECORDED: set[type[Any]] = set()
+LAZY_TYPES: set[type[Any]] = set()
 """What they are is computed later, by a pass of which other types' rules are no part."""
 
-RULED: set[type[Any]] = set()
+MASKED_TYPES: set[type[Any]] = set()
 """What their memory holds is not all real, and only their rules know what is."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import FINITE, Padded, plain, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
-from subtensors.kernels.graph_inputs.materialize import written_out
+from subtensors.kernels.graph_inputs.materialize import materialize
 
 aten = torch.ops.aten
 
@@ -20,14 +20,14 @@ MASKS = 4
 
 
 @table.register(aten.scaled_dot_product_attention)
-def attention(call: Call) -> Padded:
+def attention(call: PaddedCall) -> PaddedValue:
     """softmax(q @ k.T * scale + mask) @ v over real keys.
 
     Where queries and keys are one sequence a causal mask hides the padded keys from every real query, so none is made
     and torch may choose a kernel that takes none.
     """
     q, k, v = call["query"], call["key"], call["value"]
-    given: Padded | None = call["attn_mask"]
+    given: PaddedValue | None = call["attn_mask"]
     sizes = call.sizes()
     if any(x.is_padded(x.dim() - 1) for x in (q, k, v)):
         raise refuse(call, "the features of a head are padded")
@@ -51,10 +51,12 @@ def attention(call: Call) -> Padded:
         x.sends_zero()
     # A mean of numbers is one, where a padded query is not kept from all keys.
     is_mean = followed and (given is None or given.shape[-2] == 1)
-    return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE if is_mean else None).gradient_masked()
+    return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE_FILL if is_mean else None).gradient_masked()
 
 
-def _batch(q: Padded, k: Padded, v: Padded, sizes: TrueSizes | None, grouped: bool) -> tuple[Factors, ...]:
+def _batch(
+    q: PaddedValue, k: PaddedValue, v: PaddedValue, sizes: TrueSizes | None, grouped: bool
+) -> tuple[Factors, ...]:
     rank = max(x.dim() for x in (q, k, v)) - 2
     dims = []
     for back in range(rank, 0, -1):
@@ -64,10 +66,10 @@ def _batch(q: Padded, k: Padded, v: Padded, sizes: TrueSizes | None, grouped: bo
 
 
 def _mask(
-    q: Padded,
+    q: PaddedValue,
     scores: tuple[Factors, ...],
     sizes: TrueSizes | None,
-    given: Padded | None,
+    given: PaddedValue | None,
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
@@ -85,7 +87,7 @@ def _mask(
         while len(made) >= MASKS:
             made.pop(next(iter(made)))
         if is_traced(mask) and not mask.requires_grad:
-            mask = written_out(_for_each_query(mask, scores))
+            mask = materialize(_for_each_query(mask, scores))
         # While the caller's is held, no other tensor gets its id.
         made[key] = mask, given.dense if given is not None else None
     return _for_each_query(made[key][0], scores)
@@ -97,10 +99,10 @@ def _for_each_query(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
 
 
 def _joined(
-    q: Padded,
+    q: PaddedValue,
     scores: tuple[Factors, ...],
     sizes: TrueSizes | None,
-    given: Padded | None,
+    given: PaddedValue | None,
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
@@ -108,7 +110,7 @@ def _joined(
     if not hides_keys:
         assert given is not None
         return _clean(given)
-    keys = Padded(q.dense, scores, sizes).mask([len(scores) - 1])
+    keys = PaddedValue(q.dense, scores, sizes).mask([len(scores) - 1])
     assert keys is not None
     if causal:
         shape = bucket_of(scores[-2]), bucket_of(scores[-1])
@@ -120,7 +122,7 @@ def _joined(
     return torch.where(keys, _clean(given), float("-inf"))
 
 
-def _unexpanded(given: Padded) -> Padded:
+def _unexpanded(given: PaddedValue) -> PaddedValue:
     """A mask whose leading dims all repeat one part, as that part."""
     if given.padded_dims:
         return given
@@ -130,6 +132,6 @@ def _unexpanded(given: Padded) -> Padded:
     return plain(part)
 
 
-def _clean(given: Padded) -> Tensor:
+def _clean(given: PaddedValue) -> Tensor:
     """The caller's mask, which lets everything through where it is padding itself: a row of NaN would leak back."""
     return given.filled(given.dense.dtype == torch.bool)

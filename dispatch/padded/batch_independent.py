@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
 from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.padded.true_sizes import together
@@ -61,7 +61,7 @@ _CORE |= {packet: rank for rank, names in IMAGE_OPS.items() for packet in _overl
 _CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _overloads(name)}
 
 
-def by_last_dims(call: Call) -> Any:
+def by_last_dims(call: PaddedCall) -> Any:
     """An op that mixes its last dims."""
     cores = _CORE[call.op.overloadpacket]
     operands = len(call.values)
@@ -72,7 +72,7 @@ def by_last_dims(call: Call) -> Any:
     return row_wise(call, cores[:operands] if isinstance(cores, tuple) else [cores] * operands)
 
 
-def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
+def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -> Any:
     """Run an op whose rows are independent.
 
     Args:
@@ -87,14 +87,14 @@ def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
         if any(x.is_padded(d) for d in range(max(x.dim() - core, 0), x.dim())):
             raise refuse(call, f"it mixes the last {core} dims")
     batches = [
-        Padded(x.dense, x.dims[: max(x.dim() - core, 0)], x.sizes) for x, core in zip(operands, cores, strict=True)
+        PaddedValue(x.dense, x.dims[: max(x.dim() - core, 0)], x.sizes) for x, core in zip(operands, cores, strict=True)
     ]
     dims, sizes = _batch_dims(batches)
     safe = {id(x): _safe(x, core, dims, sizes) for x, core in zip(operands, cores, strict=True)}
-    out = call.dense(mapped(Padded, lambda x: safe[id(x)], call.named))
+    out = call.dense(mapped(PaddedValue, lambda x: safe[id(x)], call.named))
     shape = [bucket_of(f) for f in dims]
 
-    def wrapped(t: Tensor) -> Padded:
+    def wrapped(t: Tensor) -> PaddedValue:
         if list(t.shape[: len(shape)]) != shape:
             raise refuse(call, "its rows are not the first dims of its result")
         return result(t, [*dims, *static_dims(t.shape[len(shape) :])], sizes)
@@ -102,13 +102,13 @@ def row_wise(call: Call, cores: Sequence[int], out_leading: bool = True) -> Any:
     return mapped(Tensor, wrapped, out)
 
 
-def _batch_dims(batches: Sequence[Padded]) -> Any:
+def _batch_dims(batches: Sequence[PaddedValue]) -> Any:
     sizes = together([x.sizes for x in batches if x.sizes is not None])
     rank = max(len(x.dims) for x in batches)
     return [met([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)], sizes
 
 
-def _safe(x: Padded, core: int, dims: Sequence[Any], sizes: Any) -> Tensor:
+def _safe(x: PaddedValue, core: int, dims: Sequence[Any], sizes: Any) -> Tensor:
     rows = len(x.dims) - core
     if x.padded_dims:
         return x.repeated()
@@ -134,9 +134,9 @@ _ADAPTIVE = {
 
 
 @table.register(*_ADAPTIVE)
-def adaptive_pool(call: Call) -> Any:
+def adaptive_pool(call: PaddedCall) -> Any:
     """Down to one position it is a reduction; windows for more of them depend on the true size."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     rank = _ADAPTIVE[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
     if any(size != 1 for size in call["output_size"]) or not any(x.is_padded(d) for d in over):
@@ -147,7 +147,7 @@ def adaptive_pool(call: Call) -> Any:
 
 
 @table.register(aten._linalg_solve_ex)
-def solve(call: Call) -> Any:
+def solve(call: PaddedCall) -> Any:
     """Systems of equations; the right side is of vectors where it has a dim less than the matrices."""
     a, b = call["A"], call["B"]
     vectors = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
@@ -155,13 +155,13 @@ def solve(call: Call) -> Any:
 
 
 @table.register(aten._linalg_check_errors)
-def check_errors(call: Call) -> None:
+def check_errors(call: PaddedCall) -> None:
     """Raise where a real matrix could not be worked on."""
     call.dense({"info": call["info"].repeated()})
 
 
 @table.register(aten.cosine_similarity)
-def cosine(call: Call) -> Any:
+def cosine(call: PaddedCall) -> Any:
     """The cosine of the angle between vectors along a dim, their norms at least eps."""
     a, b = apply(aten.broadcast_tensors.default, [call["x1"], call["x2"]])
     d = [call["dim"]]
@@ -188,20 +188,22 @@ class ClampValue(torch.autograd.Function):
 
 
 @table.register(aten.cdist, aten._cdist_forward)
-def distances(call: Call) -> Padded:
+def distances(call: PaddedCall) -> PaddedValue:
     """The distance of each row of one matrix to each of another: zeros in padded features add nothing to it."""
     a, b = call["x1"], call["x2"]
     sizes = call.sizes()
     features = met([a.dims[-1], b.dims[-1]], sizes)
-    dims, _ = _batch_dims([Padded(x.dense, x.dims[:-2], x.sizes) for x in (a, b)])
-    filled = {name: Padded(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", a), ("x2", b))}
+    dims, _ = _batch_dims([PaddedValue(x.dense, x.dims[:-2], x.sizes) for x in (a, b)])
+    filled = {
+        name: PaddedValue(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", a), ("x2", b))
+    }
     return result(call.dense(filled), [*dims, a.dims[-2], b.dims[-2]], sizes).gradient_masked()
 
 
 @table.register(aten.glu)
-def gated(call: Call) -> Padded:
+def gated(call: PaddedCall) -> PaddedValue:
     """One half of a dim times the sigmoid of the other."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     if x.is_padded(d):
         raise refuse(call, "where the halves of a padded dim meet depends on its true size")
@@ -210,7 +212,7 @@ def gated(call: Call) -> Padded:
 
 
 @table.register(aten.linalg_cross, aten.cross)
-def cross(call: Call) -> Any:
+def cross(call: PaddedCall) -> Any:
     """The vector product along a dim of size 3."""
     rank = max(x.dim() for x in call.values)
     d = call.get("dim")
@@ -220,9 +222,9 @@ def cross(call: Call) -> Any:
 
 
 @table.register(*_overloads("""_fft_c2c _fft_r2c _fft_c2r"""))
-def fourier(call: Call) -> Any:
+def fourier(call: PaddedCall) -> Any:
     """A transform of some dims: the others are rows."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     mixed = {d % x.dim() for d in call["dim"]}
     if any(x.is_padded(d) for d in mixed):
         raise refuse(call, "a transform's frequencies depend on the true size")

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, plain, result
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import is_padded_alike, met
 from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, rows_symbol
@@ -44,7 +44,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @table.register(*SPECS)
-def contraction(call: Call) -> Padded:
+def contraction(call: PaddedCall) -> PaddedValue:
     """A product whose dims the table names; an added operand broadcasts against the result."""
     names, letters, out = SPECS[call.op.overloadpacket]
     first, second = names.split()
@@ -53,7 +53,7 @@ def contraction(call: Call) -> Padded:
 
 
 @table.register(aten.linear)
-def linear(call: Call) -> Padded:
+def linear(call: PaddedCall) -> PaddedValue:
     """`input @ weight.T + bias`."""
     rank = call["input"].dim()
     leading = _LETTERS[: rank - 1]
@@ -63,7 +63,7 @@ def linear(call: Call) -> Padded:
 
 
 @table.register(aten.matmul, aten.linalg_matmul)
-def matmul(call: Call) -> Padded:
+def matmul(call: PaddedCall) -> PaddedValue:
     """A product of matrices or vectors, with leading dims that broadcast."""
     a, b = call["self"], call["other"]
     batch = max(a.dim(), b.dim()) - 2
@@ -75,7 +75,7 @@ def matmul(call: Call) -> Padded:
 
 
 @table.register(aten.bilinear)
-def bilinear(call: Call) -> Padded:
+def bilinear(call: PaddedCall) -> PaddedValue:
     """`x1 @ weight @ x2.T`, row by row."""
     x1, x2 = call["input1"], call["input2"]
     if any(t is not None and t.padded_dims for t in (call["weight"], call["bias"])) or any(
@@ -83,15 +83,15 @@ def bilinear(call: Call) -> Padded:
     ):
         raise refuse(call, "its features are padded")
     rows = [met([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
-    whole = [Padded(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
+    whole = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
     out = call.dense(dict(zip(("input1", "input2"), whole, strict=True)))
     return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
 
 
 @table.register(aten.cov)
-def covariance(call: Call) -> Padded:
+def covariance(call: PaddedCall) -> PaddedValue:
     """Products of distances from the means of rows, over the number of real columns less the correction."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
         raise refuse(call, "its columns have weights, or its numbers are no real ones")
     rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
@@ -102,13 +102,13 @@ def covariance(call: Call) -> Padded:
 
 
 def contract(
-    call: Call,
+    call: PaddedCall,
     names: tuple[str, str],
     letters: tuple[str, str],
     out: str,
-    added: Padded | None,
+    added: PaddedValue | None,
     added_name: str = "self",
-) -> Padded:
+) -> PaddedValue:
     """Fill, run, mask."""
     operands = [call[name] for name in names]
     sizes = call.sizes()
@@ -124,7 +124,7 @@ def contract(
     dims = meeting.dims
     if records and _keeps_rows(operands, letters, added, out, dims):
         x = next(x for x in operands if x.padded_dims)
-        fill = REPEATED if x.fill == REPEATED else _fill_after(operands, added)
+        fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
         product = result(call.dense(), meeting.out, sizes, fill).gradient_masked()
         x.sends_zero(product)
         return product
@@ -221,7 +221,11 @@ def _meeting(
 
 
 def _keeps_rows(
-    operands: Sequence[Padded], letters: Sequence[str], added: Padded | None, out: str, dims: dict[str, Factors]
+    operands: Sequence[PaddedValue],
+    letters: Sequence[str],
+    added: PaddedValue | None,
+    out: str,
+    dims: dict[str, Factors],
 ) -> bool:
     """Is only one operand padded, with numbers in its padding, and is every padded dim one of its and the result's?
 
@@ -237,10 +241,10 @@ def _keeps_rows(
     return own == {letter for letter in dims if is_padded(dims[letter])} and own <= set(out) - others - beside
 
 
-def _fill_after(operands: Sequence[Padded], added: Padded | None) -> Fill | None:
+def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:
     """Products with zeros are zeros, where the other factors are numbers; what is added to them stays."""
     is_zero = all(x.fill == 0 for x in operands if x.padded_dims)
-    return FINITE if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
+    return FINITE_FILL if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
 
 
 def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) -> bool:
@@ -251,7 +255,7 @@ def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) 
     return False
 
 
-def _filled(x: Padded, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
+def _filled(x: PaddedValue, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
     """The operand's storage, zero in the padding of some of its dims, and where the other operand's padding is."""
     if filling.assumed is None:
         return x.filled(0, filling.wanted)
@@ -262,6 +266,6 @@ def _filled(x: Padded, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
                 # A plain operand without rows has no padding of its own; the other's zeros are what counts.
                 return x.filled(0, filling.wanted)
             rows_dim(widened)
-    except Inexpressible:
+    except UnsupportedCall:
         return x.filled(0, filling.wanted)
     return widened.filled(0, filling.wanted)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.reductions import least
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import convolved, deconvolved
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 
 @table.register(aten.convolution)
-def convolution(call: Call) -> Padded:
+def convolution(call: PaddedCall) -> PaddedValue:
     """Padded in the batch, or in the positions of the image."""
-    x: Padded = call["input"]
-    weight: Padded = call["weight"]
+    x: PaddedValue = call["input"]
+    weight: PaddedValue = call["weight"]
     if x.is_padded(1) or weight.padded_dims:
         raise refuse(call, "its channels or its weight are padded")
     # Images are apart from each other, but not in the gradient of the weight.
@@ -54,9 +54,9 @@ def convolution(call: Call) -> Padded:
 
 
 @table.register(aten.im2col.default)
-def windows(call: Call) -> Padded:
+def windows(call: PaddedCall) -> PaddedValue:
     """What a convolution would look at, a column a position."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     first = x.dim() - 2
     if x.is_padded(first - 1):
         raise refuse(call, "its channels are padded")
@@ -72,9 +72,9 @@ def windows(call: Call) -> Padded:
 
 
 @table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
-def max_pool(call: Call) -> tuple[Padded, Padded]:
+def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
     """The greatest of each window, and where in the true image it stands."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     rank = 2 if call.op.overloadpacket is aten.max_pool2d_with_indices else 3
     values, positions = call.dense({"self": x.filled(least(x.dense.dtype), range(x.dim() - rank, x.dim()))})
     dims = _pooled(call, x, values, rank, ceil=call["ceil_mode"])
@@ -83,9 +83,9 @@ def max_pool(call: Call) -> tuple[Padded, Padded]:
 
 
 @table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
-def average_pool(call: Call) -> Padded:
+def average_pool(call: PaddedCall) -> PaddedValue:
     """The mean of each window; the border counts in it or not, as the caller says."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
     ceil, counts_border = call["ceil_mode"], call["count_include_pad"]
@@ -106,7 +106,7 @@ def average_pool(call: Call) -> Padded:
     return result(out, _pooled(call, x, out, rank, ceil), x.sizes).gradient_masked()
 
 
-def _pooled(call: Call, x: Padded, out: Tensor, rank: int, ceil: bool) -> list[Factors]:
+def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor, rank: int, ceil: bool) -> list[Factors]:
     dims = list(x.dims[: x.dim() - rank])
     kernel = _each(call["kernel_size"], rank)
     stride = _each(call["stride"], rank) if call["stride"] else kernel
@@ -121,7 +121,7 @@ def _pooled(call: Call, x: Padded, out: Tensor, rank: int, ceil: bool) -> list[F
     return dims
 
 
-def _true_positions(call: Call, x: Padded, positions: Tensor, rank: int) -> Tensor:
+def _true_positions(call: PaddedCall, x: PaddedValue, positions: Tensor, rank: int) -> Tensor:
     """Positions in a flattened bucket image as those in the true one, whose rows may be shorter."""
     first = x.dim() - rank
     if not any(x.is_padded(d) and math.prod(x.shape[first:d]) > 1 for d in range(first + 1, x.dim())):
@@ -135,7 +135,7 @@ def _true_positions(call: Call, x: Padded, positions: Tensor, rank: int) -> Tens
     return moved
 
 
-def _of_each_image(x: Padded, size: Tensor | int) -> Tensor | int:
+def _of_each_image(x: PaddedValue, size: Tensor | int) -> Tensor | int:
     """A true size, shaped to broadcast against the images of a ragged batch."""
     if isinstance(size, int) or not size.dim():
         return size

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gathered
-from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static, static_dims, with_dim
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 @table.register(aten.cat, aten.concat, aten.concatenate)
-def cat(call: Call) -> Padded:
+def cat(call: PaddedCall) -> PaddedValue:
     """Tensors side by side: along a padded dim the real parts follow each other, and the padding comes last."""
     parts = [x for x in call["tensors"] if list(x.shape) != [0]]
     d = call["dim"] % parts[0].dim()
     # A dim of size 1 does not broadcast here, so dims meet as they are.
-    others = [Padded(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
+    others = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
     dims, sizes = broadcast(others)
     dense = []
     for x in parts:
@@ -53,7 +53,7 @@ def cat(call: Call) -> Padded:
 
 
 @table.register(aten.stack, aten._stack)
-def stack(call: Call) -> Padded:
+def stack(call: PaddedCall) -> PaddedValue:
     """Tensors along a new dim."""
     parts = call["tensors"]
     d = call["dim"] % (parts[0].dim() + 1)
@@ -64,9 +64,9 @@ def stack(call: Call) -> Padded:
 
 
 @table.register(aten.flip, aten.roll)
-def flip_or_roll(call: Call) -> Padded:
+def flip_or_roll(call: PaddedCall) -> PaddedValue:
     """Positions of a dim in another order: of a padded one the real positions among themselves."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     named = call["dims"]
     named = [named] if isinstance(named, int) else list(named)
     is_flip = call.op is aten.flip.default
@@ -90,14 +90,14 @@ def flip_or_roll(call: Call) -> Padded:
 
 
 @table.register(aten.repeat, aten.tile)
-def repeat(call: Call) -> Padded:
+def repeat(call: PaddedCall) -> PaddedValue:
     """The tensor again and again along its dims."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     times = list(call.get("repeats", call.get("dims")))
     times = [1] * (x.dim() - len(times)) + times
     added_dims = len(times) - x.dim()
     dense, dims = x.dense[(None,) * added_dims], [*static_dims([1] * added_dims), *x.dims]
-    value = Padded(dense, tuple(dims), x.sizes, x.fill)
+    value = PaddedValue(dense, tuple(dims), x.sizes, x.fill)
     for d, count in enumerate(times):
         if count == 1:
             continue
@@ -119,7 +119,7 @@ def repeat(call: Call) -> Padded:
 
 
 @table.register(aten.repeat_interleave.self_int)
-def repeat_interleave(call: Call) -> Padded:
+def repeat_interleave(call: PaddedCall) -> PaddedValue:
     """Every position of a dim several times in a row."""
     x, count = call["self"], call["repeats"]
     if call["dim"] is None:
@@ -138,9 +138,9 @@ def repeat_interleave(call: Call) -> Padded:
 
 
 @table.register(aten.rot90)
-def rot90(call: Call) -> Padded:
+def rot90(call: PaddedCall) -> PaddedValue:
     """Two dims turned by right angles."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     a, b = (d % x.dim() for d in call["dims"])
     turns = call["k"] % 4
     if turns % 2:
@@ -150,9 +150,9 @@ def rot90(call: Call) -> Padded:
 
 
 @table.register(aten.diag_embed)
-def diag_embed(call: Call) -> Padded:
+def diag_embed(call: PaddedCall) -> PaddedValue:
     """The last dim along a diagonal of the last two, zeros around it."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if [call["dim1"] % (x.dim() + 1), call["dim2"] % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
         raise refuse(call, "its diagonal is not of the last dims")
     out = call.dense()
@@ -163,7 +163,7 @@ def diag_embed(call: Call) -> Padded:
 
 
 @table.register(aten.pixel_shuffle.default)
-def pixel_shuffle(call: Call) -> Padded:
+def pixel_shuffle(call: PaddedCall) -> PaddedValue:
     """Channels side by side in an image that is so many times as high and wide."""
     x, times = call["self"], call["upscale_factor"]
     channels = x.dim() - 3
@@ -181,7 +181,7 @@ def pixel_shuffle(call: Call) -> Padded:
 
 
 @table.register(aten.tril, aten.triu)
-def triangle(call: Call) -> Padded:
+def triangle(call: PaddedCall) -> PaddedValue:
     """Zero above or below a diagonal: positions count from the start, where the real ones are."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     return x.like(call.dense(), 0 if x.fill == 0 else None)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.errors import Undecided
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.errors import DataDependentCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 @table.register(aten.nonzero, aten.argwhere, aten.nonzero_numpy, aten.where.default)
-def nonzero(call: Call) -> Any:
+def nonzero(call: PaddedCall) -> Any:
     """The positions of what is not zero, which padding is not."""
     require_values(call)
     out = _positions(call)
@@ -30,37 +30,37 @@ def nonzero(call: Call) -> Any:
 
 
 @table.register(aten.nonzero_static)
-def nonzero_static(call: Call) -> Padded:
+def nonzero_static(call: PaddedCall) -> PaddedValue:
     """As many of them as the caller says."""
     return plain(_positions(call))
 
 
-def _positions(call: Call) -> Any:
+def _positions(call: PaddedCall) -> Any:
     name = "condition" if "condition" in call else "self"
-    x: Padded = call[name]
+    x: PaddedValue = call[name]
     if not all(map(is_prefix, x.dims)):
         raise refuse(call, "a position in a flattened dim counts its padding")
     return call.dense({name: x.filled(0)})
 
 
 @table.register(aten.masked_select)
-def masked_select(call: Call) -> Padded:
+def masked_select(call: PaddedCall) -> PaddedValue:
     """The elements under a mask, of real positions only."""
     require_values(call)
     dims, sizes = broadcast([call["self"], call["mask"]])
     mask = call["mask"].dense
-    real = Padded(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
+    real = PaddedValue(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
     return plain(call.dense({"mask": mask if real is None else mask & real}))
 
 
-def by_mask(call: Call) -> Padded:
+def by_mask(call: PaddedCall) -> PaddedValue:
     """`x[..., mask]` with a bool mask of some adjacent dims."""
     require_values(call)
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     at, mask = _the_mask(call)
     over = range(at, at + mask.dim())
     dims = [met([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
-    whole = Padded(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
+    whole = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
     real = whole.mask(over)
     chosen = mask.dense
     if real is not None:
@@ -72,23 +72,23 @@ def by_mask(call: Call) -> Padded:
     return result(out, [*x.dims[:at], *selected, *x.dims[at + mask.dim() :]], x.sizes).gradient_masked()
 
 
-def is_by_mask(call: Call) -> bool:
+def is_by_mask(call: PaddedCall) -> bool:
     """Is the index of a call one bool mask?"""
     given = [i for i in call["indices"] if i is not None]
     return len(given) == 1 and given[0].dense.dtype == torch.bool and given[0].dim() > 0
 
 
-def _the_mask(call: Call) -> tuple[int, Padded]:
+def _the_mask(call: PaddedCall) -> tuple[int, PaddedValue]:
     return next((at, i) for at, i in enumerate(call["indices"]) if i is not None)
 
 
 @table.register(aten.masked_scatter)
-def masked_scatter(call: Call) -> Padded:
+def masked_scatter(call: PaddedCall) -> PaddedValue:
     """The elements of a source, one after the other, at the positions under a mask that are real."""
     x, mask, source = call["self"], call["mask"], call["source"]
     dims, sizes = broadcast([x, mask])
     shape = list(map(bucket_of, dims))
-    real = Padded(x.dense.expand(shape), dims, sizes).mask()
+    real = PaddedValue(x.dense.expand(shape), dims, sizes).mask()
     changed: dict[str, Any] = {"source": in_a_row(source)}
     if real is not None:
         changed["mask"] = mask.dense & real
@@ -96,20 +96,20 @@ def masked_scatter(call: Call) -> Padded:
 
 
 @table.register(aten._unique2, aten._unique)
-def unique(call: Call) -> Any:
+def unique(call: PaddedCall) -> Any:
     """The values of real elements."""
     return _of_all(call)
 
 
 @table.register(aten.unique_consecutive)
-def unique_consecutive(call: Call) -> Any:
+def unique_consecutive(call: PaddedCall) -> Any:
     """The values of real elements, one for each run of equal ones."""
     return _of_all(call) if call["dim"] is None else unique_along(call)
 
 
-def _of_all(call: Call) -> Any:
+def _of_all(call: PaddedCall) -> Any:
     require_values(call)
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     mask = _mask_of_all(x)
     values, inverse, *counts = call.dense({"self": x.dense[mask]})
     if not call.get("return_inverse"):
@@ -120,10 +120,10 @@ def _of_all(call: Call) -> Any:
 
 
 @table.register(aten.unique_dim, aten.unique_dim_consecutive)
-def unique_along(call: Call) -> Any:
+def unique_along(call: PaddedCall) -> Any:
     """The slices of a dim that differ; the padding that they themselves have is the same in each."""
     require_values(call)
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.sizes is not None and x.sizes.rows is not None:
         raise refuse(call, "rows of different lengths are compared by what they hold")
@@ -144,12 +144,12 @@ def unique_along(call: Call) -> Any:
 
 
 @table.register(aten.bincount)
-def bincount(call: Call) -> Padded:
+def bincount(call: PaddedCall) -> PaddedValue:
     """How often each number occurs, or the sum of its weights."""
     require_values(call)
     x, weights = call["self"], call["weights"]
     dims, sizes = broadcast([x] if weights is None else [x, weights])
-    mask = _mask_of_all(Padded(x.dense, dims, sizes))
+    mask = _mask_of_all(PaddedValue(x.dense, dims, sizes))
     changed = {"self": x.dense[mask]}
     if weights is not None:
         changed["weights"] = weights.dense[mask]
@@ -157,7 +157,7 @@ def bincount(call: Call) -> Padded:
 
 
 @table.register(aten.equal, aten.allclose)
-def all_equal(call: Call) -> bool:
+def all_equal(call: PaddedCall) -> bool:
     """Are all real elements equal, or close? A number for Python."""
     require_values(call)
     a, b = call["self"], call["other"]
@@ -172,7 +172,7 @@ def all_equal(call: Call) -> bool:
     return bool(same[_mask_of_all(a)].all())
 
 
-def in_a_row(x: Padded) -> Tensor:
+def in_a_row(x: PaddedValue) -> Tensor:
     """All elements, flat: the real ones first, in their order."""
     flat, mask = x.dense.reshape(-1), x.mask()
     if mask is None:
@@ -181,14 +181,14 @@ def in_a_row(x: Padded) -> Tensor:
     return flat.index_select(0, order)
 
 
-def require_values(call: Call) -> None:
+def require_values(call: PaddedCall) -> None:
     """Refuse a call where values are not known."""
     for x in call.values:
         if is_traced(x.dense) or (x.dense.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise refuse(call, "how long its result is depends on values", Undecided)
+            raise refuse(call, "how long its result is depends on values", DataDependentCall)
 
 
-def _mask_of_all(x: Padded) -> Tensor:
+def _mask_of_all(x: PaddedValue) -> Tensor:
     mask = x.mask()
     if mask is None:
         return torch.ones(x.shape, dtype=torch.bool, device=x.dense.device)

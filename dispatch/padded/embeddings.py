@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.sizes.dim_factors import static_dims
 
 aten = torch.ops.aten
 
 
 @table.register(aten.embedding)
-def embedding(call: Call) -> Padded:
+def embedding(call: PaddedCall) -> PaddedValue:
     """A row of the table an index."""
     weight, indices = call["weight"], call["indices"]
     if weight.is_padded(0):
@@ -27,7 +27,7 @@ def embedding(call: Call) -> Padded:
 
 
 @table.register(aten.embedding_renorm)
-def renormed(call: Call) -> Padded:
+def renormed(call: PaddedCall) -> PaddedValue:
     """The table, its rows that occur no longer than a norm."""
     weight, indices = call["self"], call["indices"]
     if weight.padded_dims:
@@ -38,13 +38,13 @@ def renormed(call: Call) -> Padded:
     norm = torch.linalg.vector_norm(weight.dense, call["norm_type"], 1, keepdim=True)
     shorter = weight.dense * (call["max_norm"] / (norm + 1e-7))
     out = torch.where(occurs & (norm > call["max_norm"]), shorter, weight.dense)
-    return Padded(out, weight.dims)
+    return PaddedValue(out, weight.dims)
 
 
 @table.register(aten.one_hot)
-def one_hot(call: Call) -> Padded:
+def one_hot(call: PaddedCall) -> PaddedValue:
     """A row of zeros with a one where an index says."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if call["num_classes"] < 0:
         raise refuse(call, "without num_classes the result is as wide as the greatest value")
     out = call.dense({"self": x.filled(0)})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from subtensors.dispatch.ops.errors import RuleError
 
 
-class Inexpressible(RuleError):
+class UnsupportedCall(RuleError):
     """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
 
 
-class Undecided(Inexpressible):
+class DataDependentCall(UnsupportedCall):
     """A call that a rule covers where values and true sizes are known, which a compiler and a graph capture don't."""

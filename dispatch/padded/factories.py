@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.padded.interpreter import Call, table
-from subtensors.dispatch.padded.padded_value import Padded, plain
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain
 
 aten = torch.ops.aten
 
@@ -19,22 +19,22 @@ _LIKE = {
 
 
 @table.register(*_LIKE)
-def like(call: Call) -> Padded:
+def like(call: PaddedCall) -> PaddedValue:
     """Same shape, same padding; what fills it fills the padding too."""
     known = _LIKE[call.op.overloadpacket]
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     return x.like(call.dense(), call.get("fill_value", known))
 
 
 @table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
-def of_its_shape(call: Call) -> Padded:
+def of_its_shape(call: PaddedCall) -> PaddedValue:
     """`x.new_zeros(x.shape)` is padded as `x` is; of other sizes it is plain."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     out = call.dense()
     return x.like(out) if out.shape == x.shape else plain(out)
 
 
 @table.register(OpClass.FACTORY)
-def from_sizes(call: Call) -> Padded:
+def from_sizes(call: PaddedCall) -> PaddedValue:
     """A tensor of the sizes that the caller gave, none of them padded."""
     return plain(call.dense())

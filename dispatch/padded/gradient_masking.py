@@ -19,7 +19,7 @@ Known = Callable[[], bool]
 """Asked in the backward: is the gradient that has come zero in the padding as it is?"""
 
 
-class Arrival:
+class GradientTracker:
     """The gradient that arrives at a value: an operand of a call, which gets it from rules, or a rule's result.
 
     Args:
@@ -32,7 +32,7 @@ class Arrival:
         """For each way that the value leaves the call: was what came back zero in the padding, when it last came?"""
         self.uses = 0
         """How often rules of the call took the value."""
-        self.conditions: list[Sequence[Arrival]] = []
+        self.conditions: list[Sequence[GradientTracker]] = []
         """For each of these that said so, the results whose gradients that of the value depends on."""
 
     def comes_zero(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 _watching: list[bool] = []
@@ -29,7 +29,7 @@ def watched_bounds() -> Iterator[None]:
         _watching.pop()
 
 
-def check_bounds(x: Padded, d: int, index: Padded, ends: Tensor | int | None = None) -> None:
+def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
     """Refuse positions beyond the true size of a dim.
 
     Args:

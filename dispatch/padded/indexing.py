@@ -13,9 +13,9 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.data_dependent import by_mask, is_by_mask
 from subtensors.dispatch.padded.index_checks import check_bounds
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gathered, rows_dim
-from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @table.register(aten.index_select)
-def index_select(call: Call) -> Padded:
+def index_select(call: PaddedCall) -> PaddedValue:
     """Positions of a dim."""
     x, index = call["self"], call["index"]
     if x.dim() == 0:
@@ -36,26 +36,26 @@ def index_select(call: Call) -> Padded:
 
 
 @table.register(aten.gather)
-def gather(call: Call) -> Padded:
+def gather(call: PaddedCall) -> PaddedValue:
     """An element for each one of the index."""
     x, index = call["self"], call["index"]
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it gathers from a single number")
     d = call["dim"] % x.dim()
     dims = _index_dims(call, x, index, d)
-    index = Padded(index.dense, dims, call.sizes())
+    index = PaddedValue(index.dense, dims, call.sizes())
     check_bounds(x, d, index)
     return result(call.dense({"index": index.filled(0)}), dims, call.sizes()).gradient_masked()
 
 
 @table.register(aten.take_along_dim)
-def take_along_dim(call: Call) -> Padded:
+def take_along_dim(call: PaddedCall) -> PaddedValue:
     """An element for each one of an index that broadcasts."""
     x, index = call["self"], call["indices"]
     if call["dim"] is None or x.dim() != index.dim():
         raise refuse(call, "without a dim it takes from the flattened tensor")
     d = call["dim"] % x.dim()
-    rest = [Padded(t.dense, (*t.dims[:d], static_dims([1])[0], *t.dims[d + 1 :]), t.sizes) for t in (x, index)]
+    rest = [PaddedValue(t.dense, (*t.dims[:d], static_dims([1])[0], *t.dims[d + 1 :]), t.sizes) for t in (x, index)]
     dims, sizes = broadcast(rest)
     widened = []
     for t in (x, index):
@@ -71,12 +71,12 @@ def take_along_dim(call: Call) -> Padded:
 
 
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
-def index(call: Call) -> Padded:
+def index(call: PaddedCall) -> PaddedValue:
     """Advanced indexing with integers, or with one bool mask."""
     _move_indices(call)
     if is_by_mask(call):
         return by_mask(call)
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     given = {d: i for d, i in enumerate(call["indices"]) if i is not None}
     if len(given) == 1:
         ((d, positions),) = given.items()
@@ -93,10 +93,10 @@ def index(call: Call) -> Padded:
 
 
 @table.register(aten.index_put, aten._unsafe_index_put)
-def index_put(call: Call) -> Padded:
+def index_put(call: PaddedCall) -> PaddedValue:
     """Writes, or adds, at integer positions; under a bool mask, one value."""
-    x: Padded = call["self"]
-    values: Padded = call["values"]
+    x: PaddedValue = call["self"]
+    values: PaddedValue = call["values"]
     _move_indices(call)
     only = [i for i in call["indices"] if i is not None]
     if len(only) == 1 and len(call["indices"]) == 1 and only[0].dense.dtype == torch.bool and values.dense.numel() == 1:
@@ -104,10 +104,12 @@ def index_put(call: Call) -> Padded:
             raise refuse(call, "it adds under a mask")
         mask = only[0]
         trailing = x.dim() - mask.dim()
-        widened = Padded(mask.dense[(..., *(None,) * trailing)], (*mask.dims, *static_dims([1] * trailing)), mask.sizes)
-        value = Padded(values.dense.reshape(()).to(x.dense.dtype), ())
+        widened = PaddedValue(
+            mask.dense[(..., *(None,) * trailing)], (*mask.dims, *static_dims([1] * trailing)), mask.sizes
+        )
+        value = PaddedValue(values.dense.reshape(()).to(x.dense.dtype), ())
         named = {"condition": widened, "self": value, "other": x}
-        return pointwise(Call(aten.where.self, (), named))  # type: ignore[no-any-return]
+        return pointwise(PaddedCall(aten.where.self, (), named))  # type: ignore[no-any-return]
     if any(i.dense.dtype == torch.bool for i in only):
         raise refuse(call, "how many positions a mask names depends on its values")
     indices, at = _integers(call, x, slot=True)
@@ -117,7 +119,7 @@ def index_put(call: Call) -> Padded:
 
 
 @table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce)
-def scatter(call: Call) -> Padded:
+def scatter(call: PaddedCall) -> PaddedValue:
     """Writes, adds or reduces at an index of the tensor's own dims."""
     x, index = call["self"], call["index"]
     if x.dim() == 0 or index.dim() == 0:
@@ -126,23 +128,23 @@ def scatter(call: Call) -> Padded:
     sizes = call.sizes()
     dims = [*index.dims]
     source = call.get("src")
-    if isinstance(source, Padded):
+    if isinstance(source, PaddedValue):
         for e in range(len(dims)):
             if is_padded(source.dims[e]) and source.shape[e] == index.shape[e]:
                 dims[e] = met([dims[e], source.dims[e]], sizes)
     for e in range(len(dims)):
         if e != d and is_padded(x.dims[e]) and x.shape[e] == index.shape[e]:
             dims[e] = met([dims[e], x.dims[e]], sizes)
-    placed = Padded(index.dense, tuple(dims), sizes)
+    placed = PaddedValue(index.dense, tuple(dims), sizes)
     check_bounds(x, d, placed)
     changed: dict[str, Any] = {"self": _with_slot(x, d), "index": placed.filled(x.shape[d])}
-    if isinstance(source, Padded):
+    if isinstance(source, PaddedValue):
         changed["src"] = source.filled(0)
     return _cut(call.dense(changed), x, d, call)
 
 
 @table.register(aten.index_add, aten.index_copy, aten.index_reduce, aten.index_fill)
-def index_write(call: Call) -> Padded:
+def index_write(call: PaddedCall) -> PaddedValue:
     """Writes whole slices at positions of one dim."""
     x, index = call["self"], call["index"]
     if x.dim() == 0:
@@ -150,12 +152,12 @@ def index_write(call: Call) -> Padded:
     d = call["dim"] % x.dim()
     source = call.get("source")
     factors = index.dims[0] if index.dim() else static_dims([1])[0]
-    if isinstance(source, Padded) and source.dim():
+    if isinstance(source, PaddedValue) and source.dim():
         factors = met([factors, source.dims[d]], call.sizes())
         for e in range(x.dim()):
             if e != d:
                 met([x.dims[e], source.dims[e]], call.sizes())
-    placed = Padded(index.dense, (factors,) if index.dim() else (), call.sizes())
+    placed = PaddedValue(index.dense, (factors,) if index.dim() else (), call.sizes())
     check_bounds(x, d, placed, _least_end(x, d))
     filled = placed.filled(x.shape[d])
     if call.op.overloadpacket is aten.index_fill:
@@ -164,12 +166,12 @@ def index_write(call: Call) -> Padded:
             return _filled_in_each_row(call, x, d, filled)
         filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d), device=filled.device), filled)
     changed: dict[str, Any] = {"self": _with_slot(x, d), "index": filled}
-    if isinstance(source, Padded):
+    if isinstance(source, PaddedValue):
         changed["source"] = source.filled(0)
     return _cut(call.dense(changed), x, d, call)
 
 
-def _filled_in_each_row(call: Call, x: Padded, d: int, index: Tensor) -> Padded:
+def _filled_in_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> PaddedValue:
     """One value at the same positions of every row of a ragged batch: negative ones count from the row's own end."""
     ends = torch.as_tensor(x.size(d), device=index.device).unsqueeze(-1)
     named = torch.where(index.reshape(-1) < 0, index.reshape(-1) + ends, index.reshape(-1))
@@ -180,15 +182,17 @@ def _filled_in_each_row(call: Call, x: Padded, d: int, index: Tensor) -> Padded:
     shape = [x.shape[e] if e in (rows, d) else 1 for e in range(x.dim())]
     value = call["value"]
     number = (
-        value if isinstance(value, Padded) else plain(torch.full((), value, dtype=x.dense.dtype, device=index.device))
+        value
+        if isinstance(value, PaddedValue)
+        else plain(torch.full((), value, dtype=x.dense.dtype, device=index.device))
     )
     dims = [x.dims[e] if e in (rows, d) else static_dims([1])[0] for e in range(x.dim())]
-    named_alike = Padded(is_named.view(shape), tuple(dims), x.sizes)
+    named_alike = PaddedValue(is_named.view(shape), tuple(dims), x.sizes)
     return apply(aten.where.self, named_alike, number, x)  # type: ignore[no-any-return]
 
 
 @table.register(aten.take)
-def take(call: Call) -> Padded:
+def take(call: PaddedCall) -> PaddedValue:
     """Elements of the flattened tensor."""
     x, index = call["self"], call["index"]
     if x.padded_dims:
@@ -196,7 +200,7 @@ def take(call: Call) -> Padded:
     return result(call.dense({"index": index.filled(0)}), index.dims, index.sizes).gradient_masked()
 
 
-def _index_dims(call: Call, x: Padded, index: Padded, d: int) -> tuple[Factors, ...]:
+def _index_dims(call: PaddedCall, x: PaddedValue, index: PaddedValue, d: int) -> tuple[Factors, ...]:
     """The dims of a result that is shaped as its index, which may be of the bucket's shape and plain."""
     dims = []
     for e in range(index.dim()):
@@ -205,13 +209,13 @@ def _index_dims(call: Call, x: Padded, index: Padded, d: int) -> tuple[Factors, 
     return tuple(dims)
 
 
-def _move_indices(call: Call) -> None:
+def _move_indices(call: PaddedCall) -> None:
     """Put indices on the device of what they index: torch takes those on a CPU, of which lists are made, too."""
     device = call["self"].dense.device
     call.replace("indices", [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]])
 
 
-def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
+def _integers(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
     """Indices without padding, counted from the start; and the dims they are of."""
     found: list[Tensor | None] = []
     at: list[int] = []
@@ -226,7 +230,7 @@ def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | 
             ends = _end(call, x, d)
             check_bounds(x, d, given, ends)
             dense = torch.where(dense < 0, dense + ends, dense)
-        dense = Padded(dense, given.dims, given.sizes).filled(x.shape[d] if slot and not at else 0)
+        dense = PaddedValue(dense, given.dims, given.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
     if not at:
@@ -234,7 +238,7 @@ def _integers(call: Call, x: Padded, slot: bool = False) -> tuple[list[Tensor | 
     return found, at
 
 
-def _end(call: Call, x: Padded, d: int) -> Tensor:
+def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
     """What a negative position of a dim counts from: of a ragged dim the length of the row that the call names."""
     if _scalar(x, d):
         return torch.as_tensor(x.size(d))
@@ -245,11 +249,11 @@ def _end(call: Call, x: Padded, d: int) -> Tensor:
     raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
 
 
-def _differs_by_row(x: Padded, d: int) -> bool:
+def _differs_by_row(x: PaddedValue, d: int) -> bool:
     return not _scalar(x, d) and not is_rows(x, d) and len(x.dims[d]) == 1
 
 
-def _of_each_row(x: Padded, d: int, given: Padded) -> Padded:
+def _of_each_row(x: PaddedValue, d: int, given: PaddedValue) -> PaddedValue:
     """The same positions of every row of a ragged batch: negative ones count from the row's own end."""
     check_bounds(x, d, given, _least_end(x, d))
     positions = given.filled(0)
@@ -257,32 +261,32 @@ def _of_each_row(x: Padded, d: int, given: Padded) -> Padded:
     return gathered(x, d, torch.where(positions < 0, positions + ends, positions), given.dims[0])
 
 
-def _least_end(x: Padded, d: int) -> Tensor:
+def _least_end(x: PaddedValue, d: int) -> Tensor:
     """The true size of a dim; of a ragged one that of its shortest row."""
     return torch.as_tensor(x.size(d)).min()
 
 
-def _scalar(x: Padded, d: int) -> bool:
+def _scalar(x: PaddedValue, d: int) -> bool:
     """Is the true size of this dim one number, and its real part its beginning?"""
     if not x.is_padded(d) or x.sizes is None:
         return True
     return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and not is_rows(x, d)
 
 
-def is_rows(x: Padded, d: int) -> bool:
+def is_rows(x: PaddedValue, d: int) -> bool:
     """Is it the dim of a ragged batch's rows?"""
     from subtensors.dispatch.padded.true_sizes import rows_symbol
 
     return len(x.dims[d]) == 1 and x.dims[d][0].size == rows_symbol()
 
 
-def _with_slot(x: Padded, d: int) -> Tensor:
+def _with_slot(x: PaddedValue, d: int) -> Tensor:
     widths = [0] * (2 * x.dim())
     widths[2 * (x.dim() - 1 - d) + 1] = 1
     return torch.constant_pad_nd(x.dense, widths)
 
 
-def _cut(out: Tensor, x: Padded, d: int, call: Call) -> Padded:
+def _cut(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> PaddedValue:
     return result(
         out.narrow(d, 0, x.shape[d]), x.dims, x.sizes if x.sizes is not None else call.sizes()
     ).gradient_masked()

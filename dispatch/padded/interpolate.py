@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from subtensors.dispatch.padded.batch_independent import row_wise
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.pad_ops import repeated
-from subtensors.dispatch.padded.padded_value import Padded, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import floor_divided, multiplied
 
@@ -24,9 +24,9 @@ EXACT = 1024
 
 
 @table.register(*(getattr(aten, name).vec for name in _RESIZING.split()))
-def resized(call: Call) -> Padded:
+def resized(call: PaddedCall) -> PaddedValue:
     """By factors, which say nothing of the true size; corners that are aligned, and a size that is given, do."""
-    x: Padded = call["input"]
+    x: PaddedValue = call["input"]
     over = range(2, x.dim())
     if not any(x.is_padded(d) for d in over):
         return row_wise(call, [len(over)])  # type: ignore[no-any-return]

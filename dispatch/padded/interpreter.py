@@ -14,14 +14,14 @@ from torch._ops import OpOverload
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.tree import found, mapped
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 table = RuleTable("PaddedTensor")
-"""Rules take the op, then its arguments by their schema's names with `Padded` in place of tensors."""
+"""Rules take the op, then its arguments by their schema's names with `PaddedValue` in place of tensors."""
 
 _REFUSED = "PaddedTensor cannot run"
 
@@ -51,12 +51,12 @@ def is_observed() -> bool:
     return bool(_observers)
 
 
-class Call:
+class PaddedCall:
     """One call of an overload, its arguments by name.
 
     Args:
         op: the overload.
-        args, kwargs: as it was called, with `Padded` in place of tensors.
+        args, kwargs: as it was called, with `PaddedValue` in place of tensors.
     """
 
     def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Call:
                 self.named[name] = defaults[name]
             else:
                 raise TypeError(f"{op} needs {name}")
-        self.values: list[Padded] = found(Padded, self.named)
+        self.values: list[PaddedValue] = found(PaddedValue, self.named)
         """The tensors among the arguments."""
 
     def __getitem__(self, name: str) -> Any:
@@ -88,7 +88,7 @@ class Call:
     def replace(self, name: str, value: Any) -> None:
         """Go on as if this had been given for an argument."""
         self.named[name] = value
-        self.values = found(Padded, self.named)
+        self.values = found(PaddedValue, self.named)
 
     def dense(self, changed: Mapping[str, Any] | None = None) -> Any:
         """Run the op on the storage.
@@ -97,10 +97,10 @@ class Call:
             changed: arguments to give it instead of those of the call.
 
         Returns:
-            What the op gives: tensors, not `Padded`.
+            What the op gives: tensors, not `PaddedValue`.
         """
         given = self.named if not changed else {name: changed.get(name, x) for name, x in self.named.items()}
-        dense = mapped(Padded, _dense_of, list(given.values()))
+        dense = mapped(PaddedValue, _dense_of, list(given.values()))
         count = self._positional
         out = self.op(*dense[:count], **dict(zip([*given][count:], dense[count:], strict=True)))
         if not changed or all(map(_is_own, self.named.values(), dense)):
@@ -120,15 +120,15 @@ def _parameters(op: OpOverload) -> tuple[list[str], dict[str, Any], int]:
     return [a.name for a in arguments], defaults, sum(not a.kwarg_only for a in arguments)
 
 
-def _dense_of(x: Padded) -> Tensor:
+def _dense_of(x: PaddedValue) -> Tensor:
     return x.dense
 
 
 def _is_own(x: Any, dense: Any) -> bool:
-    return dense is (x.dense if isinstance(x, Padded) else x)
+    return dense is (x.dense if isinstance(x, PaddedValue) else x)
 
 
-Rule = Callable[[Call], Any]
+Rule = Callable[[PaddedCall], Any]
 
 
 def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -136,19 +136,19 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     Args:
         op: the overload; one that writes to no argument.
-        args, kwargs: its arguments, with `Padded` in place of every tensor.
+        args, kwargs: its arguments, with `PaddedValue` in place of every tensor.
 
     Returns:
-        What the op returns, with `Padded` in place of every tensor.
+        What the op returns, with `PaddedValue` in place of every tensor.
 
     Raises:
         RuleError: there is no rule.
         Inexpressible: there is a rule, which doesn't cover this call.
     """
-    return run_call(Call(op, args, kwargs))
+    return run_call(PaddedCall(op, args, kwargs))
 
 
-def run_call(call: Call) -> Any:
+def run_call(call: PaddedCall) -> Any:
     """`run`, of a call."""
     op = call.op
     if not any(x.padded_dims for x in call.values):
@@ -169,26 +169,26 @@ def run_call(call: Call) -> Any:
     is_view = op_class(op) is OpClass.VIEW
     if asked:
         # An operand that comes back is another value from here on.
-        answer = mapped(Padded, lambda x: replace(x, arrival=None) if x.arrival in asked else x, answer)
+        answer = mapped(PaddedValue, lambda x: replace(x, arrival=None) if x.arrival in asked else x, answer)
         if is_view:
             answer = _sent_as_they_come(answer, call)
     return _as_view(answer, call) if is_view else answer
 
 
-def _sent_as_they_come(out: Any, call: Call) -> Any:
+def _sent_as_they_come(out: Any, call: PaddedCall) -> Any:
     """The results of a view, whose padding is the only one that padding of the operand went to."""
     if any(x.shape[d] == 1 for x in call.values for d in x.padded_dims):
         return out
-    out = mapped(Padded, lambda x: x if x.arrival is not None else x.gradient_noted(), out)
+    out = mapped(PaddedValue, lambda x: x if x.arrival is not None else x.gradient_noted(), out)
     for x in call.values:
-        x.sends_zero(*found(Padded, out))
+        x.sends_zero(*found(PaddedValue, out))
     return out
 
 
-def _as_view(out: Any, call: Call) -> Any:
+def _as_view(out: Any, call: PaddedCall) -> Any:
     """The results of a view, which say so: whoever writes to one writes to what it views, or must not."""
     copied = any(x.view == "copy" for x in call.values)
-    return mapped(Padded, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), out)
+    return mapped(PaddedValue, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), out)
 
 
 def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _wrapped(out: Any) -> Any:
     return mapped(Tensor, plain, out)
 
 
-def refuse(call: Call, why: str, kind: type[Inexpressible] = Inexpressible) -> Inexpressible:
+def refuse(call: PaddedCall, why: str, kind: type[UnsupportedCall] = UnsupportedCall) -> UnsupportedCall:
     """What a rule raises for a call that it doesn't cover, or not where it is."""
     dims = sorted({str(size) for x in call.values for d in x.padded_dims for size in [*map(_size, x.dims[d])]})
     name = f"{call.op.namespace}.{overload_name(call.op)}"

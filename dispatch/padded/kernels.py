@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.kernels.padded import masked_ops
 from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, has_kernel
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ KINDS: dict[Any, str] = {
 """What a reduction is called among the kernels."""
 
 
-def extents(x: Padded) -> list[Extent] | None:
+def extents(x: PaddedValue) -> list[ValidLength] | None:
     """The padded dims as the kernels take them; None where a kernel doesn't take them, or there is none to run.
 
     Args:
@@ -52,11 +52,11 @@ def extents(x: Padded) -> list[Extent] | None:
         sizes = x.sizes.of(x.dims[d][0].size)
         if sizes.dim() and not rows:
             return None
-        found.append(Extent(d, sizes, rows[0] if rows else 0))
+        found.append(ValidLength(d, sizes, rows[0] if rows else 0))
     return found
 
 
-def softmax(x: Padded, dim: int, is_log: bool) -> Padded | None:
+def softmax(x: PaddedValue, dim: int, is_log: bool) -> PaddedValue | None:
     """Softmax along a dim by a kernel; None where there is none for it."""
     padding = extents(x)
     if not padding:
@@ -64,7 +64,7 @@ def softmax(x: Padded, dim: int, is_log: bool) -> Padded | None:
     return x.like(masked_ops.masked_softmax(x.dense, dim, padding, 0.0, is_log), 0)
 
 
-def reduced(op: Any, x: Padded, dims: Sequence[int], p: float = 2.0, correction: float = 1.0) -> Tensor | None:
+def reduced(op: Any, x: PaddedValue, dims: Sequence[int], p: float = 2.0, correction: float = 1.0) -> Tensor | None:
     """A reduction by a kernel, without the reduced dims; None where there is none for it."""
     kind = KINDS.get(op)
     padding = extents(x) if kind is not None and dims and p >= 0 else None
@@ -74,8 +74,8 @@ def reduced(op: Any, x: Padded, dims: Sequence[int], p: float = 2.0, correction:
 
 
 def normed(
-    x: Padded, normalized: int, weight: Padded | None, bias: Padded | None, eps: float, is_rms: bool
-) -> Padded | None:
+    x: PaddedValue, normalized: int, weight: PaddedValue | None, bias: PaddedValue | None, eps: float, is_rms: bool
+) -> PaddedValue | None:
     """Layer or rms norm over the last dims by a kernel; None where there is none for it."""
     padding = extents(x)
     if not padding:

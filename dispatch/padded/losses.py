@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import met, pointwise
 
 aten = torch.ops.aten
@@ -17,14 +17,14 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @table.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
                 aten.binary_cross_entropy_with_logits)  # fmt: skip
-def elementwise(call: Call) -> Any:
+def elementwise(call: PaddedCall) -> Any:
     """A loss of pairs of elements."""
     named = {**call.named, "reduction": _NONE}
     if call.op is aten.binary_cross_entropy.default:
         # Torch refuses values that are no probabilities, in the padding too.
         named["self"] = call["self"].cleaned(0.5)
         named["target"] = call["target"].cleaned(0.5)
-    each = pointwise(Call(call.op, (), named))
+    each = pointwise(PaddedCall(call.op, (), named))
     if call["reduction"] == _NONE:
         return each
     return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
@@ -32,10 +32,10 @@ def elementwise(call: Call) -> Any:
 
 @table.register(aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_forward,
                 aten.nll_loss2d_forward)  # fmt: skip
-def classes(call: Call) -> Any:
+def classes(call: PaddedCall) -> Any:
     """The log-probability of a class: a padded target is one to ignore, which takes it out of every mean."""
-    x: Padded = call["self"]
-    target: Padded = call["target"]
+    x: PaddedValue = call["self"]
+    target: PaddedValue = call["target"]
     at = 0 if x.dim() == 1 else 1
     if x.is_padded(at) and (call["weight"] is not None or call.get("label_smoothing")):
         raise refuse(call, "the classes themselves are padded, and weighted or smoothed over")
@@ -46,9 +46,9 @@ def classes(call: Call) -> Any:
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
     sizes = call.sizes()
     dims = [met([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
-    target = Padded(target.dense, tuple(dims), sizes)
+    target = PaddedValue(target.dense, tuple(dims), sizes)
     ignored = target.filled(call["ignore_index"])
-    scored = Padded(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes, x.fill)
+    scored = PaddedValue(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes, x.fill)
     # What is ignored gives its scores a gradient of zero, if they are numbers.
     scores = scored.finite() if scored.dims == x.dims else scored.filled(0)
     x.sends_zero()
@@ -63,7 +63,7 @@ def classes(call: Call) -> Any:
     return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
 
 
-def _by_probabilities(call: Call, x: Padded, target: Padded, at: int) -> Any:
+def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> Any:
     """-sum(weight * target * log_softmax(x)) over the classes; its mean is over positions, whatever they weigh."""
     smoothing, weight = call["label_smoothing"], call["weight"]
     if smoothing:
@@ -79,15 +79,15 @@ def _by_probabilities(call: Call, x: Padded, target: Padded, at: int) -> Any:
 
 
 @table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)
-def margins(call: Call) -> Any:
+def margins(call: PaddedCall) -> Any:
     """A loss of each sample's scores."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if x.dim() != 2 or x.is_padded(1):
         raise refuse(call, "the classes themselves are padded")
     samples = met([x.dims[0], call["target"].dims[0]], call.sizes())
     weight = {"weight": call["weight"].dense} if call.get("weight") is not None else {}
-    target = Padded(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
-    scores = Padded(x.dense, (samples, x.dims[1]), call.sizes()).filled(0)
+    target = PaddedValue(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
+    scores = PaddedValue(x.dense, (samples, x.dims[1]), call.sizes()).filled(0)
     each = result(call.dense({"self": scores, "target": target, "reduction": _NONE, **weight}), [samples], call.sizes())
     if call["reduction"] == _NONE:
         return each.gradient_masked()
@@ -95,21 +95,21 @@ def margins(call: Call) -> Any:
 
 
 @table.register(aten.ctc_loss)
-def alignments(call: Call) -> Any:
+def alignments(call: PaddedCall) -> Any:
     """The log-probability of some labels: lengths are the caller's, and what lies beyond them isn't read."""
-    x: Padded = call["log_probs"]
-    targets: Padded = call["targets"]
+    x: PaddedValue = call["log_probs"]
+    targets: PaddedValue = call["targets"]
     if x.is_padded(x.dim() - 1):
         raise refuse(call, "the classes themselves are padded")
     lengths = {name: call[name] for name in ("input_lengths", "target_lengths")}
-    counts = [n.dense.numel() if isinstance(n, Padded) else len(n) for n in lengths.values()]
+    counts = [n.dense.numel() if isinstance(n, PaddedValue) else len(n) for n in lengths.values()]
     if targets.dim() == 2:
         counts.append(targets.shape[0])
     if any(count != math.prod(x.shape[1:-1]) for count in counts):
         raise refuse(call, "the batch is padded in some of its tensors only")
     # Any label does beyond a target's length, and any length for a sequence that isn't real.
     named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": _NONE}
-    safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, Padded)}
+    safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, PaddedValue)}
     each = call.dense({**named, **safe})
     if x.dim() == 2:
         samples = plain(each)
@@ -126,7 +126,7 @@ def alignments(call: Call) -> Any:
 
 
 @table.register(aten.dist)
-def dist(call: Call) -> Any:
+def dist(call: PaddedCall) -> Any:
     """The norm of a difference."""
     difference = apply(aten.sub.Tensor, call["self"], call["other"])
     return apply(aten.linalg_vector_norm.default, difference, call["p"])

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.errors import Inexpressible
+from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors
 
@@ -56,7 +56,7 @@ def _below(factor: Factor, sizes: TrueSizes, position: int, rows_at: int | None,
     if not sizes.differs_by_row(factor.size):
         return index < size[0]
     if rows_at is None:
-        raise Inexpressible("the rows of a ragged batch are gone, and its lengths with them")
+        raise UnsupportedCall("the rows of a ragged batch are gone, and its lengths with them")
     shape = [1] * rank
     shape[rows_at] = size.shape[0]
     return index < size.view(shape)

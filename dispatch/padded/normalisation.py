@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import REPEATED, Padded, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, PaddedValue, result
 from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.sizes.dim_factors import Factors, static_dims
@@ -27,9 +27,9 @@ aten = torch.ops.aten
 
 
 @table.register(aten.layer_norm, aten.native_layer_norm)
-def layer_norm(call: Call) -> Any:
+def layer_norm(call: PaddedCall) -> Any:
     """Over the last dims."""
-    x: Padded = call["input"]
+    x: PaddedValue = call["input"]
     first = x.dim() - len(call["normalized_shape"])
     over = range(first, x.dim())
     weight, bias = (_parameter(call, call[name], x, first) for name in ("weight", "bias"))
@@ -47,9 +47,9 @@ def layer_norm(call: Call) -> Any:
 
 
 @table.register(aten.rms_norm)
-def rms_norm(call: Call) -> Padded:
+def rms_norm(call: PaddedCall) -> PaddedValue:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dims."""
-    x: Padded = call["input"]
+    x: PaddedValue = call["input"]
     first = x.dim() - len(call["normalized_shape"])
     over = list(range(first, x.dim()))
     weight = _parameter(call, call["weight"], x, first)
@@ -66,24 +66,24 @@ def rms_norm(call: Call) -> Padded:
 
 
 @table.register(aten.group_norm)
-def group_norm(call: Call) -> Padded:
+def group_norm(call: PaddedCall) -> PaddedValue:
     """Over the channels of a group and the positions of an image."""
-    x: Padded = call["input"]
+    x: PaddedValue = call["input"]
     if x.is_padded(1):
         raise refuse(call, "the channels are padded")
     if not any(x.is_padded(d) for d in range(1, x.dim())):
         return _by_torch(call, x, 1)  # type: ignore[no-any-return]
     groups = call["num_groups"]
     split = x.dense.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-    grouped = Padded(split, (x.dims[0], *static_dims(split.shape[1:3]), *x.dims[2:]), x.sizes)
+    grouped = PaddedValue(split, (x.dims[0], *static_dims(split.shape[1:3]), *x.dims[2:]), x.sizes)
     normal, _, _ = _normalised(call, grouped, list(range(2, grouped.dim())))
     return _scaled(x, normal.reshape(x.shape), call["weight"], call["bias"], _channels(x))
 
 
 @table.register(aten.batch_norm)
-def batch_norm(call: Call) -> Padded:
+def batch_norm(call: PaddedCall) -> PaddedValue:
     """Over the batch and the positions, for each channel; the running statistics learn of real elements."""
-    x: Padded = call["input"]
+    x: PaddedValue = call["input"]
     average, spread = call["running_mean"], call["running_var"]
     if x.is_padded(1) and any(call[name] is not None for name in ("weight", "bias", "running_mean", "running_var")):
         raise refuse(call, "the channels are padded")
@@ -104,9 +104,9 @@ def batch_norm(call: Call) -> Padded:
 
 
 @table.register(aten.instance_norm)
-def instance_norm(call: Call) -> Padded:
+def instance_norm(call: PaddedCall) -> PaddedValue:
     """Over the positions, for each channel of each sample; running statistics are means over the samples."""
-    x: Padded = call["input"]
+    x: PaddedValue = call["input"]
     if x.is_padded(1):
         raise refuse(call, "the channels are padded")
     average, spread = call["running_mean"], call["running_var"]
@@ -118,14 +118,14 @@ def instance_norm(call: Call) -> Padded:
         count = _count(x, over)
         for running, seen in ((average.dense, mean), (spread.dense, squares * count / (count - 1))):
             dims = (x.dims[0], *static_dims([x.shape[1]]))
-            samples = Padded(seen.detach().reshape(x.shape[:2]), dims, x.sizes)
+            samples = PaddedValue(seen.detach().reshape(x.shape[:2]), dims, x.sizes)
             with torch.no_grad():
                 share = samples.filled(0).sum(0, keepdim=True) / _count(samples, [0])
                 running.lerp_(share[0].to(running.dtype), call["momentum"])
     return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
 
 
-def _parameter(call: Call, weight: Padded | None, x: Padded, first: int) -> Padded | None:
+def _parameter(call: PaddedCall, weight: PaddedValue | None, x: PaddedValue, first: int) -> PaddedValue | None:
     """A weight or bias, padded as the dims that it scales are, or not at all; its padding then scales by zero."""
     if weight is None:
         return None
@@ -138,7 +138,7 @@ def _parameter(call: Call, weight: Padded | None, x: Padded, first: int) -> Padd
     return weight.cleaned()
 
 
-def _by_torch(call: Call, x: Padded, rows: int) -> Any:
+def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> Any:
     """Torch's kernel; where autograd follows, with real rows in place of padded ones, which might have no gradient."""
     followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
     if not followed:
@@ -150,16 +150,16 @@ def _by_torch(call: Call, x: Padded, rows: int) -> Any:
     x.sends_zero()
     out = call.dense({"input": x.repeated(is_known=lambda: True)})
     if not isinstance(out, tuple):
-        return result(out, x.dims, x.sizes, REPEATED).gradient_masked()
+        return result(out, x.dims, x.sizes, EDGE_FILL).gradient_masked()
     return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, _dims_of(x, out, rows), strict=True))
 
 
-def _dims_of(x: Padded, outs: Sequence[Tensor], rows: int) -> list[Sequence[Factors]]:
+def _dims_of(x: PaddedValue, outs: Sequence[Tensor], rows: int) -> list[Sequence[Factors]]:
     """The dims of a norm's results: its own, and the statistics of each row."""
     return [x.dims, *[[*x.dims[:rows], *static_dims(o.shape[rows:])] for o in outs[1:]]]
 
 
-def _normalised(call: Call, x: Padded, over: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _normalised(call: PaddedCall, x: PaddedValue, over: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps), mean and var over the real elements of some dims, which are kept."""
     if not x.dense.is_floating_point():
         call.dense()
@@ -175,28 +175,30 @@ def _normalised(call: Call, x: Padded, over: list[int]) -> tuple[Tensor, Tensor,
     return _without_padding(x, distance * torch.rsqrt(squares + eps)), mean, squares
 
 
-def _without_padding(x: Padded, normal: Tensor) -> Tensor:
+def _without_padding(x: PaddedValue, normal: Tensor) -> Tensor:
     """Zero in padded rows, which may have no deviation to divide by: a weight's gradient multiplies with them."""
     mask = x.mask()
     return normal if mask is None else torch.where(mask, normal, 0)
 
 
-def _count(x: Padded, over: list[int]) -> Tensor | int:
+def _count(x: PaddedValue, over: list[int]) -> Tensor | int:
     return real_count(x, over) if x.mask(over) is not None else math.prod(x.shape[d] for d in over)
 
 
-def _scaled(x: Padded, normal: Tensor, weight: Padded | None, bias: Padded | None, shape: Sequence[int]) -> Padded:
+def _scaled(
+    x: PaddedValue, normal: Tensor, weight: PaddedValue | None, bias: PaddedValue | None, shape: Sequence[int]
+) -> PaddedValue:
     """Times the weight, plus the bias, in the dtype of the input; both learn of real elements only."""
     out = normal if weight is None else normal * weight.dense.view(shape)
     out = out if bias is None else out + bias.dense.view(shape)
     return result(out.to(x.dense.dtype), x.dims, x.sizes).gradient_masked()
 
 
-def _channels(x: Padded) -> list[int]:
+def _channels(x: PaddedValue) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-def _by_given(x: Padded, mean: Padded, var: Padded, eps: float) -> Tensor:
+def _by_given(x: PaddedValue, mean: PaddedValue, var: PaddedValue, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps), statistics of the channels."""
     average, spread = (statistic.dense.view(_channels(x)) for statistic in (mean, var))
     return (x.filled(0) - average) * torch.rsqrt(spread + eps)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of
 
 
-def taken(x: Padded, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1) -> Padded:
+def taken(x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1) -> PaddedValue:
     """`count` positions of a dim from `first` on, a step apart: a view that had to be copied.
 
     Args:
@@ -29,7 +29,7 @@ def taken(x: Padded, dim: int, first: Tensor | int, count: int, factors: Factors
     return replace(found, view="copy")
 
 
-def gathered(x: Padded, dim: int, index: Tensor, factors: Factors) -> Padded:
+def gathered(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
     """The positions of a dim that an index names; names beyond the ends are of padding.
 
     Args:
@@ -57,23 +57,23 @@ def gathered(x: Padded, dim: int, index: Tensor, factors: Factors) -> Padded:
     return result(out, dims, x.sizes).gradient_masked()
 
 
-def rows_dim(x: Padded) -> int:
+def rows_dim(x: PaddedValue) -> int:
     """The dim of a ragged batch's rows."""
     for d, factors in enumerate(x.dims):
         if len(factors) == 1 and factors[0].size == rows_symbol():
             return d
-    raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
+    raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
 
 
-def _place_of_rows(x: Padded) -> tuple[int, int, int]:
+def _place_of_rows(x: PaddedValue) -> tuple[int, int, int]:
     """The dim of a ragged batch's rows, and how many indices there are around all rows and within each."""
     for d, factors in enumerate(x.dims):
         at = next((i for i, factor in enumerate(factors) if factor.size == rows_symbol()), None)
         if at is not None and all(factor.is_static for factor in factors if factor.size != rows_symbol()):
             return d, bucket_of(factors[:at]), bucket_of(factors[at + 1 :])
-    raise Inexpressible("the rows of this ragged batch are part of a flattened dim")
+    raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
 
 
-def along(x: Padded, dim: int, size: Tensor) -> Tensor:
+def along(x: PaddedValue, dim: int, size: Tensor) -> Tensor:
     """A size, () or (rows,), shaped to broadcast against (rows, positions) or (positions,)."""
     return size.unsqueeze(-1) if size.dim() else size

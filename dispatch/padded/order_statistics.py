@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.data_dependent import in_a_row
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
 from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
 from subtensors.dispatch.padded.sorting import in_order
 from subtensors.dispatch.sizes.dim_factors import static_dims
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 
 @table.register(aten.median.dim, aten.nanmedian.dim)
-def median(call: Call) -> Any:
+def median(call: PaddedCall) -> Any:
     """The element in the middle, the lower of two, and where it stands; the first NaN if NaN counts and is there."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return wrap_reduced(call.dense(), x, [d], call["keepdim"])
@@ -38,9 +38,9 @@ def median(call: Call) -> Any:
 
 
 @table.register(aten.median.default, aten.nanmedian.default)
-def median_of_all(call: Call) -> Padded:
+def median_of_all(call: PaddedCall) -> PaddedValue:
     """The element in the middle of a whole tensor; all that equal it share its gradient."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     dtype = x.dense.dtype
     if dtype == torch.bool:
         raise refuse(call, "torch has no median of bools")
@@ -56,12 +56,12 @@ def median_of_all(call: Call) -> Padded:
 
 
 @table.register(aten.mode)
-def mode(call: Call) -> Any:
+def mode(call: PaddedCall) -> Any:
     """The least of the values that occur most often, and where it stands last: in order, where a longest run ends.
 
     What torch gives where some are NaN depends on the order of the elements; here each NaN is a value above all others.
     """
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return wrap_reduced(call.dense(), x, [d], call["keepdim"])
@@ -77,9 +77,9 @@ def mode(call: Call) -> Any:
 
 
 @table.register(aten.quantile, aten.nanquantile)
-def quantile(call: Call) -> Padded:
+def quantile(call: PaddedCall) -> PaddedValue:
     """Between the elements below and above the rank q (n - 1)."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = None if call["dim"] is None else call["dim"] % max(x.dim(), 1)
     q = _fractions(call, x)
     gone = list(range(x.dim())) if d is None else [d]
@@ -120,19 +120,19 @@ class SharedGradient(torch.autograd.Function):
         return torch.where(chosen, gradients[0] / chosen.sum(), 0), None, None
 
 
-def _counts(x: Padded, gone: list[int]) -> tuple[Tensor, Tensor]:
+def _counts(x: PaddedValue, gone: list[int]) -> tuple[Tensor, Tensor]:
     """How many real elements there are, and how many NaN among them; dims kept."""
     nan, mask = x.dense.detach().isnan(), x.mask(gone)
     return real_count(x, gone), (nan if mask is None else nan & mask).sum(gone, keepdim=True)
 
 
-def _median_rank(call: Call, x: Padded, gone: list[int]) -> Tensor:
+def _median_rank(call: PaddedCall, x: PaddedValue, gone: list[int]) -> Tensor:
     count, nans = _counts(x, gone)
     rank = ((count - nans - 1) // 2).clamp(min=0)
     return rank if call.op.overloadpacket is aten.nanmedian else torch.where(nans > 0, count - nans, rank)
 
 
-def _elements(call: Call, x: Padded, d: int, ranked: Sequence[Padded], rank: Tensor) -> Any:
+def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedValue], rank: Tensor) -> Any:
     """The elements of a rank of each row, and their positions."""
     shape = list(x.shape)
     shape[d] = 1
@@ -141,14 +141,14 @@ def _elements(call: Call, x: Padded, d: int, ranked: Sequence[Padded], rank: Ten
     return wrap_reduced(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
 
 
-def _fractions(call: Call, x: Padded) -> Tensor:
+def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
     """q as a tensor; what torch would not take is left to torch."""
     given = call["q"]
     if x.dense.dtype not in (torch.float32, torch.float64):
         raise refuse(call, "torch has quantiles of float and double only")
     if call["interpolation"] not in _ROUNDED:
         raise refuse(call, f"there is no interpolation {call['interpolation']!r}")
-    if not isinstance(given, Padded):
+    if not isinstance(given, PaddedValue):
         if not 0 <= given <= 1:
             raise refuse(call, f"q is {given}, out of [0, 1]")
         return torch.full((), given, dtype=x.dense.dtype, device=x.dense.device)
@@ -184,6 +184,6 @@ def _between(values: Tensor, ranks: Tensor, interpolation: str) -> Tensor:
     return torch.lerp(below, above, torch.full_like(ranks, 0.5) if interpolation == "midpoint" else ranks - low)
 
 
-def _wrapped(out: Tensor, x: Padded, gone: Sequence[int], keepdim: bool, q: Tensor) -> Padded:
+def _wrapped(out: Tensor, x: PaddedValue, gone: Sequence[int], keepdim: bool, q: Tensor) -> PaddedValue:
     kept = [static_dims([1])[0] if d in gone else f for d, f in enumerate(x.dims) if keepdim or d not in gone]
     return result(out, [*static_dims(q.shape), *kept], x.sizes)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gathered
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static, static_dims
 from subtensors.dispatch.sizes.expressions import largest
@@ -18,9 +18,9 @@ aten = torch.ops.aten
 
 
 @table.register(aten.constant_pad_nd, aten.pad)
-def bordered(call: Call) -> Padded:
+def bordered(call: PaddedCall) -> PaddedValue:
     """A constant around the real part, which stands in the padding too, so that it follows the true end; or a copy."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if call.get("mode", "constant") != "constant":
         return _of_itself(call, x)
     widths = list(call["pad"])
@@ -58,7 +58,7 @@ _REPEATED: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
 _ROOM = {"reflect": -1, "circular": 0}
 
 
-def _of_itself(call: Call, x: Padded) -> Padded:
+def _of_itself(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """A border that repeats the real part: each dim after the other."""
     mode, widths = call["mode"], list(call["pad"])
     if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
@@ -85,7 +85,7 @@ def _of_itself(call: Call, x: Padded) -> Padded:
     return x
 
 
-def repeated(x: Padded, d: int, mode: str, left: int, bucket: int, factors: Factors) -> Padded:
+def repeated(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
     """A dim with what it repeats beside its real part.
 
     Args:

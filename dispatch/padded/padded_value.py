@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.gradient_masking import Arrival, FillPadding, Known, MaskGradient
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, Known, MaskGradient
 from subtensors.dispatch.padded.masks import real_positions
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
@@ -34,24 +34,25 @@ from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_h
 
 Number = int | float | bool
 
-FINITE: Literal["finite"] = "finite"
+FINITE_FILL: Literal["finite"] = "finite"
 """A fill of which only that is known: numbers, no NaN or infinity unless real values have them for the same reason."""
 
-REPEATED: Literal["repeated"] = "repeated"
+EDGE_FILL: Literal["repeated"] = "repeated"
 """A fill with what stands at the first position of each padded dim: what an op makes of it, is made of real values."""
 
 Fill = Number | Literal["finite", "repeated"]
 
 
 @dataclass(eq=False)
-class Padded:
+class PaddedValue:
     """A tensor as the rules see it.
 
     Args:
         dense: the padded storage, of the bucket's shape.
         dims: the factors of each dim; a dim of one static factor has no padding.
         sizes: the true sizes that the factors speak of; None when nothing is padded.
-        fill: what stands everywhere in the padding, or that it is `FINITE` or `REPEATED`; None when nothing is known.
+        fill: what stands everywhere in the padding, or that it is `FINITE_FILL` or `EDGE_FILL`; None when nothing is
+            known.
         view: of a view, "alias" where it lies in the memory of what it views, "copy" where it couldn't.
         arrival: what is known of the gradient that arrives at it; None where nobody asks.
     """
@@ -61,7 +62,7 @@ class Padded:
     sizes: TrueSizes | None = None
     fill: Fill | None = None
     view: Literal["", "alias", "copy"] = ""
-    arrival: Arrival | None = None
+    arrival: GradientTracker | None = None
     _padded_dims: list[int] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -126,7 +127,7 @@ class Padded:
     @property
     def fill_elsewhere(self) -> Fill | None:
         """What is known of its padding where a padded dim gets other first positions."""
-        return None if self.fill == REPEATED else self.fill
+        return None if self.fill == EDGE_FILL else self.fill
 
     @property
     def is_tame(self) -> bool:
@@ -162,7 +163,7 @@ class Padded:
         """
         return self.dense if self.holds_numbers else self.filled(value)
 
-    def cleaned(self, value: Number = 0) -> Padded:
+    def cleaned(self, value: Number = 0) -> PaddedValue:
         """The same value with `value` throughout its padding."""
         return replace(self, dense=self.filled(value), fill=value, arrival=None)
 
@@ -173,7 +174,7 @@ class Padded:
             only: the dims whose padding counts; all by default.
             is_known: asked in the backward whether the gradient is zero there as it comes.
         """
-        if self.fill == REPEATED:
+        if self.fill == EDGE_FILL:
             return self.dense
         dense = self.dense
         for d in self.padded_dims if only is None else only:
@@ -186,32 +187,32 @@ class Padded:
                 dense = self._filled(dense, mask, first, is_known)
         return dense
 
-    def gradient_masked(self) -> Padded:
+    def gradient_masked(self) -> PaddedValue:
         """The same value; the gradient that arrives in its padding is taken for zero."""
         mask = self.mask() if self.records else None
         if mask is None:
             return self
         assert self.sizes is not None
-        arrival = Arrival(is_masked=True)
+        arrival = GradientTracker(is_masked=True)
         return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, arrival.comes_zero), arrival=arrival)
 
-    def gradient_noted(self) -> Padded:
+    def gradient_noted(self) -> PaddedValue:
         """The same value, of which it is known in the backward whether the gradient is zero in its padding."""
-        return replace(self, arrival=Arrival()) if self.records else self
+        return replace(self, arrival=GradientTracker()) if self.records else self
 
-    def sends_zero(self, *results: Padded) -> None:
+    def sends_zero(self, *results: PaddedValue) -> None:
         """Say that this call's gradient of it, an operand, is zero in its padding where that of some results is."""
         if self.arrival is not None:
-            self.arrival.conditions.append([r.arrival or Arrival() for r in results])
+            self.arrival.conditions.append([r.arrival or GradientTracker() for r in results])
 
-    def as_view(self, view: Literal["", "alias", "copy"]) -> Padded:
+    def as_view(self, view: Literal["", "alias", "copy"]) -> PaddedValue:
         """The same value, as a view of this kind."""
-        return Padded(self.dense, self.dims, self.sizes, self.fill, view, self.arrival)
+        return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.arrival)
 
-    def like(self, dense: Tensor, fill: Fill | None = None) -> Padded:
+    def like(self, dense: Tensor, fill: Fill | None = None) -> PaddedValue:
         """Another storage of the same shape with the same padding."""
         sizes = self.sizes if self.sizes is None else self.sizes.to(dense.device)
-        return Padded(dense, self.dims, sizes, fill)
+        return PaddedValue(dense, self.dims, sizes, fill)
 
 
 def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Known | None = None) -> Tensor:
@@ -227,14 +228,14 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Kno
     return MaskGradient.apply(dense, mask, zero, is_known)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def plain(dense: Tensor) -> Padded:
+def plain(dense: Tensor) -> PaddedValue:
     """A tensor without padding."""
-    value = Padded(dense, static_dims(dense.shape))
+    value = PaddedValue(dense, static_dims(dense.shape))
     value._padded_dims = []
     return value
 
 
-def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Fill | None = None) -> Padded:
+def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Fill | None = None) -> PaddedValue:
     """A rule's result; checked to say what its storage is.
 
     Raises:
@@ -249,10 +250,10 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
         elif any(sizes.is_ragged(factor.size) for factor in factors):
             dims = tuple(_rows_apart(d, sizes.rows) for d in dims)
             if sum(factor.size == rows_symbol() for d in dims for factor in d) != 1:
-                raise Inexpressible(
+                raise UnsupportedCall(
                     "the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it"
                 )
-    return Padded(dense, dims, sizes if sizes is None else sizes.to(dense.device), fill)
+    return PaddedValue(dense, dims, sizes if sizes is None else sizes.to(dense.device), fill)
 
 
 def _rows_apart(factors: Factors, rows: int) -> Factors:
@@ -279,18 +280,18 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
     return tuple(own if d == at else factors or (static(1),) for d, factors in enumerate(without))
 
 
-def prefix_size(value: Padded, dim: int) -> Size:
+def prefix_size(value: PaddedValue, dim: int) -> Size:
     """The true size of a dim whose real positions come first.
 
     Raises:
         Inexpressible: the real positions lie scattered, as after a flatten.
     """
     if len(value.dims[dim]) != 1:
-        raise Inexpressible(f"dim {dim} was flattened from several dims and its real positions lie scattered in it")
+        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its real positions lie scattered in it")
     return value.dims[dim][0].size
 
 
-def host_sizes(value: Padded, dim: int) -> list[int] | None:
+def host_sizes(value: PaddedValue, dim: int) -> list[int] | None:
     """The true size of a dim as the host knows it, of each row where rows differ; None where it doesn't know.
 
     Raises:

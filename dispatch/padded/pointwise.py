@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import FINITE, REPEATED, Fill, Padded, masked_gradient, result
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
 from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
@@ -48,14 +48,14 @@ aten = torch.ops.aten
 
 
 @table.register(OpClass.POINTWISE, aten.fake_quantize_per_tensor_affine)
-def pointwise(call: Call) -> Any:
+def pointwise(call: PaddedCall) -> Any:
     """Run the op on the storages, which broadcast as the logical tensors do."""
     operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
-    named = mapped(Padded, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
+    named = mapped(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
     divisor = call.named.get("other")
-    if isinstance(divisor, Padded) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
+    if isinstance(divisor, PaddedValue) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
         named["other"] = divisor.filled(1)
     out = call.dense(named)
     fill = _fill_after(call, operands, dims)
@@ -67,15 +67,15 @@ def pointwise(call: Call) -> Any:
 
 
 @table.register(aten.fake_quantize_per_channel_affine)
-def quantized_by_channel(call: Call) -> Padded:
+def quantized_by_channel(call: PaddedCall) -> PaddedValue:
     """Rounded to a scale of its channel's own."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if x.is_padded(call["axis"] % x.dim()):
         raise refuse(call, "the channels are padded")
     return x.like(call.dense())
 
 
-def _say_what_is_sent(call: Call, operands: Sequence[Padded], out: Padded) -> None:
+def _say_what_is_sent(call: PaddedCall, operands: Sequence[PaddedValue], out: PaddedValue) -> None:
     name = _name(call)
     if name in _LINEAR or (name in _SMOOTH and all(_is_tame(x, out) for x in operands)):
         for x in operands:
@@ -83,24 +83,24 @@ def _say_what_is_sent(call: Call, operands: Sequence[Padded], out: Padded) -> No
                 x.sends_zero(out)
 
 
-def _padded_from_behind(x: Padded, out: Padded) -> list[int]:
+def _padded_from_behind(x: PaddedValue, out: PaddedValue) -> list[int]:
     """The dims of an operand that are padded ones of the result; negative where it lacks them."""
     return [d - out.dim() + x.dim() for d in out.padded_dims]
 
 
-def _is_tame(x: Padded, out: Padded) -> bool:
+def _is_tame(x: PaddedValue, out: PaddedValue) -> bool:
     """Does an operand of a broadcast op hold numbers of the size of real ones in the padding of the result?"""
     return x.is_tame if x.padded_dims else not _is_aligned(x, out.dims)
 
 
-def _is_aligned(x: Padded, dims: Sequence[Factors]) -> bool:
+def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
     """Has an operand without padding positions of its own where the result is padded?"""
     own = zip(reversed(x.shape), reversed(dims), strict=False)
     return not x.padded_dims and any(n != 1 and is_padded(factors) for n, factors in own)
 
 
 @table.register(aten.copy.default)
-def copied(call: Call) -> Padded:
+def copied(call: PaddedCall) -> PaddedValue:
     """`copy`: the second operand broadcast to the first, which gives dtype and shape."""
     dims, sizes = broadcast([call["self"], call["src"]])
     if len(dims) != call["self"].dim():
@@ -111,7 +111,7 @@ def copied(call: Call) -> Padded:
     return result(source.expand(shape).to(call["self"].dense, copy=True), dims, sizes)
 
 
-def broadcast(operands: Sequence[Padded]) -> tuple[tuple[Factors, ...], TrueSizes | None]:
+def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], TrueSizes | None]:
     """The dims of a broadcast result, and the sizes they speak of.
 
     Raises:
@@ -146,10 +146,12 @@ def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Facto
             if bucket_of(chosen) == 1:
                 # Each is there or not, and what they make is there where all are.
                 return (Factor(1, multiplied(*(size_of(factors) for factors in padded))),)
-            raise Inexpressible(f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same")
+            raise UnsupportedCall(
+                f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same"
+            )
     for other in candidates:
         if bucket_of(other) not in (1, bucket_of(chosen)):
-            raise Inexpressible(
+            raise UnsupportedCall(
                 f"a dim of bucket {bucket_of(chosen)} (true size {_sizes(chosen)}) meets a plain dim of "
                 f"{bucket_of(other)}: pad that tensor on the same Dim"
             )
@@ -177,7 +179,7 @@ def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], 
     return all(difference(n) == 0 for n in range(buckets[symbols.index(free[0])] + 1))
 
 
-def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:
+def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:
     """The storage of an operand of a broadcast op.
 
     One that lacks a padded dim of the result, or has only real positions there, would take padding's gradients for
@@ -192,7 +194,7 @@ def gradient_safe(x: Padded, dims: Sequence[Factors], shape: Sequence[int], size
     ]
     if not lacking:
         return x.dense
-    mask = Padded(x.dense, tuple(dims), sizes).mask(lacking)
+    mask = PaddedValue(x.dense, tuple(dims), sizes).mask(lacking)
     if mask is None:
         return x.dense
     target = [1] * (len(dims) - x.dim()) + list(x.shape)
@@ -209,36 +211,38 @@ def is_padded_alike(own: Factors, of_result: Factors) -> bool:
     return is_padded(own) and bucket_of(own) == bucket_of(of_result)
 
 
-def _fill_after(call: Call, operands: Sequence[Padded], dims: Sequence[Factors]) -> Fill | None:
+def _fill_after(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> Fill | None:
     """What is known of the result's padding: zero where the op keeps zero, the first real values where it has those."""
     name, fill = _name(call), operands[0].fill
     if _repeats(call, operands, dims):
-        return REPEATED
+        return EDGE_FILL
     if len(operands) == 2 and name in ("add", "sub"):
         is_zero = all(x.fill == 0 and x.dims == operands[0].dims for x in operands)
         return 0 if is_zero and operands[0].padded_dims else None
     if len(operands) != 1:
         return None
-    if fill == FINITE and (name in _BOUNDED or (name in _CASTS and _holds_as_much(call["self"].dense.dtype, call))):
-        return FINITE
+    if fill == FINITE_FILL and (
+        name in _BOUNDED or (name in _CASTS and _holds_as_much(call["self"].dense.dtype, call))
+    ):
+        return FINITE_FILL
     return fill if (fill == 0 and name in _KEEPS_ZERO) or name in _KEEPS_VALUES else None
 
 
-def _repeats(call: Call, operands: Sequence[Padded], dims: Sequence[Factors]) -> bool:
+def _repeats(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> bool:
     """Is the padding of the result that of the operands, the first real positions again?"""
     return (
-        all(x.fill == REPEATED if x.padded_dims else not _is_aligned(x, dims) for x in operands)
+        all(x.fill == EDGE_FILL if x.padded_dims else not _is_aligned(x, dims) for x in operands)
         and torch.Tag.nondeterministic_seeded not in call.op.tags
     )
 
 
-def _holds_as_much(dtype: torch.dtype, call: Call) -> bool:
+def _holds_as_much(dtype: torch.dtype, call: PaddedCall) -> bool:
     """Are numbers of this dtype numbers in the one that they are cast to?"""
     to = call.get("dtype") or dtype
     return all(t.is_floating_point for t in (dtype, to)) and torch.finfo(to).max > 0.99 * torch.finfo(dtype).max
 
 
-def _name(call: Call) -> str:
+def _name(call: PaddedCall) -> str:
     """The op's, of one in place that of what it computes."""
     name: str = call.op._schema.name
     return name.split("::")[1].rstrip("_")

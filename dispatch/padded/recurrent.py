@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.tree import found
 from subtensors.dispatch.sizes.dim_factors import static_dims
@@ -31,10 +31,10 @@ SATURATED = 1e4
 
 
 @table.register(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-def recurrent(call: Call) -> tuple[Padded, ...]:
+def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
     """The outputs of the last layer, and the last states of all."""
     time = 1 if call["batch_first"] else 0
-    x, states = _of_one_batch(call, call["input"], found(Padded, call["hx"]), 1 - time)
+    x, states = _of_one_batch(call, call["input"], found(PaddedValue, call["hx"]), 1 - time)
     hidden = [static_dims([s.shape[2]])[0] for s in states]
     if not x.is_padded(time):
         given: Any = [s.filled(0) for s in states]
@@ -63,8 +63,8 @@ def recurrent(call: Call) -> tuple[Padded, ...]:
 
 
 def _layer(
-    call: Call, x: Padded, states: list[Tensor], weights: list[Tensor], time: int, backwards: bool
-) -> list[Padded]:
+    call: PaddedCall, x: PaddedValue, states: list[Tensor], weights: list[Tensor], time: int, backwards: bool
+) -> list[PaddedValue]:
     """The outputs of one layer in one direction, and its last states."""
     steps = apply(aten.flip.default, x, [time]) if backwards else x
     dense = steps.filled(0)
@@ -93,9 +93,9 @@ def _layer(
 
 
 @table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
-def cell(call: Call) -> Any:
+def cell(call: PaddedCall) -> Any:
     """One step."""
-    x, states = _of_one_batch(call, call["input"], found(Padded, call["hx"]), 0)
+    x, states = _of_one_batch(call, call["input"], found(PaddedValue, call["hx"]), 0)
     given: Any = [s.filled(0) for s in states]
     out = call.dense({"input": x.filled(0), "hx": given if len(states) > 1 else given[0]})
     outs = out if isinstance(out, tuple) else (out,)
@@ -103,7 +103,9 @@ def cell(call: Call) -> Any:
     return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
 
 
-def _of_one_batch(call: Call, x: Padded, states: Sequence[Padded], at: int) -> tuple[Padded, list[Padded]]:
+def _of_one_batch(
+    call: PaddedCall, x: PaddedValue, states: Sequence[PaddedValue], at: int
+) -> tuple[PaddedValue, list[PaddedValue]]:
     """The input and the states, padded alike in their batch, which is a dim `at` of the input."""
     weights = [w for w in call.values if w is not x and all(w is not s for s in states)]
     features = [x.is_padded(x.dim() - 1), *(s.is_padded(d) for s in states for d in range(s.dim()) if d != s.dim() - 2)]
@@ -111,5 +113,5 @@ def _of_one_batch(call: Call, x: Padded, states: Sequence[Padded], at: int) -> t
         raise refuse(call, "its features, its layers or its weights are padded")
     sizes = call.sizes()
     batch = met([x.dims[at], *(s.dims[-2] for s in states)], sizes)
-    together = Padded(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
-    return together, [Padded(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]
+    together = PaddedValue(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
+    return together, [PaddedValue(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, Padded, plain, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, plain, result
 from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import Factors, is_prefix, static_dims
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
@@ -68,9 +68,9 @@ NEUTRAL: dict[Any, Callable[[torch.dtype], Number]] = {
 
 
 @table.register(*NEUTRAL)
-def reduction(call: Call) -> Any:
+def reduction(call: PaddedCall) -> Any:
     """Fill with the neutral element, then reduce."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
     gone = reduced_dims(call, x)
     if call.op.overloadpacket is aten.logsumexp and not (x.dense.is_floating_point() or x.dense.is_complex()):
@@ -86,9 +86,9 @@ def reduction(call: Call) -> Any:
 
 
 @table.register(aten.mean)
-def mean(call: Call) -> Padded:
+def mean(call: PaddedCall) -> PaddedValue:
     """Sum over count."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     gone = reduced_dims(call, x)
     keepdim = call.get("keepdim", False)
     dtype = call["dtype"] or x.dense.dtype
@@ -107,9 +107,9 @@ def mean(call: Call) -> Padded:
 
 
 @table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
-def variance(call: Call) -> Any:
+def variance(call: PaddedCall) -> Any:
     """Squared distances from the mean of the real elements, over their count less the correction."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     gone = reduced_dims(call, x)
     keepdim = call["keepdim"]
     if not _padded_among(x, gone) or not (x.dense.is_floating_point() or x.dense.is_complex()):
@@ -145,9 +145,9 @@ def _root(squares: Tensor) -> Tensor:
 
 
 @table.register(aten.linalg_vector_norm, aten.norm, aten.native_norm, aten.frobenius_norm)
-def norm(call: Call) -> Padded:
+def norm(call: PaddedCall) -> PaddedValue:
     """sum(|x|^p)^(1/p): zero adds nothing; for p = -inf, or another negative p, infinity does."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     order = call.get("ord", call.get("p", 2))
     order = 2 if order is None else order
     gone = reduced_dims(call, x)
@@ -160,9 +160,9 @@ def norm(call: Call) -> Padded:
 
 
 @table.register(aten.argmax, aten.argmin)
-def argmax(call: Call) -> Padded:
+def argmax(call: PaddedCall) -> PaddedValue:
     """The position of an extreme; that of the flattened tensor counts real elements only."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     extreme = least if call.op.overloadpacket is aten.argmax else greatest
     gone = reduced_dims(call, x)
     _require_prefix(call, x, gone)
@@ -174,9 +174,9 @@ def argmax(call: Call) -> Padded:
 
 
 @table.register(aten.aminmax)
-def aminmax(call: Call) -> Any:
+def aminmax(call: PaddedCall) -> Any:
     """Both extremes."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     gone = reduced_dims(call, x)
     dtype, keepdim = x.dense.dtype, call["keepdim"]
     named: dict[str, Any] = {} if call["dim"] is None else {"dim": gone}
@@ -186,13 +186,13 @@ def aminmax(call: Call) -> Any:
 
 
 @table.register(aten.trace)
-def trace(call: Call) -> Padded:
+def trace(call: PaddedCall) -> PaddedValue:
     """The sum of the diagonal."""
     return apply(aten.sum.default, apply(aten.diagonal.default, call["self"]))  # type: ignore[no-any-return]
 
 
 @table.register(OpClass.REDUCTION)
-def unaware(call: Call) -> Any:
+def without_padding(call: PaddedCall) -> Any:
     """A reduction whose neutral element isn't known: right over dims without padding."""
     x = call.values[0]
     if len(call.values) > 1 or ("dim" not in call and "dims" not in call):
@@ -203,7 +203,7 @@ def unaware(call: Call) -> Any:
     return wrap_reduced(call.dense(), x, gone, call.get("keepdim", False))
 
 
-def _by_kernel(call: Call, x: Padded, gone: list[int], p: float = 2, correction: float = 1) -> Any:
+def _by_kernel(call: PaddedCall, x: PaddedValue, gone: list[int], p: float = 2, correction: float = 1) -> Any:
     """The reduction by one kernel, where there is one."""
     if not _padded_among(x, gone) or call.get("dtype") not in (None, x.dense.dtype) or call.op in (aten.prod.default,):
         return None
@@ -216,7 +216,7 @@ def _by_kernel(call: Call, x: Padded, gone: list[int], p: float = 2, correction:
     return wrap_reduced(out, x, gone, keepdim)
 
 
-def reduced_dims(call: Call, x: Padded) -> list[int]:
+def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
     """The dims that a call reduces."""
     given = call.get("dim", call.get("dims"))
     if given is None or (not isinstance(given, int) and len(given) == 0):
@@ -224,7 +224,7 @@ def reduced_dims(call: Call, x: Padded) -> list[int]:
     return [d % max(x.dim(), 1) for d in ([given] if isinstance(given, int) else given)] if x.dim() else []
 
 
-def wrap_reduced(out: Any, x: Padded, gone: Sequence[int], keepdim: bool) -> Any:
+def wrap_reduced(out: Any, x: PaddedValue, gone: Sequence[int], keepdim: bool) -> Any:
     """The results of a reduction, with the padding of the dims that stay."""
     if keepdim:
         dims: list[Factors] = [static_dims([1])[0] if d in gone else f for d, f in enumerate(x.dims)]
@@ -235,7 +235,7 @@ def wrap_reduced(out: Any, x: Padded, gone: Sequence[int], keepdim: bool) -> Any
     return mapped(Tensor, lambda t: result(t, dims, x.sizes), out)
 
 
-def real_count(x: Padded, gone: Sequence[int]) -> Tensor:
+def real_count(x: PaddedValue, gone: Sequence[int]) -> Tensor:
     """How many real elements each result of a reduction is made of, broadcastable to it with its dims kept."""
     mask = x.mask(gone)
     if mask is None:
@@ -245,7 +245,7 @@ def real_count(x: Padded, gone: Sequence[int]) -> Tensor:
     return count * whole
 
 
-def logical_position(call: Call, x: Padded, position: Tensor) -> Tensor:
+def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tensor:
     """A position in the flattened bucket as one in the flattened logical tensor."""
     out = torch.zeros_like(position)
     scale: Tensor | int = 1
@@ -259,11 +259,11 @@ def logical_position(call: Call, x: Padded, position: Tensor) -> Tensor:
     return out
 
 
-def _padded_among(x: Padded, dims: Sequence[int]) -> bool:
+def _padded_among(x: PaddedValue, dims: Sequence[int]) -> bool:
     return any(x.is_padded(d) for d in dims)
 
 
-def _require_prefix(call: Call, x: Padded, dims: Sequence[int]) -> None:
+def _require_prefix(call: PaddedCall, x: PaddedValue, dims: Sequence[int]) -> None:
     if not all(is_prefix(x.dims[d]) for d in dims):
         raise refuse(call, "a position in a flattened dim counts its padding")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, Padded
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.reductions import greatest, least
 from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import is_prefix
@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 @table.register(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
                 aten.special_softmax, aten.special_log_softmax)  # fmt: skip
-def softmax(call: Call) -> Padded:
+def softmax(call: PaddedCall) -> PaddedValue:
     """exp(x) over its sum: -inf adds nothing to it."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if x.dim() == 0:
         return x.like(call.dense())
     d = call["dim"] % x.dim()
@@ -50,9 +50,9 @@ SCANS: dict[Any, Callable[[torch.dtype], Number]] = {
 
 
 @table.register(*SCANS)
-def scan(call: Call) -> Any:
+def scan(call: PaddedCall) -> Any:
     """A running value: what is real comes before the padding, which only the gradient runs back through."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return mapped(Tensor, x.like, call.dense())
@@ -63,9 +63,9 @@ def scan(call: Call) -> Any:
 
 
 @table.register(aten.diff)
-def difference(call: Call) -> Padded:
+def difference(call: PaddedCall) -> PaddedValue:
     """Each position less the one before it, n times: of bools, whether they differ."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"]
     parts = [part for part in (call["prepend"], x, call["append"]) if part is not None]
     x = apply(aten.cat.default, parts, d) if len(parts) > 1 else x

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.padded.interpreter import Call, refuse, table
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, plain, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, plain, result
 from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
 from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
@@ -18,7 +18,7 @@ from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
 aten = torch.ops.aten
 
 
-def in_order(call: Call, x: Padded, d: int, descending: bool) -> tuple[Padded, Padded]:
+def in_order(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
     """Values and positions in order, the real ones first. A sort puts NaN above all numbers."""
     if not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
@@ -29,9 +29,9 @@ def in_order(call: Call, x: Padded, d: int, descending: bool) -> tuple[Padded, P
 
 
 @table.register(aten.sort, aten.argsort, aten.msort)
-def sort(call: Call) -> Any:
+def sort(call: PaddedCall) -> Any:
     """Elements in order."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if x.dim() == 0:
         return mapped(Tensor, x.like, call.dense())
     d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
@@ -43,9 +43,9 @@ def sort(call: Call) -> Any:
 
 
 @table.register(aten.topk)
-def topk(call: Call) -> Any:
+def topk(call: PaddedCall) -> Any:
     """The k greatest or least."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     k = static_dims([call["k"]])
     dims = [*x.dims[:d], *k, *x.dims[d + 1 :]] if x.dim() else []
@@ -57,9 +57,9 @@ def topk(call: Call) -> Any:
 
 
 @table.register(aten.kthvalue)
-def kthvalue(call: Call) -> Any:
+def kthvalue(call: PaddedCall) -> Any:
     """The element of rank k."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return wrap_reduced(call.dense(), x, [d], call["keepdim"])
@@ -69,7 +69,7 @@ def kthvalue(call: Call) -> Any:
 
 
 @table.register(OpClass.SORT_SELECT)
-def unaware(call: Call) -> Any:
+def unaware(call: PaddedCall) -> Any:
     """Any other selection along one dim: right over a dim without padding."""
     x = call.values[0]
     if len(call.values) > 1 or not isinstance(call.get("dim"), int) or not isinstance(call.get("keepdim"), bool):
@@ -81,15 +81,15 @@ def unaware(call: Call) -> Any:
 
 
 @table.register(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
-def isin(call: Call) -> Padded:
+def isin(call: PaddedCall) -> PaddedValue:
     """Is each element one of some real ones?"""
     tests = call.get("test_elements")
-    if not isinstance(tests, Padded) or not tests.padded_dims:
+    if not isinstance(tests, PaddedValue) or not tests.padded_dims:
         elements = call["elements"]
         return elements.like(call.dense())  # type: ignore[no-any-return]
     mask = tests.mask()
     given = call.get("elements", call.get("element"))
-    elements = given if isinstance(given, Padded) else plain(torch.as_tensor(given, device=tests.dense.device))
+    elements = given if isinstance(given, PaddedValue) else plain(torch.as_tensor(given, device=tests.dense.device))
     equal = elements.dense.unsqueeze(-1) == tests.dense.reshape(-1)
     equal = equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)
     found = equal.any(-1)
@@ -97,10 +97,10 @@ def isin(call: Call) -> Padded:
 
 
 @table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
-def searchsorted(call: Call) -> Padded:
+def searchsorted(call: PaddedCall) -> PaddedValue:
     """Where values belong in a sorted sequence, whose padding is above them all."""
     sequence = call.get("sorted_sequence", call.get("boundaries"))
-    values: Padded = call["self"]
+    values: PaddedValue = call["self"]
     if sequence.dim() > 1 or call.get("sorter") is not None:
         raise refuse(call, "each row of the sequence has values of its own")
     if not sequence.padded_dims:
@@ -116,7 +116,7 @@ def searchsorted(call: Call) -> Padded:
     return values.like(found) if values.padded_dims else plain(found)
 
 
-def _require_enough(x: Padded, d: int, k: int) -> None:
+def _require_enough(x: PaddedValue, d: int, k: int) -> None:
     for size in host_sizes(x, d) or ():
         if k > size:
             raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from subtensors.dispatch.padded.errors import Undecided
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.errors import DataDependentCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import taken
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.padded.views import row
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
@@ -26,9 +26,9 @@ aten = torch.ops.aten
 
 @table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
                 aten.split.default, aten.tensor_split.indices)  # fmt: skip
-def split_at(call: Call) -> list[Padded]:
+def split_at(call: PaddedCall) -> list[PaddedValue]:
     """Parts of given sizes, which add up to the bucket's, or between positions: slices, cut at the true end."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     given = call.get("split_sizes", call.get("split_size"))
     if not x.is_padded(d):
@@ -41,9 +41,9 @@ def split_at(call: Call) -> list[Padded]:
 
 
 @table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
-def split(call: Call) -> list[Padded]:
+def split(call: PaddedCall) -> list[PaddedValue]:
     """Parts of one size, and what is left."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d, size = call["dim"] % x.dim(), call["split_size"]
     if not x.is_padded(d):
         return _static_parts(call, x, d)
@@ -53,9 +53,9 @@ def split(call: Call) -> list[Padded]:
 
 
 @table.register(aten.chunk, aten.unsafe_chunk)
-def chunk(call: Call) -> list[Padded]:
+def chunk(call: PaddedCall) -> list[PaddedValue]:
     """So many parts of one size, the last one smaller, or fewer of them."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d, chunks = call["dim"] % x.dim(), call["chunks"]
     if not x.is_padded(d):
         return _static_parts(call, x, d)
@@ -68,9 +68,9 @@ def chunk(call: Call) -> list[Padded]:
 
 
 @table.register(aten.tensor_split.sections)
-def sections(call: Call) -> list[Padded]:
+def sections(call: PaddedCall) -> list[PaddedValue]:
     """So many parts, of which the first ones may be one longer."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d, count = call["dim"] % x.dim(), call["sections"]
     if not x.is_padded(d):
         return _static_parts(call, x, d)
@@ -82,9 +82,9 @@ def sections(call: Call) -> list[Padded]:
 
 
 @table.register(aten.unbind, aten.unbind_copy)
-def unbind(call: Call) -> list[Padded]:
+def unbind(call: PaddedCall) -> list[PaddedValue]:
     """Every index of a dim."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     if not x.is_padded(d):
         dims = [factors for i, factors in enumerate(x.dims) if i != d]
@@ -94,34 +94,34 @@ def unbind(call: Call) -> list[Padded]:
     return [apply(aten.select.int, x, d, i) for i in range(_same_for_all(call, x, d, _known(call, x, d)))]
 
 
-def _static_parts(call: Call, x: Padded, d: int) -> list[Padded]:
+def _static_parts(call: PaddedCall, x: PaddedValue, d: int) -> list[PaddedValue]:
     return [
         result(part, [*x.dims[:d], *static_dims([part.shape[d]]), *x.dims[d + 1 :]], x.sizes, x.fill)
         for part in call.dense()
     ]
 
 
-def _part(x: Padded, d: int, start: Size, size: Size, parts: int) -> Padded:
+def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> PaddedValue:
     """One of so many parts, from where its expression says on."""
     assert x.sizes is not None
     longest = -(-x.shape[d] // parts)
     return taken(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
 
 
-def _known(call: Call, x: Padded, d: int) -> list[int]:
+def _known(call: PaddedCall, x: PaddedValue, d: int) -> list[int]:
     """The true sizes of a dim, which the host knows."""
     sizes = None if is_traced(x.dense) else host_sizes(x, d)
     if sizes is None:
-        raise refuse(call, "the number of parts would depend on the true size", Undecided)
+        raise refuse(call, "the number of parts would depend on the true size", DataDependentCall)
     return sizes
 
 
-def _same_for_all(call: Call, x: Padded, d: int, counts: Sequence[int]) -> int:
+def _same_for_all(call: PaddedCall, x: PaddedValue, d: int, counts: Sequence[int]) -> int:
     if len(set(counts)) > 1:
         raise refuse(call, "the number of parts differs from row to row")
     return counts[0]
 
 
-def _refuse_rows(call: Call, x: Padded, d: int) -> None:
+def _refuse_rows(call: PaddedCall, x: PaddedValue, d: int) -> None:
     if prefix_size(x, d).has(rows_symbol()):
         raise refuse(call, "it parts the rows of a ragged batch")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.padded.interpreter import Call, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import taken
-from subtensors.dispatch.padded.padded_value import Padded, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, reshaped, static_dims, with_dim
@@ -23,9 +23,9 @@ _END = 2**62  # torch writes an open end as the largest int64
 
 
 @table.register(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten.reshape, aten._reshape_copy)
-def reshape(call: Call) -> Padded:
+def reshape(call: PaddedCall) -> PaddedValue:
     """Dims become one, or come apart."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
         raise refuse(call, "where the sizes of an empty tensor go isn't told by its elements")
@@ -55,16 +55,16 @@ def _factors_reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[F
 
 
 @table.register(aten.permute, aten.permute_copy)
-def permute(call: Call) -> Padded:
+def permute(call: PaddedCall) -> PaddedValue:
     """Dims in another order."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     return result(call.dense(), [x.dims[d] for d in call["dims"]], x.sizes, x.fill)
 
 
 @table.register(aten.transpose.int, aten.t, aten.transpose_copy.int, aten.t_copy, aten.numpy_T, aten.mT, aten.adjoint)
-def transpose(call: Call) -> Padded:
+def transpose(call: PaddedCall) -> PaddedValue:
     """Two dims change places."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     dims = list(x.dims)
     if call.op.overloadpacket is aten.numpy_T:
         dims.reverse()
@@ -77,17 +77,17 @@ def transpose(call: Call) -> Padded:
 
 
 @table.register(aten.unsqueeze, aten.unsqueeze_copy)
-def unsqueeze(call: Call) -> Padded:
+def unsqueeze(call: PaddedCall) -> PaddedValue:
     """A dim of size 1 is put in."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     at = call["dim"] % (x.dim() + 1)
     return result(call.dense(), [*x.dims[:at], *static_dims([1]), *x.dims[at:]], x.sizes, x.fill)
 
 
 @table.register(aten.squeeze, aten.squeeze_copy)
-def squeeze(call: Call) -> Padded:
+def squeeze(call: PaddedCall) -> PaddedValue:
     """Dims of size 1 go; one whose bucket is larger stays, whatever its true size."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     given = call.get("dim")
     wanted = range(x.dim()) if given is None else [d % x.dim() for d in _listed(given)]
     gone = {d for d in wanted if x.shape[d] == 1}
@@ -97,9 +97,9 @@ def squeeze(call: Call) -> Padded:
 
 
 @table.register(aten.expand, aten.expand_copy)
-def expand(call: Call) -> Padded:
+def expand(call: PaddedCall) -> PaddedValue:
     """Dims of size 1 are repeated without being copied; a padded dim stays as it is."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     target = list(call["size"])
     added = len(target) - x.dim()
     dims: list[Factors] = list(static_dims([max(size, 1) if size < 0 else size for size in target]))
@@ -110,7 +110,7 @@ def expand(call: Call) -> Padded:
 
 
 @table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)
-def expand_as(call: Call) -> Any:
+def expand_as(call: PaddedCall) -> Any:
     """Operands take the dims, padding included, that a pointwise op would give them."""
     if call.op is aten.broadcast_to.default:
         return expand(call)
@@ -122,9 +122,11 @@ def expand_as(call: Call) -> Any:
 
 
 @table.register(aten.meshgrid)
-def meshgrid(call: Call) -> list[Padded]:
+def meshgrid(call: PaddedCall) -> list[PaddedValue]:
     """Each vector along a dim of its own, repeated along those of the others."""
-    vectors: list[Padded] = [x if x.dim() else Padded(x.dense.view(1), static_dims([1])) for x in call["tensors"]]
+    vectors: list[PaddedValue] = [
+        x if x.dim() else PaddedValue(x.dense.view(1), static_dims([1])) for x in call["tensors"]
+    ]
     sizes = call.sizes()
     dims = [x.dims[0] for x in vectors]
     shape = [x.shape[0] for x in vectors]
@@ -134,7 +136,7 @@ def meshgrid(call: Call) -> list[Padded]:
         at[i] = -1
         own: list[Factors] = [static_dims([1])[0]] * len(vectors)
         own[i] = x.dims[0]
-        placed = Padded(x.dense.view(at), tuple(own), x.sizes)
+        placed = PaddedValue(x.dense.view(at), tuple(own), x.sizes)
         out = result(gradient_safe(placed, dims, shape, sizes).expand(shape), dims, sizes)
         swapped = call.get("indexing") == "xy" and len(vectors) > 1
         axes = [1, 0, *range(2, len(vectors))]
@@ -145,9 +147,9 @@ def meshgrid(call: Call) -> list[Padded]:
 @table.register(aten.alias, aten.detach, aten.alias_copy, aten.detach_copy, aten.lift_fresh, aten.lift, aten.contiguous,
                 aten.resolve_conj, aten.resolve_neg, aten._conj, aten.conj, aten._neg_view, aten.positive,
                 aten.requires_grad_, aten.pin_memory, aten.view_as, aten.reshape_as)  # fmt: skip
-def same_shape(call: Call) -> Padded:
+def same_shape(call: PaddedCall) -> PaddedValue:
     """Every element stays where it is."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     if "other" in call and call["other"].shape != x.shape:
         dims = reshaped(x.dims, list(call["other"].shape))
         return result(call.dense(), [f or static_dims([1])[0] for f in dims], x.sizes, x.fill)
@@ -155,9 +157,9 @@ def same_shape(call: Call) -> Padded:
 
 
 @table.register(aten.view_as_real, aten.view_as_complex, aten.view_as_real_copy, aten.view_as_complex_copy)
-def as_pairs(call: Call) -> Padded:
+def as_pairs(call: PaddedCall) -> PaddedValue:
     """A last dim of two real numbers, or none."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     # The wrapper of a conjugate does not say so, and torch would take it for a tensor that is not conjugated.
     out = call.dense({"self": x.dense.resolve_conj()})
     if out.dim() > x.dim():
@@ -169,9 +171,9 @@ def as_pairs(call: Call) -> Padded:
 
 
 @table.register(aten.view.dtype)
-def reinterpreted(call: Call) -> Padded:
+def reinterpreted(call: PaddedCall) -> PaddedValue:
     """The same bytes as another dtype of as many of them."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     out = call.dense()
     if out.shape != x.shape:
         raise refuse(call, "elements of another number of bytes change the size of the last dim")
@@ -179,9 +181,9 @@ def reinterpreted(call: Call) -> Padded:
 
 
 @table.register(aten.select.int, aten.select_copy)
-def select(call: Call) -> Padded:
+def select(call: PaddedCall) -> PaddedValue:
     """One index of a dim; a negative one counts from the true end."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d, index = call["dim"] % x.dim(), call["index"]
     dims = [factors for i, factors in enumerate(x.dims) if i != d]
     if not x.is_padded(d):
@@ -200,9 +202,9 @@ def select(call: Call) -> Padded:
 
 
 @table.register(aten.slice, aten.slice_copy)
-def slice_(call: Call) -> Padded:
+def slice_(call: PaddedCall) -> PaddedValue:
     """A range of a dim; negative ends count from the true end."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     start, stop, step = call["start"] or 0, call["end"], call["step"]
     stop = None if stop is None or stop >= _END else stop
@@ -241,9 +243,9 @@ def slice_(call: Call) -> Padded:
 
 
 @table.register(aten.narrow.default)
-def narrow(call: Call) -> Padded:
+def narrow(call: PaddedCall) -> PaddedValue:
     """So many positions from one on, which counts from the true end if negative."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d, start, length = call["dim"] % max(x.dim(), 1), call["start"], call["length"]
     if not x.is_padded(d):
         out = call.dense()
@@ -258,9 +260,9 @@ def narrow(call: Call) -> Padded:
 
 
 @table.register(aten.unfold, aten.unfold_copy)
-def unfold(call: Call) -> Padded:
+def unfold(call: PaddedCall) -> PaddedValue:
     """Windows of a dim; they start a step apart, and the last one ends within the true size."""
-    x: Padded = call["self"]
+    x: PaddedValue = call["self"]
     d = call["dimension"] % x.dim()
     out = call.dense()
     window = static_dims([call["size"]])
@@ -273,9 +275,9 @@ def unfold(call: Call) -> Padded:
 
 
 @table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal)
-def diagonal(call: Call) -> Padded:
+def diagonal(call: PaddedCall) -> PaddedValue:
     """The diagonal of two dims: it ends where the first of them does."""
-    x: Padded = call["self" if "self" in call else "A"]
+    x: PaddedValue = call["self" if "self" in call else "A"]
     a, b = call["dim1"] % x.dim(), call["dim2"] % x.dim()
     out = call.dense()
     dims = [factors for i, factors in enumerate(x.dims) if i not in (a, b)]
@@ -286,14 +288,14 @@ def diagonal(call: Call) -> Padded:
     return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_elsewhere)
 
 
-def row(x: Padded, d: int, index: int) -> Padded:
+def row(x: PaddedValue, d: int, index: int) -> PaddedValue:
     """One row of a ragged batch, of its own size."""
     assert x.sizes is not None
     rest = [factors for i, factors in enumerate(x.dims) if i != d]
     return result(x.dense.select(d, index), rest, x.sizes.of_row(index), x.fill)
 
 
-def _check_index(x: Padded, d: int, index: int) -> None:
+def _check_index(x: PaddedValue, d: int, index: int) -> None:
     """Refuse an index beyond the true size, where the host knows it and no row has another."""
     sizes = host_sizes(x, d)
     if sizes is not None and len(sizes) == 1 and not -sizes[0] <= index < sizes[0]:

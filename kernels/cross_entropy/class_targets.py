@@ -38,7 +38,7 @@ def launch_hard_loss() -> RepeatedLaunch:
     return RepeatedLaunch(hard_loss_kernel)
 
 
-class HardRows(NamedTuple):
+class ClassTargets(NamedTuple):
     """What each row counts for.
 
     Args:
@@ -63,7 +63,7 @@ class HardRows(NamedTuple):
 
 def hard_rows_by_kernel(
     target: Tensor, class_weight: Tensor | None, classes: int, ignore_index: int, mean: bool
-) -> HardRows:
+) -> ClassTargets:
     """`hard_rows` in float32 by the kernel."""
     count = target.shape[0]
     hard = torch.empty(count + 1, dtype=torch.int64, device=target.device)
@@ -77,10 +77,10 @@ def hard_rows_by_kernel(
         MEAN=mean,
         **_tile(count),
     )
-    return HardRows(hard[:count], weights, shares, totals, hard[count:])
+    return ClassTargets(hard[:count], weights, shares, totals, hard[count:])
 
 
-def hard_loss_by_kernel(rows: HardRows, top: Tensor, total: Tensor, picked: Tensor, mean: bool) -> Tensor:
+def hard_loss_by_kernel(rows: ClassTargets, top: Tensor, total: Tensor, picked: Tensor, mean: bool) -> Tensor:
     """The cross entropy of all rows, added or averaged.
 
     Args:
@@ -111,7 +111,7 @@ def hard_rows(
     mean: bool,
     dtype: torch.dtype,
     kernels: bool = False,
-) -> HardRows:
+) -> ClassTargets:
     """What each row counts for.
 
     Args:
@@ -137,7 +137,7 @@ def hard_rows(
     total = weight.sum()
     share = torch.where(valid, weight * (1 / total), 0.0) if mean else weight
     count = total if class_weight is None else valid.sum().to(dtype)
-    return HardRows(torch.where(valid, target, -1).long(), weight, share, torch.stack([total, count]))
+    return ClassTargets(torch.where(valid, target, -1).long(), weight, share, torch.stack([total, count]))
 
 
 def assert_classes(

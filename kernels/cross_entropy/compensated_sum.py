@@ -62,7 +62,7 @@ def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -
     total.copy_(after)
 
 
-class ProductSum:
+class CompensatedGemmSum:
     """A sum of matrix products a^T b, the weight gradient of chunk after chunk.
 
     Args:
@@ -137,7 +137,7 @@ class ProductSum:
         self.result[self._upper.shape[0] :].copy_(self.beside)
 
 
-class WideSum:
+class Float32Sum:
     """A sum of matrix products a^T b in float32 (float64 of such), rounded once into memory that is taken at the end.
 
     A product goes into one matrix, which is faster than into two halves. While it is rounded there is the result beside

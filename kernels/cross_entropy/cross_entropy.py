@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.class_targets import HardRows, hard_loss_by_kernel, hard_rows
+from subtensors.kernels.cross_entropy.class_targets import ClassTargets, hard_loss_by_kernel, hard_rows
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -90,7 +90,7 @@ class Targets(NamedTuple):
         return Targets(hard, soft, self.class_weight)
 
 
-class Statistics(NamedTuple):
+class RowStatistics(NamedTuple):
     """What the loss needs to know of the logits of each row, each (N,).
 
     Args:
@@ -106,26 +106,26 @@ class Statistics(NamedTuple):
     summed: Tensor
 
     @staticmethod
-    def none(count: int, dtype: torch.dtype, device: torch.device) -> Statistics:
+    def none(count: int, dtype: torch.dtype, device: torch.device) -> RowStatistics:
         """Those of rows of which no column was seen."""
         top, *zeros = torch.zeros(4, count, dtype=dtype, device=device).unbind()
-        return Statistics(top.fill_(-torch.inf), *zeros)
+        return RowStatistics(top.fill_(-torch.inf), *zeros)
 
     @staticmethod
-    def unwritten(count: int, dtype: torch.dtype, device: torch.device) -> Statistics:
+    def unwritten(count: int, dtype: torch.dtype, device: torch.device) -> RowStatistics:
         """Memory for those of rows that will be written at once."""
-        return Statistics(*torch.empty(4, count, dtype=dtype, device=device).unbind())
+        return RowStatistics(*torch.empty(4, count, dtype=dtype, device=device).unbind())
 
-    def forget(self) -> Statistics:
+    def forget(self) -> RowStatistics:
         """Itself, as of rows of which no column was seen."""
         self.top.fill_(-torch.inf)
         for zeros in (self.total, self.picked, self.summed):
             zeros.zero_()
         return self
 
-    def rows(self, begin: int, end: int) -> Statistics:
+    def rows(self, begin: int, end: int) -> RowStatistics:
         """Views of those of rows [begin, end)."""
-        return Statistics(*[t[begin:end] for t in self])
+        return RowStatistics(*[t[begin:end] for t in self])
 
     def log_normaliser(self) -> Tensor:
         """L, (N,)."""
@@ -145,7 +145,7 @@ class GradientFactors(NamedTuple):
         return GradientFactors(*[t[begin:end] for t in self])
 
 
-class RowTerms:
+class RowLoss:
     """The loss of N rows as a function of their statistics, and the factors of its gradient.
 
     Args:
@@ -171,7 +171,7 @@ class RowTerms:
         self.weight_sum = float(classes) if weight is None else weight.sum()
         smoothing, count = options.label_smoothing, target.shape[0]
         self.mass: Tensor | float = 1.0
-        self._hard: HardRows | None = None
+        self._hard: ClassTargets | None = None
         if target.dim() == 1:
             mean = options.reduction == "mean"
             hard = hard_rows(target, weight, classes, options.ignore_index, mean, dtype, kernels)
@@ -218,7 +218,7 @@ class RowTerms:
         """Zero for ignored rows: zero times what is infinite would be no zero."""
         return rows if self.valid is None else torch.where(self.valid, rows, 0.0)
 
-    def loss(self, statistics: Statistics) -> Tensor:
+    def loss(self, statistics: RowStatistics) -> Tensor:
         """The loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
         if self._hard is not None:
             self._hard.refuse_strangers()

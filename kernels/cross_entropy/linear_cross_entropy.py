@@ -30,10 +30,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.compensated_sum import ProductSum, WideSum, product_into
+from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum, product_into
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.logits_block import uses_kernels
-from subtensors.kernels.cross_entropy.problem import LossAndGradients, LossTask, Needs
+from subtensors.kernels.cross_entropy.problem import GradFlags, LossAndGradients, Problem
 
 Accumulate = Literal["exact", "fast"]
 
@@ -88,13 +88,13 @@ def linear_cross_entropy(
         torch.Size([4, 3])
     """
     _check(hidden, weight, target, bias, rows, columns, accumulate)
-    task = LossTask(
+    task = Problem(
         hidden,
         weight,
         target,
         bias,
         options or CrossEntropy(),
-        Needs(needs[0], needs[1], needs[2] and bias is not None),
+        GradFlags(needs[0], needs[1], needs[2] and bias is not None),
         upstream,
         weight_grad_dtype or weight.dtype,
         kernels,
@@ -105,7 +105,7 @@ def linear_cross_entropy(
         return _by_rows(task, rows or max(1, hidden.shape[0]), accumulate == "exact")
 
 
-def _by_rows(task: LossTask, rows: int, exact: bool) -> LossAndGradients:
+def _by_rows(task: Problem, rows: int, exact: bool) -> LossAndGradients:
     classes, is_summed = task.weight.shape[0], exact and task.needs.hidden and task.needs.weight
     early, late = _row_parts(*task.hidden.shape, classes, rows, TILE if is_summed else None)
     task.writes_whole_rows = any(task.needs)
@@ -168,7 +168,7 @@ class _RowSums:
         edge: up to this row the gradient of hidden states is kept in pieces.
     """
 
-    def __init__(self, task: LossTask, rows: int, exact: bool, chunks: int, edge: int) -> None:
+    def __init__(self, task: Problem, rows: int, exact: bool, chunks: int, edge: int) -> None:
         self._task, self._edge = task, edge
         self._pieces: list[Tensor] = []
         self._hidden: Tensor | None = None
@@ -202,19 +202,19 @@ class _RowSums:
         return hidden, None if self._weight is None else self._weight.take(), self._bias
 
 
-def _weight_sum(task: LossTask, rows: int, exact: bool, chunks: int) -> ProductSum | WideSum:
+def _weight_sum(task: Problem, rows: int, exact: bool, chunks: int) -> CompensatedGemmSum | Float32Sum:
     """Where the gradient of the weight adds up over chunks of so many rows."""
     classes, width = task.weight.shape
     is_short = task.weight_grad_dtype == task.hidden.dtype and task.hidden.itemsize == 2
     if exact and chunks > 1 and is_short and rows >= width:  # the logits take as much as the result
-        return WideSum(classes, width, task.weight)
+        return Float32Sum(classes, width, task.weight)
     weight_grad = task.weight_grad()
     assert weight_grad is not None
     kernels = uses_kernels(task.hidden, task.kernels)
-    return ProductSum(weight_grad, task.hidden.dtype, exact, chunks, kernels)
+    return CompensatedGemmSum(weight_grad, task.hidden.dtype, exact, chunks, kernels)
 
 
-def _by_columns(task: LossTask, columns: int, kept: int) -> LossAndGradients:
+def _by_columns(task: Problem, columns: int, kept: int) -> LossAndGradients:
     count = task.hidden.shape[0]
     blocks = _parts(task.weight.shape[0], columns)
     scratch = task.hidden.new_empty(count * columns)
@@ -253,15 +253,15 @@ def _by_columns(task: LossTask, columns: int, kept: int) -> LossAndGradients:
     return task.result(None if hidden_sum is None else hidden_sum.take(), weight_grad, bias_grad)
 
 
-def _hidden_sum(task: LossTask, columns: int, blocks: int) -> ProductSum | WideSum:
+def _hidden_sum(task: Problem, columns: int, blocks: int) -> CompensatedGemmSum | Float32Sum:
     """Where the gradient of the hidden states adds up over blocks of so many columns."""
     count, width = task.hidden.shape
     if columns >= width or task.hidden.itemsize != 2:  # a block takes as much as the result, or needs no rounding
-        return WideSum(count, width, task.hidden)
-    return ProductSum(task.hidden.new_empty(count, width), task.hidden.dtype, True, blocks, kernels=False)
+        return Float32Sum(count, width, task.hidden)
+    return CompensatedGemmSum(task.hidden.new_empty(count, width), task.hidden.dtype, True, blocks, kernels=False)
 
 
-def _places(task: LossTask, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
+def _places(task: Problem, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
     """Where blocks of logits wait for the second pass; those without a place are computed again.
 
     The gradient of the weight lends its memory. For each column its rows take up H elements, and the logits N. So with

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.cross_entropy import GradientFactors, RowTerms, Statistics, Targets
+from subtensors.kernels.cross_entropy.cross_entropy import GradientFactors, RowLoss, RowStatistics, Targets
 from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 from subtensors.kernels.runtime.current_device import launching_on
 
@@ -52,16 +52,16 @@ class Block(NamedTuple):
 class BlockOps(Protocol):
     """What happens to a block of logits."""
 
-    def fold(self, block: Block, statistics: Statistics) -> None:
+    def fold(self, block: Block, statistics: RowStatistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
 
-    def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
+    def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block; `statistics` and `factors` are of all rows, every column folded in.
 
         `into` has the shape of the block's logits, and may be them.
         """
 
-    def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
+    def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows, whatever their statistics hold."""
 
 
@@ -72,7 +72,7 @@ class ReferenceOps:
         terms: of all rows.
     """
 
-    def __init__(self, terms: RowTerms) -> None:
+    def __init__(self, terms: RowLoss) -> None:
         self.terms, self.options = terms, terms.options
 
     def _squash(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -94,7 +94,7 @@ class ReferenceOps:
         classes = torch.arange(begin, end, device=block.logits.device)
         return (targets.hard[:, None] == classes).to(self.terms.dtype), weight
 
-    def fold(self, block: Block, statistics: Statistics) -> None:
+    def fold(self, block: Block, statistics: RowStatistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
         z, _ = self._squash(block.logits)
         targets, weight = self._targets(block)
@@ -110,7 +110,7 @@ class ReferenceOps:
         if self.terms.is_smoothed:
             mine.summed.add_((weight * z).sum(1))
 
-    def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
+    def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
         z, slope = self._squash(block.logits)
         targets, weight = self._targets(block)
@@ -124,7 +124,7 @@ class ReferenceOps:
             gradient -= mine.on_all[:, None] * weight
         into.copy_(gradient * slope)
 
-    def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
+    def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
         statistics.rows(*block.rows).forget()
         self.fold(block, statistics)
@@ -154,7 +154,7 @@ class KernelOps:
         terms: of all rows.
     """
 
-    def __init__(self, terms: RowTerms) -> None:
+    def __init__(self, terms: RowLoss) -> None:
         self.terms = terms
         options = terms.options
         self.numbers = (1.0 if options.softcap is None else float(options.softcap), 1.0 / options.temperature)
@@ -179,7 +179,7 @@ class KernelOps:
         weight = logits if targets.class_weight is None else targets.class_weight
         return soft, weight, logits if targets.hard is None else targets.hard
 
-    def fold(self, block: Block, statistics: Statistics) -> None:
+    def fold(self, block: Block, statistics: RowStatistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
         from subtensors.kernels.cross_entropy.softmax_gradient_kernel import statistics_kernel
 
@@ -194,7 +194,7 @@ class KernelOps:
                 **self._shape(STATISTICS, columns),
             )
 
-    def write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors, into: Tensor) -> None:
+    def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
         from subtensors.kernels.cross_entropy.softmax_gradient_kernel import gradient_kernel
 
@@ -212,7 +212,7 @@ class KernelOps:
                 **shape,
             )
 
-    def fold_and_write_gradient(self, block: Block, statistics: Statistics, factors: GradientFactors) -> None:
+    def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
         """Both, for a block with every column of its rows."""
         logits = block.logits
         rows, columns = logits.shape
@@ -249,7 +249,7 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
 
 
-def block_ops(terms: RowTerms, logits: Tensor, kernels: bool | None = None) -> BlockOps:
+def block_ops(terms: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
     """What works on blocks of these logits.
 
     Args:

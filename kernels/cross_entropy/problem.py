@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import Block, BlockOps, block_ops, uses_kernels
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 
-class Needs(NamedTuple):
+class GradFlags(NamedTuple):
     """Which gradients are wanted; one that is not costs nothing."""
 
     hidden: bool = True
@@ -32,7 +32,7 @@ class LossAndGradients(NamedTuple):
 
 
 @dataclass
-class LossTask:
+class Problem:
     """What is to be computed, and of what.
 
     What there is of each row takes many small kernels. It is computed when it is first asked for, which is after the
@@ -44,7 +44,7 @@ class LossTask:
     target: Tensor
     bias: Tensor | None
     options: CrossEntropy
-    needs: Needs
+    needs: GradFlags
     upstream: Tensor | None
     weight_grad_dtype: torch.dtype
     kernels: bool | None
@@ -57,15 +57,15 @@ class LossTask:
         return arithmetic_dtype(self.hidden.dtype)
 
     @cached_property
-    def terms(self) -> RowTerms:
+    def terms(self) -> RowLoss:
         """The loss as a function of the statistics of rows."""
         kernels = uses_kernels(self.hidden, self.kernels)
-        return RowTerms(self.options, self.target, self.weight.shape[0], self.compute, kernels)
+        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute, kernels)
 
     @cached_property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> RowStatistics:
         """Those of the rows, as far as logits were seen."""
-        memory = Statistics.unwritten if self.writes_whole_rows else Statistics.none
+        memory = RowStatistics.unwritten if self.writes_whole_rows else RowStatistics.none
         return memory(self.hidden.shape[0], self.compute, self.hidden.device)
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowTerms, Statistics
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses_kernels
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
@@ -22,8 +22,8 @@ class _RowCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
-        terms = RowTerms(options, target, logits.shape[1], compute, uses_kernels(logits))
-        statistics = Statistics.none(logits.shape[0], compute, logits.device)
+        terms = RowLoss(options, target, logits.shape[1], compute, uses_kernels(logits))
+        statistics = RowStatistics.none(logits.shape[0], compute, logits.device)
         if logits.numel():
             block_ops(terms, logits).fold(Block(logits), statistics)
         ctx.set_materialize_grads(False)
@@ -40,7 +40,7 @@ class _RowCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         if logits.numel():
             factors = ctx.terms.gradient_factors(of_loss)
-            statistics = Statistics(top, total, top, top)  # a gradient has no use for the sums of logits
+            statistics = RowStatistics(top, total, top, top)  # a gradient has no use for the sums of logits
             block_ops(ctx.terms, logits).write_gradient(Block(logits), statistics, factors, gradient)
         return gradient, None, None
 
@@ -51,8 +51,8 @@ class _RowLogSumExp(torch.autograd.Function):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
         nobody = torch.full(logits.shape[:1], -1, device=logits.device)
-        terms = RowTerms(replace(options, ignore_index=-1), nobody, logits.shape[1], compute)
-        statistics = Statistics.none(logits.shape[0], compute, logits.device)
+        terms = RowLoss(replace(options, ignore_index=-1), nobody, logits.shape[1], compute)
+        statistics = RowStatistics.none(logits.shape[0], compute, logits.device)
         if logits.numel():
             block_ops(terms, logits).fold(Block(logits), statistics)
         # An infinite logit is the sum, as torch has it; the difference from itself is no number.
@@ -72,7 +72,7 @@ class _RowLogSumExp(torch.autograd.Function):
         if logits.numel():
             of_sum = of_sum.to(top.dtype).contiguous()
             factors = GradientFactors(of_sum, of_sum, torch.zeros_like(of_sum), of_sum)  # the others are not read
-            statistics = Statistics(top, total, top, top)
+            statistics = RowStatistics(top, total, top, top)
             block_ops(ctx.terms, logits).write_gradient(Block(logits), statistics, factors, gradient)
         return gradient, None
 

@@ -8,7 +8,7 @@ import linecache
 from dataclasses import dataclass
 from typing import Any
 
-from subtensors.kernels.fused.program import Extent, Program
+from subtensors.kernels.fused.program import Program, Shape
 from subtensors.kernels.fused.segment_writer import ARGUMENTS, SegmentWriter, function_source
 from subtensors.kernels.fused.segments import Segment
 from subtensors.kernels.fused.text import renumbered
@@ -42,9 +42,9 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
     Returns:
         The kernel; its source can be read in tracebacks and with `st.explain`.
     """
-    writer = TileWriter if segment.extent is Extent.ELEMENT else LaneWriter
+    writer = TileWriter if segment.extent is Shape.PER_ELEMENT else LaneWriter
     source = renumbered(writer(program, segment, name).source())
-    has_codes = any(program.parameters[p].extent is Extent.BLOCK for p in segment.memory.values())
+    has_codes = any(program.parameters[p].extent is Shape.PER_BLOCK for p in segment.memory.values())
     names = _compile(source, name, has_codes)
     return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
 

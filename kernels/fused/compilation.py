@@ -13,10 +13,10 @@ from contextvars import Context
 import torch
 
 from subtensors.kernels.fused.launch import Grid
-from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.gc_pause import gc_paused
 
 
-@uncollected()
+@gc_paused()
 def compile_together(grids: Sequence[Grid]) -> None:
     """Have Triton compile what these grids launch first, all at the same time; nothing where only one kernel is new.
 

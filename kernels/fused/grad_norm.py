@@ -4,7 +4,7 @@
 
 The tensors are cut into chunks. As many programs as the device holds share them, and each adds up in registers what it
 comes by; so there are few partial sums, which the program that finishes last adds up. What another program computes
-first, a number per tensor that may depend on the sum, can follow in the same kernel (`Prelude`).
+first, a number per tensor that may depend on the sum, can follow in the same kernel (`FusedGradNorm`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SquareSum:
 
 
 @dataclass(frozen=True)
-class Prelude:
+class FusedGradNorm:
     """A launch that has yet to be made, so that the first kernel of a program may follow in the same one."""
 
     sweep: SquareSum

@@ -14,10 +14,10 @@ from torch import Tensor
 from subtensors.kernels.fused import blockwise
 from subtensors.kernels.fused.codegen import Kernel, write_kernel
 from subtensors.kernels.fused.lowering import FLOATS, register
-from subtensors.kernels.fused.program import Extent, Instruction, Program
+from subtensors.kernels.fused.program import Instruction, Program, Shape
 from subtensors.kernels.fused.segment_writer import ADDRESSED
 from subtensors.kernels.fused.segments import plan_segments, slot_count
-from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.kernels.runtime.launcher import Launch, launcher
 from subtensors.kernels.runtime.transfer import to_device
 
@@ -60,12 +60,12 @@ class Tiling:
     warps: int = 2
 
 
-class Kernels:
+class KernelSet:
     """The Triton kernels of a program, one a segment."""
 
     def __init__(self, program: Program, tiling: Tiling) -> None:
         self.program, self.tiling = program, tiling
-        if any(p.extent is Extent.BLOCK for p in program.parameters):
+        if any(p.extent is Shape.PER_BLOCK for p in program.parameters):
             # Blocks are whole in a tile.
             self.tiling = tiling = replace(tiling, block=max(tiling.block, blockwise.SIZE))
         self.segments = plan_segments(program)
@@ -74,7 +74,7 @@ class Kernels:
                 program,
                 segment,
                 name=f"{_identifier(program.name)}_{segment.extent.value}_{segment.round}",
-                block=tiling.block if segment.extent is Extent.ELEMENT else LANES,
+                block=tiling.block if segment.extent is Shape.PER_ELEMENT else LANES,
             )
             for segment in self.segments
         ]
@@ -90,7 +90,7 @@ def _identifier(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileMap:
     """Tensors in parts of so many elements, a part a program."""
 
     entries: Tensor
@@ -101,7 +101,7 @@ class Cut:
     total: int
 
     @staticmethod
-    def of(sizes: np.ndarray[Any, Any], part: int, least: int, device: torch.device) -> Cut:
+    def of(sizes: np.ndarray[Any, Any], part: int, least: int, device: torch.device) -> TileMap:
         """Cut up tensors.
 
         Args:
@@ -117,7 +117,7 @@ class Cut:
         within = np.arange(total, dtype=np.int64) - np.repeat(first, parts)
         # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
         entries = to_device((tensor << 32 | within) if total else np.zeros(1, np.int64), device)
-        return Cut(entries, entries.data_ptr(), first, total)
+        return TileMap(entries, entries.data_ptr(), first, total)
 
 
 class Grid:
@@ -133,7 +133,7 @@ class Grid:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: KernelSet,
         sizes: Sequence[int],
         device: torch.device,
         matrices: Sequence[tuple[int, int]] | None = None,
@@ -146,13 +146,13 @@ class Grid:
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
-        self.tiles = Cut.of(self.sizes, block, 0, device)
+        self.tiles = TileMap.of(self.sizes, block, 0, device)
         self.rounds, self.chunks = 1, self.tiles
         if kernels.reductions:
             is_large = self.tiles.total >= ROUNDS * PROGRAMS * _multiprocessors(device)
             self.rounds = ROUNDS if is_large else 1
             # Where there are no elements, reductions must come out as the identity.
-            self.chunks = Cut.of(self.sizes, block * self.rounds, 1, device)
+            self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
@@ -209,7 +209,7 @@ class Grid:
     def is_aligned(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """For each tensor, may full tiles of it be read and written without a mask? Pointers as in `rows`."""
         parameters = self.kernels.program.parameters
-        elements = [i for i, p in enumerate(parameters) if p.extent is Extent.ELEMENT and not p.expanded]
+        elements = [i for i, p in enumerate(parameters) if p.extent is Shape.PER_ELEMENT and not p.expanded]
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
         return (addresses[elements] % ALIGNMENT == 0).all(axis=0)  # type: ignore[no-any-return]
 
@@ -256,7 +256,7 @@ class Grid:
             if self.exchange is not None:
                 self._exchange(self.exchange, kernel, workspace)
 
-    def _cut(self, kernel: Kernel) -> tuple[Cut, tuple[int, ...]]:
+    def _cut(self, kernel: Kernel) -> tuple[TileMap, tuple[int, ...]]:
         """What a kernel goes over, and the constants that it is compiled for."""
         return (
             (self.chunks, (self.rounds, kernel.block)) if kernel.segment.reductions else (self.tiles, (kernel.block,))
@@ -264,7 +264,7 @@ class Grid:
 
     def programs(self, kernel: Kernel) -> int:
         """How many programs a launch of a kernel has; none where there are no elements."""
-        return self._cut(kernel)[0].total if kernel.segment.extent is Extent.ELEMENT else -(-self.count // LANES)
+        return self._cut(kernel)[0].total if kernel.segment.extent is Shape.PER_ELEMENT else -(-self.count // LANES)
 
     def compile(self, kernel: Kernel) -> None:
         """Have Triton compile a kernel for what `launch` is going to hand it, without launching it."""
@@ -284,10 +284,10 @@ class Grid:
             step = self.kernels.program.value(value)
             assert isinstance(step, Instruction)
             results = slots[slot * self.count : (slot + 1) * self.count]
-            is_float = register(step.compute, Extent.ELEMENT) in FLOATS
+            is_float = register(step.compute, Shape.PER_ELEMENT) in FLOATS
             exchange(results.view(torch.float64) if is_float else results, step.name)
 
-    @uncollected()
+    @gc_paused()
     def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
         programs = self.programs(kernel)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from subtensors.kernels.fused.program import Extent, Instruction, Scalar
+from subtensors.kernels.fused.program import Instruction, Scalar, Shape
 
 
 class Text(str):
@@ -256,7 +256,7 @@ def may_exceed_dtype(instruction: Instruction) -> bool:
     return False
 
 
-def register(dtype: torch.dtype, extent: Extent) -> torch.dtype:
+def register(dtype: torch.dtype, extent: Shape) -> torch.dtype:
     """The dtype a value of `dtype` has in registers.
 
     Half precision computes in float32; a number per tensor computes in float64, once for the whole tile,
@@ -264,4 +264,4 @@ def register(dtype: torch.dtype, extent: Extent) -> torch.dtype:
     """
     if dtype not in FLOATS:
         return dtype
-    return torch.float64 if extent is Extent.TENSOR or dtype == torch.float64 else torch.float32
+    return torch.float64 if extent is Shape.PER_TENSOR or dtype == torch.float64 else torch.float32

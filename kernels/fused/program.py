@@ -15,14 +15,14 @@ import torch
 from torch._ops import OpOverload
 
 
-class Extent(Enum):
+class Shape(Enum):
     """How many numbers a value has for one tensor of the list."""
 
-    ELEMENT = "element"
+    PER_ELEMENT = "element"
     """One number for every element of the tensor."""
-    TENSOR = "tensor"
+    PER_TENSOR = "tensor"
     """One number for the whole tensor: a 0-d element, a 0-d tensor given to every element, or a reduction."""
-    BLOCK = "block"
+    PER_BLOCK = "block"
     """One number for each block of elements, as codes of 8 bits have (`blockwise`)."""
 
 
@@ -51,7 +51,7 @@ class Parameter:
 
     name: str
     dtype: torch.dtype
-    extent: Extent
+    extent: Shape
     expanded: str = ""
     """Of its last two dimensions it holds one value a "row", or one a "column", and repeats it along the other."""
     on_host: bool = False
@@ -67,7 +67,7 @@ class Instruction:
     dtype: torch.dtype
     compute: torch.dtype
     """The dtype its operands are converted to before the formula is applied."""
-    extent: Extent
+    extent: Shape
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ def _declaration(index: int, value: Parameter | Instruction) -> str:
     return f"v{index}: {dtype}{_SUFFIXES[value.extent]}"
 
 
-_SUFFIXES = {Extent.ELEMENT: "", Extent.TENSOR: " 0-d", Extent.BLOCK: " a block"}
+_SUFFIXES = {Shape.PER_ELEMENT: "", Shape.PER_TENSOR: " 0-d", Shape.PER_BLOCK: " a block"}
 
 
 def _operand(operand: Operand) -> str:

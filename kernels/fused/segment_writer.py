@@ -33,7 +33,7 @@ from subtensors.kernels.fused.lowering import (
     register,
     template,
 )
-from subtensors.kernels.fused.program import Extent, Instruction, Parameter, Program, Ref, Scalar
+from subtensors.kernels.fused.program import Instruction, Parameter, Program, Ref, Scalar, Shape
 from subtensors.kernels.fused.segments import Segment
 from subtensors.kernels.fused.text import arithmetic, cast, constant, wrapped
 
@@ -111,25 +111,25 @@ class SegmentWriter:
         made = torch.bool if step.name in _COMPARISONS else compute
         if step.name == "numel":
             made = torch.int64
-            if self.value(step.args[0].index).extent is Extent.TENSOR:
+            if self.value(step.args[0].index).extent is Shape.PER_TENSOR:
                 text = "tl.full([], 1, tl.int64)"
         if text.isdigit():
             text = f"tl.full([], {text}, {TRITON_TYPES[arithmetic(made)]})"
         text = cast(text, made, self.register(index))
-        if step.extent is Extent.ELEMENT and not any(self.is_tile(r) for r in step.reads()):
+        if step.extent is Shape.PER_ELEMENT and not any(self.is_tile(r) for r in step.reads()):
             kind = arithmetic(self.register(index))
             text = cast(f"tl.full([BLOCK], {text}, {TRITON_TYPES[kind]})", kind, self.register(index))
         return text
 
     def is_tile(self, index: int) -> bool:
         """Does a program hold many of this value, rather than one?"""
-        return self.value(index).extent is Extent.ELEMENT
+        return self.value(index).extent is Shape.PER_ELEMENT
 
     def compute_register(self, step: Instruction) -> torch.dtype:
         """The dtype in which an instruction is computed."""
         dtype = register(step.compute, step.extent)
         if step.is_reduction:
-            dtype = register(step.compute, Extent.ELEMENT)
+            dtype = register(step.compute, Shape.PER_ELEMENT)
         return torch.int8 if dtype == torch.bool and not step.name.startswith("logical_") else dtype
 
     def operand(self, step: Instruction, position: int, operand: Any, compute: torch.dtype) -> Text:

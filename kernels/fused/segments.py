@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from subtensors.kernels.fused.program import Extent, Instruction, Program
+from subtensors.kernels.fused.program import Instruction, Program, Shape
 
 
-def _time(round_: int, extent: Extent) -> int:
+def _time(round_: int, extent: Shape) -> int:
     """The position of Tk or Ek in T0 E0 T1 E1 ..."""
-    return 2 * round_ + (extent is not Extent.TENSOR)
+    return 2 * round_ + (extent is not Shape.PER_TENSOR)
 
 
 @dataclass
 class Segment:
     """One kernel: what it reads, computes in order, and writes."""
 
-    extent: Extent
+    extent: Shape
     round: int
     steps: list[int] = field(default_factory=list)
     """Values in the order they become available, however they do."""
@@ -78,15 +78,15 @@ class _Planner:
             self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
         stored, returned = self.program.stores, self.program.outputs
         self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
-        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].extent is Extent.TENSOR]
-        per_tensor += [v for v in returned if self.program.value(v).extent is Extent.TENSOR]
+        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].extent is Shape.PER_TENSOR]
+        per_tensor += [v for v in returned if self.program.value(v).extent is Shape.PER_TENSOR]
         self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
         self.tensor_rounds.update(self.rounds[v] for v in self._costly())
 
     def _costly(self) -> Iterable[int]:
         first = len(self.program.parameters)
         for index, step in enumerate(self.program.instructions, first):
-            if step.extent is Extent.TENSOR and step.name in _COSTLY:
+            if step.extent is Shape.PER_TENSOR and step.name in _COSTLY:
                 yield index
 
     def plan(self) -> list[Segment]:
@@ -100,7 +100,7 @@ class _Planner:
 
     def _attempt(self) -> list[Segment]:
         self.slots = {}
-        segments = [Segment(e, r) for r in range(self.last + 1) for e in (Extent.TENSOR, Extent.ELEMENT)]
+        segments = [Segment(e, r) for r in range(self.last + 1) for e in (Shape.PER_TENSOR, Shape.PER_ELEMENT)]
         for parameter, value in self.program.stores.items():
             segments[self._store_time(parameter)].stores[parameter] = value
         for number, value in enumerate(self.program.outputs):
@@ -138,7 +138,7 @@ class _Planner:
             slot = self.slots.setdefault(index, len(self.slots))
             segment.slots[index] = slot
             keeper = segments[kept]
-            (keeper.keeps if keeper.extent is Extent.TENSOR else keeper.reductions)[slot] = index
+            (keeper.keeps if keeper.extent is Shape.PER_TENSOR else keeper.reductions)[slot] = index
         elif isinstance(value, Instruction):
             for read in value.reads():
                 self._obtain(segments, segment, read)
@@ -162,14 +162,14 @@ class _Planner:
     def _kept_in(self, index: int, segment: Segment) -> int | None:
         """The time of the earlier segment that keeps this number per tensor in a slot."""
         value = self.program.value(index)
-        if value.extent is not Extent.TENSOR:
+        if value.extent is not Shape.PER_TENSOR:
             return None
         if isinstance(value, Instruction) and value.is_reduction:
-            return _time(self.rounds[index] - 1, Extent.ELEMENT)
-        if segment.extent is Extent.TENSOR:
+            return _time(self.rounds[index] - 1, Shape.PER_ELEMENT)
+        if segment.extent is Shape.PER_TENSOR:
             return None
         made = self.rounds[index] if isinstance(value, Instruction) else self._store_time(index) // 2
-        return _time(made, Extent.TENSOR) if made in self.tensor_rounds and made <= segment.round else None
+        return _time(made, Shape.PER_TENSOR) if made in self.tensor_rounds and made <= segment.round else None
 
 
 def plan_segments(program: Program) -> list[Segment]:

@@ -12,7 +12,7 @@ import torch
 
 from subtensors.kernels.fused import blockwise
 from subtensors.kernels.fused.lowering import FLOATS, TRITON_TYPES, identity, template
-from subtensors.kernels.fused.program import Extent, Instruction
+from subtensors.kernels.fused.program import Instruction, Shape
 from subtensors.kernels.fused.segment_writer import (
     ALIGNED,
     ARGUMENTS,
@@ -35,7 +35,7 @@ class TileWriter(SegmentWriter):
             return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, WHOLE)", parameter, index)
         if self.is_tile(index):
             return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
-        if self.value(index).extent is Extent.BLOCK:
+        if self.value(index).extent is Shape.PER_BLOCK:
             return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
         return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
 
@@ -59,15 +59,15 @@ class TileWriter(SegmentWriter):
         for p in sorted(touched):
             if self.program.parameters[p].expanded:
                 body.append(f"p{p} = {self.pointer(p)}")
-            elif self.program.parameters[p].extent is Extent.ELEMENT:
+            elif self.program.parameters[p].extent is Shape.PER_ELEMENT:
                 start = self.aligned(f"{self.pointer(p)} + start", self.program.parameters[p].dtype)
                 body.append(f"p{p} = {start}")
-            elif self.program.parameters[p].extent is Extent.BLOCK:
+            elif self.program.parameters[p].extent is Shape.PER_BLOCK:
                 body.append(f"p{p} = {self.pointer(p)} + start // {blockwise.SIZE}")
         body += self.steps()
         for parameter, value in self.segment.stores.items():
             text = self.in_memory(value, self.program.parameters[parameter].dtype)
-            if self.program.parameters[parameter].extent is Extent.BLOCK:
+            if self.program.parameters[parameter].extent is Shape.PER_BLOCK:
                 body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
             else:
                 body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
@@ -168,7 +168,7 @@ class TileWriter(SegmentWriter):
         """
         touched = [self.program.parameters[p] for p in (*self.segment.memory.values(), *self.segment.stores)]
         written = [self.value(value) for value in self.segment.outputs.values()]
-        widest = max(t.dtype.itemsize for t in (*touched, *written) if t.extent is Extent.ELEMENT)
+        widest = max(t.dtype.itemsize for t in (*touched, *written) if t.extent is Shape.PER_ELEMENT)
         return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if WHOLE else {pointer}"
 
     def seeded(self) -> bool:

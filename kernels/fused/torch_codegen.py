@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.kernels.fused.program import Extent, Instruction, Operand, Program, Ref, Scalar, call_form
+from subtensors.kernels.fused.program import Instruction, Operand, Program, Ref, Scalar, Shape, call_form
 
 Run = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Any]], list[Tensor]]
 """Of one element: its tensors, the live numbers, and the live numbers as operands in place of tensors."""
@@ -111,7 +111,7 @@ class _Writer:
             case Scalar(index):
                 # Beside a 0-d tensor a number promotes otherwise than a tensor does.
                 is_tensor = isinstance(step.op._schema.arguments[position].type, torch.TensorType)
-                sized = any(self.program.value(i).extent is Extent.ELEMENT for i in step.reads())
+                sized = any(self.program.value(i).extent is Shape.PER_ELEMENT for i in step.reads())
                 return f"{'operands' if is_tensor and sized else 'numbers'}[{index}]"
             case _:
                 return self.constant(operand)

@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Tiling:
+class LinearTiling:
     """What a program of the kernel computes.
 
     Args:
@@ -38,7 +38,7 @@ class Tiling:
     warps: int
 
 
-TILINGS = ((448, Tiling(64, 64, 64, 5, 4)), (3072, Tiling(128, 128, 64, 3, 8)))
+TILINGS = ((448, LinearTiling(64, 64, 64, 5, 4)), (3072, LinearTiling(128, 128, 64, 3, 8)))
 """For up to so many rows the fastest on an H200, of queries, keys and values of width 768; beyond, torch's are."""
 
 
@@ -69,7 +69,7 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) ->
     return [torch.addmm(b, x, w.t()) for w, b in zip(weights, biases, strict=True)]
 
 
-def launched(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tiling: Tiling) -> list[Tensor]:
+def launched(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tiling: LinearTiling) -> list[Tensor]:
     """The same by the kernel; arguments as of `products`, with rows of x in one piece and contiguous weights."""
     from subtensors.kernels.graph_inputs.grouped_linear_kernel import products_kernel
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.async_compile import compiled_beside
+from subtensors.kernels.runtime.async_compile import compile_async
 from subtensors.kernels.runtime.current_device import current_stream, launching_on
 from subtensors.kernels.runtime.launcher import Launch, launcher
 
@@ -127,7 +127,7 @@ class Walk:
 @cache
 def _compiled(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Future[Any]:
     """The kernel for inputs of these kinds, once it is compiled for arguments of any value and loaded."""
-    return compiled_beside(lambda: _compile(constants, device, sizes))
+    return compile_async(lambda: _compile(constants, device, sizes))
 
 
 def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> Any:

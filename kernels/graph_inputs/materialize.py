@@ -12,11 +12,11 @@ from torch import Tensor
 from subtensors.kernels.runtime.custom_ops import define
 
 
-def written_out(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """The same values in contiguous memory of their own, where compiled code reads them; no gradient goes through.
 
     Example:
-        >>> written_out(torch.ones(1, 2).expand(2, 2)).stride()
+        >>> materialize(torch.ones(1, 2).expand(2, 2)).stride()
         (2, 1)
     """
     out: Tensor = torch.ops.subtensors.written_out(x)

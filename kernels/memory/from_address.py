@@ -28,7 +28,7 @@ class _CudaBytes:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
 
 
-def bytes_at(address: int, size: int, device: torch.device, owner: object) -> torch.Tensor:
+def tensor_from_address(address: int, size: int, device: torch.device, owner: object) -> torch.Tensor:
     """The bytes at an address as a tensor with a storage of its own, which torch cannot resize.
 
     Args:
@@ -41,7 +41,7 @@ def bytes_at(address: int, size: int, device: torch.device, owner: object) -> to
         (size,) uint8 at `address`; for no bytes an ordinary empty tensor.
 
     >>> backing = torch.zeros(4, dtype=torch.uint8)
-    >>> alias = bytes_at(backing.data_ptr(), 4, backing.device, backing)
+    >>> alias = tensor_from_address(backing.data_ptr(), 4, backing.device, backing)
     >>> alias[1] = 7
     >>> backing.tolist(), alias.untyped_storage().resizable()
     ([0, 7, 0, 0], False)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.valid_lengths import Extent, normalized
+from subtensors.kernels.runtime.valid_lengths import ValidLength, normalized
 
 R1, R0, C1, C0 = range(4)
 """The levels, as the kernels number them."""
@@ -60,7 +60,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MaskedLayout:
     """The walk over tensors of one shape and stride."""
 
     rows: tuple[int, int]
@@ -92,7 +92,7 @@ class Layout:
         """How many slots, the first ones, are the same for all columns."""
         return sum(slot.is_of_rows for slot in self.slots)
 
-    def slot_arguments(self, extents: Sequence[Extent]) -> tuple[tuple[Any, ...], ...]:
+    def slot_arguments(self, extents: Sequence[ValidLength]) -> tuple[tuple[Any, ...], ...]:
         """Of each slot what a kernel reads at run time."""
         return tuple(
             (extents[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
@@ -155,8 +155,8 @@ def power_of_two(number: int) -> int:
 
 
 def plan(
-    x: Tensor, columns: Sequence[int], extents: Sequence[Extent], whole_columns: bool = False
-) -> tuple[Tensor, Layout]:
+    x: Tensor, columns: Sequence[int], extents: Sequence[ValidLength], whole_columns: bool = False
+) -> tuple[Tensor, MaskedLayout]:
     """How a kernel walks `x` along some dimensions.
 
     Args:
@@ -213,7 +213,7 @@ def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
 def _layout(
     shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], extents: tuple[tuple[int, int], ...],
     whole_columns: bool,
-) -> Layout | None:  # fmt: skip
+) -> MaskedLayout | None:  # fmt: skip
     """The layout; None where rows or columns need more than two levels."""
     rows = tuple(d for d in range(len(shape)) if d not in columns)
     levels: list[list[int]] = []
@@ -241,7 +241,7 @@ def _layout(
     order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].is_of_rows))
     sizes = [math.prod(shape[d] for d in dims) for dims in levels]
     steps = [_step(dims, shape, strides) for dims in levels]
-    return Layout(
+    return MaskedLayout(
         (sizes[R1], sizes[R0]),
         (sizes[C1], sizes[C0]),
         (steps[R1], steps[R0]),

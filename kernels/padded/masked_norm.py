@@ -23,7 +23,7 @@ from subtensors.kernels.padded.masked_layout import plan
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
-from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
@@ -55,7 +55,7 @@ class Normed(NamedTuple):
 
 
 def masked_norm_reference(
-    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
     """What `masked_norm` gives, in torch ops: the readable definition."""
@@ -78,7 +78,7 @@ def masked_norm_reference(
 
 def masked_norm_backward_reference(
     gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
-    extents: Sequence[Extent], is_rms: bool = False,
+    extents: Sequence[ValidLength], is_rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `masked_norm_backward` gives, in torch ops."""
     dims = tuple(range(x.dim() - normalized, x.dim()))
@@ -96,7 +96,7 @@ def masked_norm_backward_reference(
 
 
 def masked_norm_forward(
-    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
     """`masked_norm` by its kernel; arguments as there, and BeingCompiled as of `repeated_launch`."""
@@ -120,7 +120,7 @@ def masked_norm_forward(
 
 def masked_norm_backward(
     gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
-    extents: Sequence[Extent], is_rms: bool = False,
+    extents: Sequence[ValidLength], is_rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `masked_norm` by its kernel.
 

@@ -22,7 +22,7 @@ from subtensors.kernels.padded.masked_second_order import (
     reduction_gradient,
     softmax_gradient,
 )
-from subtensors.kernels.runtime.cached_launcher import BeingCompiled
+from subtensors.kernels.runtime.cached_launcher import CompilePending
 from subtensors.kernels.runtime.custom_ops import (
     EXTENTS,
     FLOAT_DTYPES,
@@ -32,10 +32,12 @@ from subtensors.kernels.runtime.custom_ops import (
     has_kernel,
     together,
 )
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 
-def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False) -> Tensor:
+def masked_softmax(
+    x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
+) -> Tensor:
     """Softmax over the real elements along a dimension.
 
     Args:
@@ -50,7 +52,7 @@ def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float =
 
     Example:
         >>> x = torch.tensor([[1.0, 1.0, float("nan")], [float("nan")] * 3])
-        >>> masked_softmax(x, 1, [Extent(1, torch.tensor([2, 0]))])
+        >>> masked_softmax(x, 1, [ValidLength(1, torch.tensor([2, 0]))])
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
@@ -58,7 +60,7 @@ def masked_softmax(x: Tensor, dim: int, extents: Sequence[Extent], fill: float =
 
 
 def masked_reduction(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool | None = None,
 ) -> reductions.Reduced:  # fmt: skip
     """Reduce the real elements along dimensions.
@@ -83,7 +85,7 @@ def masked_reduction(
 
     Example:
         >>> x = torch.tensor([[1.0, 3.0, float("nan")], [4.0, 5.0, 6.0]])
-        >>> masked_reduction(x, "mean", [1], [Extent(1, torch.tensor([2, 3]))]).out
+        >>> masked_reduction(x, "mean", [1], [ValidLength(1, torch.tensor([2, 3]))]).out
         tensor([2., 5.])
     """
     reductions.result_dtype(kind, x.dtype)
@@ -98,7 +100,7 @@ def masked_reduction(
 
 
 def masked_norm(
-    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[Extent],
+    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> norms.Normed:  # fmt: skip
     """Layer norm or rms norm over the real elements of the last dimensions.
@@ -117,7 +119,7 @@ def masked_norm(
 
     Example:
         >>> x = torch.tensor([[3.0, 5.0, float("nan")]])
-        >>> masked_norm(x, 1, None, None, 0.0, [Extent(1, torch.tensor(2))]).y.round()
+        >>> masked_norm(x, 1, None, None, 0.0, [ValidLength(1, torch.tensor(2))]).y.round()
         tensor([[-1.,  1.,  0.]])
     """
     return norms.Normed(
@@ -238,7 +240,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     arguments = x, normalized, weight, bias, eps, together(d, s, b), fill, is_rms
     if has_kernel(x):
-        with suppress(BeingCompiled):
+        with suppress(CompilePending):
             return tuple(norms.masked_norm_forward(*arguments))  # type: ignore[return-value]
     return tuple(norms.masked_norm_reference(*arguments))  # type: ignore[return-value]
 

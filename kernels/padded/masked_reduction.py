@@ -18,7 +18,7 @@ from torch import Tensor
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
-from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
@@ -75,7 +75,7 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def masked_reduction_reference(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """What `masked_reduction` gives, in torch ops: the readable definition."""
@@ -130,13 +130,13 @@ def _bound(dtype: torch.dtype, kind: str) -> float:
     return torch.iinfo(dtype).min if kind == "amax" else torch.iinfo(dtype).max
 
 
-def _is_of_rows(extent: Extent, dims: Sequence[int], ndim: int) -> bool:
+def _is_of_rows(extent: ValidLength, dims: Sequence[int], ndim: int) -> bool:
     """Does an extent say which rows are real, rather than which elements of them?"""
     return extent.dim % ndim not in dims and not (extent.sizes.dim() and extent.batch_dim % ndim in dims)
 
 
 def masked_reduction_backward_reference(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[Extent],
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """What `masked_reduction_backward` gives, in torch ops."""
@@ -187,7 +187,7 @@ def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction:
 
 
 def masked_reduction_forward(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[Extent], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """`masked_reduction` by its kernels; arguments as there."""
@@ -259,7 +259,7 @@ def _parts(programs: int, tiles: int, slots: int) -> int:
 
 
 def masked_reduction_backward(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[Extent],
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The gradient of `masked_reduction` by its kernel.

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, with_strides_of
 from subtensors.kernels.runtime.current_device import launching_on
-from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
 
 ONE_PASS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
 
 
 def masked_softmax_reference(
-    x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False
+    x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """What `masked_softmax` gives, in torch ops: the readable definition."""
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
@@ -36,7 +36,7 @@ def masked_softmax_reference(
 
 
 def masked_softmax_backward_reference(
-    gradient: Tensor, y: Tensor, dim: int, extents: Sequence[Extent], is_log: bool = False
+    gradient: Tensor, y: Tensor, dim: int, extents: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
     """What `masked_softmax_backward` gives, in torch ops."""
     padding = ~real_mask(y.shape, extents, y.device)
@@ -49,7 +49,7 @@ def masked_softmax_backward_reference(
 
 
 def masked_softmax_forward(
-    x: Tensor, dim: int, extents: Sequence[Extent], fill: float = 0.0, is_log: bool = False
+    x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """`masked_softmax` by its kernel; arguments as there."""
     from subtensors.kernels.padded.masked_softmax_kernel import softmax_kernel
@@ -70,7 +70,7 @@ def masked_softmax_forward(
 
 
 def masked_softmax_backward(
-    gradient: Tensor, y: Tensor, dim: int, extents: Sequence[Extent], is_log: bool = False
+    gradient: Tensor, y: Tensor, dim: int, extents: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
     """The gradient of `masked_softmax` by its kernel.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from subtensors.kernels.padded.masked_layout import TILE
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.transfer import to_device
-from subtensors.kernels.runtime.valid_lengths import Extent, normalized, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, normalized, real_mask
 
 Dim3 = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
@@ -36,13 +36,15 @@ def unpad_reference(padded: Tensor, size: Sequence[int]) -> Tensor:
     return padded[tuple(map(slice, size))].contiguous()
 
 
-def pad_ragged_reference(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+def pad_ragged_reference(
+    values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
+) -> Tensor:
     """What `pad_ragged` gives, in torch ops."""
     real = real_mask(shape, extents, values.device).expand(tuple(shape))
     return values.new_full(shape, value).masked_scatter(real, values)
 
 
-def unpad_ragged_reference(padded: Tensor, extents: Sequence[Extent], total: int) -> Tensor:
+def unpad_ragged_reference(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
     """What `unpad_ragged` gives, in torch ops."""
     values = padded[real_mask(padded.shape, extents, padded.device).expand(padded.shape)]
     assert len(values) == total, f"{total} elements were said to be real, {len(values)} are"
@@ -78,7 +80,7 @@ def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
     return dense
 
 
-def pad_ragged(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+def pad_ragged(values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0) -> Tensor:
     """A ragged batch whose rows lie one after the other, padded.
 
     Args:
@@ -92,7 +94,9 @@ def pad_ragged(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], 
     return padded
 
 
-def pad_rows(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+def pad_rows(
+    rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
+) -> Tensor:
     """A ragged batch of tensors, padded; arguments as of `pad_ragged`.
 
     Rows are read where they are, by a table of their addresses. While a CUDA graph is being captured that table becomes
@@ -105,7 +109,7 @@ def pad_rows(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Ext
     return padded
 
 
-def unpad_ragged(padded: Tensor, extents: Sequence[Extent], total: int) -> Tensor:
+def unpad_ragged(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
     """The real elements of a ragged batch, row after row: (total,).
 
     Args:
@@ -123,7 +127,7 @@ def _addresses(rows: Sequence[Tensor]) -> Any:
     return np.asarray([row.data_ptr() for row in rows], dtype=np.int64)
 
 
-def _ragged_dims(shape: Sequence[int], extents: Sequence[Extent]) -> list[Dim3]:
+def _ragged_dims(shape: Sequence[int], extents: Sequence[ValidLength]) -> list[Dim3]:
     ragged = {extent.dim: extent.sizes for extent in normalized(extents, len(shape))}
     return _merged_dims([(shape[d], ragged.get(d, shape[d]), 0) for d in range(1, len(shape))])
 

@@ -19,7 +19,7 @@ from subtensors.kernels.runtime.custom_ops import (
     has_kernel,
     together,
 )
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 
@@ -68,7 +68,7 @@ def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
     return torch.ops.subtensors.unpad_to(padded, size)  # type: ignore[no-any-return]
 
 
-def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0) -> Tensor:
     """A ragged batch from its values, row after row.
 
     Args:
@@ -81,14 +81,14 @@ def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[Extent], 
         Contiguous.
 
     Example:
-        >>> pad_values(torch.arange(1, 4), (2, 2), [Extent(1, torch.tensor([1, 2]))])
+        >>> pad_values(torch.arange(1, 4), (2, 2), [ValidLength(1, torch.tensor([1, 2]))])
         tensor([[1, 0],
                 [2, 3]])
     """
     return torch.ops.subtensors.pad_values(values, shape, *apart(extents), value)  # type: ignore[no-any-return]
 
 
-def unpad_values(padded: Tensor, extents: Sequence[Extent], total: int) -> Tensor:
+def unpad_values(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
     """The values of a ragged batch, row after row.
 
     Args:
@@ -100,13 +100,15 @@ def unpad_values(padded: Tensor, extents: Sequence[Extent], total: int) -> Tenso
         (total,)
 
     Example:
-        >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [Extent(1, torch.tensor([1, 2]))], total=3)
+        >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [ValidLength(1, torch.tensor([1, 2]))], total=3)
         tensor([1, 2, 3])
     """
     return torch.ops.subtensors.unpad_values(padded, *apart(extents), total)  # type: ignore[no-any-return]
 
 
-def pad_list(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Extent], value: float = 0.0) -> Tensor:
+def pad_list(
+    rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
+) -> Tensor:
     """A ragged batch from one tensor a row.
 
     Args:
@@ -119,7 +121,7 @@ def pad_list(rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[Ext
         Contiguous.
 
     Example:
-        >>> pad_list([torch.ones(1), torch.ones(2)], (2, 2), [Extent(1, torch.tensor([1, 2]))])
+        >>> pad_list([torch.ones(1), torch.ones(2)], (2, 2), [ValidLength(1, torch.tensor([1, 2]))])
         tensor([[1., 0.],
                 [1., 1.]])
     """

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _COMPILERS = ThreadPoolExecutor(2, "subtensors-compiler")
 
 
-def compiled_beside(compile: Callable[[], T]) -> Future[T]:
+def compile_async(compile: Callable[[], T]) -> Future[T]:
     """What this gives, called in another thread once Triton is ready."""
     _preparations()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.async_compile import compiled_beside, wait_for_triton
+from subtensors.kernels.runtime.async_compile import compile_async, wait_for_triton
 from subtensors.kernels.runtime.current_device import current_stream, launching_on
 from subtensors.kernels.runtime.launcher import Launch, launcher
 
@@ -23,7 +23,7 @@ ALIGNMENT = 16
 """Bytes, or units of a whole number, that Triton compiles multiples of apart."""
 
 
-class BeingCompiled(Exception):
+class CompilePending(Exception):
     """A kernel is compiled in another thread: what it computes is to be computed without it."""
 
 
@@ -36,7 +36,7 @@ _thread = _Thread()
 
 
 @contextmanager
-def not_waiting() -> Iterator[None]:
+def use_reference_while_compiling() -> Iterator[None]:
     """Kernels with a reference that are not compiled yet raise BeingCompiled meanwhile, and are compiled at the end.
 
     What is new stays so to the end, so that it does not depend on the compiler's speed what is computed how.
@@ -73,7 +73,7 @@ class RepeatedLaunch:
             constants: the last ones, in their order, and options of the compilation.
 
         Raises:
-            BeingCompiled: see `not_waiting`; only where there is a reference.
+            BeingCompiled: see `use_reference_while_compiling`; only where there is a reference.
         """
         device = tensors[0].device
         if device.type != "cuda":
@@ -107,9 +107,9 @@ class RepeatedLaunch:
         if compiled is None and self.has_reference and _thread.asked is not None:
             if kind not in self._coming:
                 like = [_like(x) for x in arguments]
-                self._coming[kind] = compiled_beside(lambda: self._compile(device, like, constants))
+                self._coming[kind] = compile_async(lambda: self._compile(device, like, constants))
                 _thread.asked.append(self._coming[kind])
-            raise BeingCompiled
+            raise CompilePending
         if compiled is None and kind in self._coming:
             compiled = self._coming.pop(kind).result()
         is_launched = compiled is None

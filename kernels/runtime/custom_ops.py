@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 EXTENTS = "int[] dims, Tensor[] sizes, int[] batch_dims"
 """Extents, in a schema."""
@@ -20,14 +20,14 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
-def apart(extents: Sequence[Extent]) -> tuple[list[int], list[Tensor], list[int]]:
+def apart(extents: Sequence[ValidLength]) -> tuple[list[int], list[Tensor], list[int]]:
     """Extents as arguments of an op."""
     return [e.dim for e in extents], [e.sizes for e in extents], [e.batch_dim for e in extents]
 
 
-def together(dims: Sequence[int], sizes: Sequence[Tensor], batch_dims: Sequence[int]) -> list[Extent]:
+def together(dims: Sequence[int], sizes: Sequence[Tensor], batch_dims: Sequence[int]) -> list[ValidLength]:
     """The extents that an op was given."""
-    return [Extent(*parts) for parts in zip(dims, sizes, batch_dims, strict=True)]
+    return [ValidLength(*parts) for parts in zip(dims, sizes, batch_dims, strict=True)]
 
 
 def has_kernel(x: Tensor, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES) -> bool:

@@ -17,10 +17,10 @@ _was_enabled = True
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Within this no garbage is collected, by any thread, until the last of those who ask for it is done.
 
-    >>> with uncollected():
+    >>> with gc_paused():
     ...     gc.isenabled()
     False
     >>> gc.isenabled()

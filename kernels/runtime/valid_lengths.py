@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Extent(NamedTuple):
+class ValidLength(NamedTuple):
     """Along `dim`, index `i` is real where `i < sizes`.
 
     Args:
@@ -26,12 +26,12 @@ class Extent(NamedTuple):
     batch_dim: int = 0
 
 
-def normalized(extents: Sequence[Extent], ndim: int) -> tuple[Extent, ...]:
+def normalized(extents: Sequence[ValidLength], ndim: int) -> tuple[ValidLength, ...]:
     """The extents with dimensions counted from the front."""
-    return tuple(Extent(e.dim % ndim, e.sizes, e.batch_dim % ndim) for e in extents)
+    return tuple(ValidLength(e.dim % ndim, e.sizes, e.batch_dim % ndim) for e in extents)
 
 
-def real_mask(shape: Sequence[int], extents: Sequence[Extent], device: torch.device) -> Tensor:
+def real_mask(shape: Sequence[int], extents: Sequence[ValidLength], device: torch.device) -> Tensor:
     """True where an element is real.
 
     Args:
@@ -43,7 +43,7 @@ def real_mask(shape: Sequence[int], extents: Sequence[Extent], device: torch.dev
         bool of a shape that broadcasts to `shape`, with size 1 where it does not vary.
 
     Example:
-        >>> real_mask((2, 3), [Extent(1, torch.tensor([3, 1]))], torch.device("cpu")).int()
+        >>> real_mask((2, 3), [ValidLength(1, torch.tensor([3, 1]))], torch.device("cpu")).int()
         tensor([[1, 1, 1],
                 [1, 0, 0]], dtype=torch.int32)
     """

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.cache_key import callers_tensors, has_parts
-from subtensors.bucketed.calls.call_spec import Reading
+from subtensors.bucketed.calls.call_spec import CallSpec
 from subtensors.bucketed.calls.outputs import Outputs
-from subtensors.bucketed.compilation.compile_cache import CodeOfFamilies
+from subtensors.bucketed.compilation.compile_cache import CompileCache
 from subtensors.bucketed.compilation.compiled import Compiled
 from subtensors.bucketed.report.statistics import BucketStatistics
 from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.kernels.graph_inputs.inputs import InputLoad
@@ -42,7 +42,7 @@ class Bucket:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: CallSpec,
         leaves: Sequence[Any],
         call: Call,
         device: torch.device,
@@ -73,7 +73,7 @@ class Bucket:
         self.last_call = 0
         """When it was last called, on the runner's clock."""
 
-    def take_code(self, code: CodeOfFamilies) -> None:
+    def take_code(self, code: CompileCache) -> None:
         """Run what is compiled of the program, where that is asked for."""
         self.compiled = code.of(self, Compiled)
 
@@ -95,7 +95,7 @@ class Bucket:
         self.statistics.input_bytes = sum(t.nbytes for t in self.inputs())
         self.is_allocated = True
 
-    def _make_inputs(self, reading: Reading) -> None:
+    def _make_inputs(self, reading: CallSpec) -> None:
         self.statics = [torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in reading.sources]
         self.caller_values = [torch.zeros(c.shape, dtype=torch.int64, device=self.device) for c in reading.caller]
         self.values = torch.zeros(len(reading.dims), dtype=torch.int64, device=self.device)
@@ -169,14 +169,14 @@ class Bucket:
         for source, static in zip(reading.sources, statics, strict=True):
             if source.dims is not None:
                 sizes = theirs[source.sizes] if source.sizes >= 0 else None
-                leaves[source.leaf] = wrap(Padded(static, source.dims, sizes))
+                leaves[source.leaf] = wrap(PaddedValue(static, source.dims, sizes))
             elif any(k >= 0 for k in source.which):
                 dims = [
                     padded_dim(n, symbols[k]) if k >= 0 else static_dims([n])[0]
                     for n, k in zip(static.shape, source.which, strict=True)
                 ]
                 # Autograd functions of the program's own ask the argument itself whether it wants a gradient.
-                leaves[source.leaf] = wrapped(Padded(static, tuple(dims), own, fill=0))
+                leaves[source.leaf] = wrapped(PaddedValue(static, tuple(dims), own, fill=0))
             else:
                 leaves[source.leaf] = static
         versions = [static._version for static in statics]
@@ -219,7 +219,7 @@ class Bucket:
         self.statistics.captures += 1
         self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
 
-    def replay_call(self, leaves: Sequence[Any], reading: Reading) -> None:
+    def replay_call(self, leaves: Sequence[Any], reading: CallSpec) -> None:
         """Load a call's tensors and replay, behind the pool's last replay; the call has the current stream there."""
         if self.pool is None:
             self.load(leaves, reading.sizes)

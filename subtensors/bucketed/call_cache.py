@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.calls.call_spec import Reading, Unreadable, device_of, leaf_key, read, seen
+from subtensors.bucketed.calls.call_spec import CallSpec, NotCacheable, device_of, leaf_key, read, seen
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
-from subtensors.bucketed.calls.normalize_call import AS_GIVEN, CallStyle
+from subtensors.bucketed.calls.normalize_call import AS_GIVEN, CallFormat
 from subtensors.bucketed.calls.object_snapshot import is_by_identity
 from subtensors.bucketed.calls.outputs import Cut, Outputs
-from subtensors.bucketed.graph_cache import Recorder
+from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.training.nested_call import bucketed_program
 from subtensors.dispatch.torch_internals import ops
@@ -38,10 +38,10 @@ VALUES, OBJECTS = 128, 16
 
 
 @dataclass(slots=True)
-class Visit:
+class CachedCall:
     """One key, its bucket, and how a result of the bucket is cut for it."""
 
-    reading: Reading | None
+    reading: CallSpec | None
     bucket: Bucket | None
     refusal: str = ""
     """Why such calls have no graph; "" where they do."""
@@ -51,7 +51,7 @@ class Visit:
     """Along the Dims: real ones, and the bucket's."""
     sizes: dict[str, int] = field(default_factory=dict)
     """The true ones, by Dim, whether it pads them or not."""
-    style: CallStyle = AS_GIVEN
+    style: CallFormat = AS_GIVEN
     """How such calls are written."""
     outputs: Outputs | None = None
     cuts: list[Cut] = field(default_factory=list)
@@ -78,7 +78,7 @@ def shared_key(
     return len(args), tuple(kwargs), spec, (state.followed(leaves), cast, types, settings, state.training())
 
 
-class Visits:
+class CallCache:
     """The keys of a runner's calls, and what is known of each.
 
     Args:
@@ -94,12 +94,12 @@ class Visits:
         program: Callable[..., Any],
         dims: ArgumentDims,
         state: State,
-        recorder: Recorder,
+        recorder: GraphCache,
         max_waste: float | None,
     ) -> None:
         self._program, self._dims, self._state, self._recorder = program, dims, state, recorder
         self._max_waste = max_waste
-        self.known: OrderedDict[Any, Visit] = OrderedDict()
+        self.known: OrderedDict[Any, CachedCall] = OrderedDict()
         self._forgotten: dict[str, Counter[int]] = {name: Counter() for name in dims.distinct}
         """The sizes that calls of forgotten keys had."""
         self._values: dict[str, set[Any]] = {}
@@ -110,7 +110,7 @@ class Visits:
     def __len__(self) -> int:
         return len(self.known)
 
-    def first(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+    def first(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall:
         """What the first call of a key is, to be remembered.
 
         Args:
@@ -126,7 +126,7 @@ class Visits:
             self.known[key] = visit
         return visit
 
-    def read(self, shared: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+    def read(self, shared: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall:
         """What a call is.
 
         Args:
@@ -138,23 +138,23 @@ class Visits:
             SizeError: one Dim has two sizes.
         """
         *_, spec, modes = shared
-        style = CallStyle.of(self._dims.positional, args, kwargs, spec)
+        style = CallFormat.of(self._dims.positional, args, kwargs, spec)
         leaves, places = style.ordered(leaves), style.ordered(self._dims.of_leaves(args, kwargs))
         sizes = {dim.name: size for x, (_, given) in zip(leaves, places, strict=True) for dim, size in seen(x, given)}
         try:
             reading = read(leaves, places, (style.key, modes))
             device = device_of(reading, self._state.tensors())
             if self._state.is_lazy():
-                raise Unreadable("parameters have no size before the first call")
-        except Unreadable as why:
-            return Visit(None, None, str(why), why.error, sizes=sizes)
+                raise NotCacheable("parameters have no size before the first call")
+        except NotCacheable as why:
+            return CachedCall(None, None, str(why), why.error, sizes=sizes)
         elements = math.prod(reading.sizes), math.prod(reading.buckets)
-        visit = Visit(reading, None, elements=elements, sizes=sizes, style=style)
+        visit = CachedCall(reading, None, elements=elements, sizes=sizes, style=style)
         if self._max_waste is not None and visit.elements[1] > self._max_waste * visit.elements[0]:
             visit.refusal = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return visit
         if too_many := self._too_many_values(leaves, [place for place, _ in places], style):
-            return Visit(None, None, too_many, sizes=sizes)
+            return CachedCall(None, None, too_many, sizes=sizes)
 
         def call(leaves: Sequence[Any]) -> Any:
             with bucketed_program(), self._state.of_a_run():
@@ -163,7 +163,7 @@ class Visits:
         visit.bucket = self._recorder.bucket_of(modes[0] is not None, reading, leaves, call, device)
         return visit
 
-    def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str], style: CallStyle) -> str:
+    def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str], style: CallFormat) -> str:
         """Which argument is another so often that it has no graphs from now on, in words; "" where none is."""
         if not self.are_bounded:
             return ""

@@ -61,7 +61,7 @@ class Fallbacks:
         self.say(f"{self.name} can't be recorded at {bucket.statistics.sizes}: {bucket.refusal}", bucket.refusal)
 
 
-def obstacle_around() -> str:
+def why_not_replayable() -> str:
     """Why nothing can be replayed where a call is made; "" where something can."""
     if is_transforming():
         return "it is inside a transform of torch.func, or forward-mode differentiation"
@@ -70,10 +70,10 @@ def obstacle_around() -> str:
     return ""
 
 
-def said_in_a_line(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """An error's kind and the first line of its message, or that of what it only announces.
 
-    >>> said_in_a_line(ValueError("no"))
+    >>> summarize_error(ValueError("no"))
     'ValueError: no'
     """
     lines = str(error).splitlines()

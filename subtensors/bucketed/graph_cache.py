@@ -15,36 +15,36 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call
-from subtensors.bucketed.calls.call_spec import Reading, padded_leaves
+from subtensors.bucketed.calls.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.calls.copy_aliases import callers_own
 from subtensors.bucketed.calls.flatten_objects import opened_results
-from subtensors.bucketed.compilation.compile_cache import CodeOfFamilies
-from subtensors.bucketed.fallbacks import said_in_a_line
+from subtensors.bucketed.compilation.compile_cache import CompileCache
+from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.state.program_state import State, leaves_behind
 from subtensors.bucketed.state.rng_state import RandomPlaces
-from subtensors.bucketed.state.rollback import kept_state, undone_where_it_raises
+from subtensors.bucketed.state.rollback import restore_state, rollback_on_error
 from subtensors.bucketed.state.write_counter import Writes
-from subtensors.bucketed.training.autograd_node import ReplayClock
-from subtensors.bucketed.training.side_effects import StepsTaken
+from subtensors.bucketed.training.autograd_node import ReplayCounter
+from subtensors.bucketed.training.side_effects import TrainingDetector
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.byte_sizes import in_units
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import autograd
-from subtensors.kernels.runtime.cached_launcher import not_waiting
+from subtensors.kernels.runtime.cached_launcher import use_reference_while_compiling
 
 _log = logging.getLogger("subtensors.bucketed")
 
-IN_VAIN = 8
+MAX_WASTED_RECAPTURES = 8
 """So many recordings of everything in a row, none of which was replayed, and there is none any more."""
 
 BUCKETS = 4096
 """How many buckets are remembered, those without a graph among them."""
 
 
-class Recorder:
+class GraphCache:
     """The buckets of a program and their graphs.
 
     Args:
@@ -64,10 +64,10 @@ class Recorder:
     ) -> None:
         self.name, self.state = name, state
         self.max_graphs, self.memory_limit, self.compile_options = max_graphs, memory_limit, compile_options
-        self.code = CodeOfFamilies(compile_options)
+        self.code = CompileCache(compile_options)
         self.buckets: dict[Any, Bucket] = {}
         self.pools: dict[torch.device, GraphPool] = {}
-        self.replays = ReplayClock()
+        self.replays = ReplayCounter()
         self.clock = itertools.count(1)
         """Tells which bucket was called last."""
         self.leaves_traces = False
@@ -80,7 +80,7 @@ class Recorder:
         """Of programs that were captured at some size: can they be captured at another one without being run first?"""
 
     def bucket_of(
-        self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
+        self, is_followed: bool, reading: CallSpec, leaves: Sequence[Any], call: Call, device: torch.device
     ) -> Bucket:
         """The bucket of some calls, new where it is not known.
 
@@ -98,7 +98,7 @@ class Recorder:
         return found
 
     def _new(
-        self, is_followed: bool, reading: Reading, leaves: Sequence[Any], call: Call, device: torch.device
+        self, is_followed: bool, reading: CallSpec, leaves: Sequence[Any], call: Call, device: torch.device
     ) -> Bucket:
         kind = TrainedBucket if is_followed else Bucket
         bucket = kind(reading, leaves, call, device, self._pool(device))
@@ -120,7 +120,7 @@ class Recorder:
             oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_recorded), None)
             self.buckets.pop(oldest, None)
 
-    def first_answer(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+    def first_answer(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
         """Answer the first call of a bucket, and record it for those to come.
 
         Where it can't be recorded, the bucket's refusal says why.
@@ -132,7 +132,7 @@ class Recorder:
         finally:
             self.state.reached.leave_out_others()
 
-    def _run_or_record(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+    def _run_or_record(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
         family = reading.family_key
         if self._captures_unrun.get(family) and not torch.backends.cudnn.benchmark:
             found = self._record_unrun(bucket, reading, leaves)
@@ -141,7 +141,7 @@ class Recorder:
             self._captures_unrun[family] = False
         return self._run_and_record(bucket, reading, leaves)
 
-    def _record_unrun(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Callable[[], Any] | None:
+    def _record_unrun(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Callable[[], Any] | None:
         """Record a program that was recorded at another size, without running it at this one.
 
         Libraries are ready since then, and a replay answers the call. What needs a run at every size, to tune something
@@ -178,13 +178,13 @@ class Recorder:
             if bucket.pool is pool:
                 bucket.forget()
 
-    def _run_and_record(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+    def _run_and_record(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
         """Run the program once, which answers the call, and record it."""
         self._make_room(bucket)
         bucket.allocate()
         before, place = self.state.versions(), capture.random_place(bucket.device)
         # What it keeps meanwhile is gone before a capture takes memory.
-        with undone_where_it_raises(self.state, bucket.callers_tensors(), bucket.device):
+        with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
             if isinstance(bucket, TrainedBucket):
                 result = self._first_followed(bucket, reading, leaves)
             else:
@@ -205,12 +205,12 @@ class Recorder:
             self._captures_unrun.setdefault(reading.family_key, bucket.pool.held_bytes() <= held)
         return result
 
-    def _first_unfollowed(self, bucket: Bucket, reading: Reading, leaves: list[Any]) -> Any:
+    def _first_unfollowed(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
         """The program on static inputs, where autograd does not follow."""
-        steps = StepsTaken(self.state)
+        steps = TrainingDetector(self.state)
         bucket.load(leaves, reading.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-        with not_waiting() if bucket.pool is not None else nullcontext():
+        with use_reference_while_compiling() if bucket.pool is not None else nullcontext():
             result = bucket.run_once(reading.host)
         if obstacle := bucket.obstacle(leaves):
             raise RuleError(obstacle)
@@ -232,11 +232,11 @@ class Recorder:
         """Has the program written to its state since these were its versions?"""
         self.leaves_traces = self.state.note_writes(before) or self.leaves_traces
 
-    def _first_followed(self, bucket: TrainedBucket, reading: Reading, leaves: list[Any]) -> Any:
+    def _first_followed(self, bucket: TrainedBucket, reading: CallSpec, leaves: list[Any]) -> Any:
         """The program on padded arguments, with autograd following; then what warms its recording up."""
         padded = padded_leaves(leaves, reading, bucket.device)
         copies = [(own, x, Writes([x])) for own, x in zip(leaves, padded, strict=True) if x is not own]
-        before, steps = self.state.versions(), StepsTaken(self.state)
+        before, steps = self.state.versions(), TrainingDetector(self.state)
         arguments = Writes(padded[source.leaf] for source in reading.sources)
         theirs = Writes(bucket.callers_tensors())
 
@@ -264,7 +264,7 @@ class Recorder:
             bucket.first_leaves = frozenset(leaves_behind(roots))
             # What returns no gradients may be a whole step, which is not to be taken twice.
             try:
-                with kept_state(self.state, self.state.at_risk(), [bucket.device]):
+                with restore_state(self.state, self.state.at_risk(), [bucket.device]):
                     bucket.run_once(reading.host)
             except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
                 self._refuse(bucket, error)
@@ -299,7 +299,7 @@ class Recorder:
             bucket.forget()
 
     def _refuse(self, bucket: Bucket, error: Exception) -> None:
-        bucket.refusal = said_in_a_line(error)
+        bucket.refusal = summarize_error(error)
         bucket.forget()
 
     def record_again(self, bucket: Bucket) -> None:
@@ -357,8 +357,8 @@ class Recorder:
             hits = sum(bucket.statistics.hits for bucket in self.buckets.values())
             self._in_vain = self._in_vain + 1 if hits <= self._hits_before else 0
             self._hits_before = hits
-        if self._in_vain >= IN_VAIN:
-            self.refusal = f"it was recorded {IN_VAIN} times in a row and not replayed once: {moved}"
+        if self._in_vain >= MAX_WASTED_RECAPTURES:
+            self.refusal = f"it was recorded {MAX_WASTED_RECAPTURES} times in a row and not replayed once: {moved}"
         for bucket in recorded:
             bucket.forget()
             bucket.is_due = True

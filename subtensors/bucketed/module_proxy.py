@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 
-class StandsFor:
+class ModuleProxy:
     """What has the attributes of `program` beside its own, as `parameters` and `eval` of a module.
 
     A method that returns the program, as `eval` does, returns what stands for it.

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.call_cache import Visit, Visits, shared_key
+from subtensors.bucketed.call_cache import CachedCall, CallCache, shared_key
 from subtensors.bucketed.calls.cache_key import callers_tensors
-from subtensors.bucketed.calls.call_spec import FIXED, Reading, flatten, leaf_key, sharing
+from subtensors.bucketed.calls.call_spec import FIXED, CallSpec, flatten, leaf_key, sharing
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
-from subtensors.bucketed.fallbacks import Fallbacks, obstacle_around, said_in_a_line
+from subtensors.bucketed.fallbacks import Fallbacks, summarize_error, why_not_replayable
 from subtensors.bucketed.generation.generation import Generation, tokens_dim
-from subtensors.bucketed.graph_cache import Recorder
-from subtensors.bucketed.module_proxy import StandsFor
+from subtensors.bucketed.graph_cache import GraphCache
+from subtensors.bucketed.module_proxy import ModuleProxy
 from subtensors.bucketed.report.statistics import Statistics
 from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.rollback import kept_whole
-from subtensors.bucketed.training.autograd_node import Replayed, TrainedCall
-from subtensors.bucketed.training.nested_call import InsideCall, is_inside, opened
+from subtensors.bucketed.state.rollback import restore_all
+from subtensors.bucketed.training.autograd_node import ReplayFunction, TrainingCall
+from subtensors.bucketed.training.nested_call import NestedCall, is_inside, opened
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
 from subtensors.bucketed.warmup import calls_to_warm, with_progress
 from subtensors.dispatch.ops.errors import RuleError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OnMiss = Literal["capture", "eager", "error"]
 
 
-class Bucketed(StandsFor):
+class Bucketed(ModuleProxy):
     """What `st.bucketed` gives; call it as the program is called. It has the program's attributes beside its own."""
 
     def __init__(
@@ -56,9 +56,9 @@ class Bucketed(StandsFor):
         self.on_miss = on_miss
         self.state = State(program)
         self.name: str = getattr(program, "__name__", type(program).__name__)
-        self.recorder = Recorder(self.name, self.state, max_graphs, memory_limit, compile_options)
+        self.recorder = GraphCache(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
-        self.visits = Visits(program, self.dims, self.state, self.recorder, max_waste)
+        self.visits = CallCache(program, self.dims, self.state, self.recorder, max_waste)
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
@@ -78,7 +78,7 @@ class Bucketed(StandsFor):
                 code = self._code(args, kwargs)
             return self.program(*args, **kwargs) if code is None else code.result()
         with self._lock:
-            if why := obstacle_around():
+            if why := why_not_replayable():
                 return self._fall_back(why, None, args, kwargs)
             leaves, spec = flatten(args, kwargs)
             shared = shared_key(self.state, leaves, spec, args, kwargs)
@@ -86,7 +86,7 @@ class Bucketed(StandsFor):
                 key = (shared, sharing(leaves), *map(leaf_key, leaves))
                 visit = self.visits.known.get(key)
             except (TypeError, RuntimeError) as error:  # an argument without a hash, or without a shape
-                visit = Visit(None, None, f"an argument can't be part of a graph's key: {error}")
+                visit = CachedCall(None, None, f"an argument can't be part of a graph's key: {error}")
             if visit is None:
                 visit = self._read(key, leaves, args, kwargs)
             visit.calls += 1
@@ -95,7 +95,7 @@ class Bucketed(StandsFor):
                 return self._fall_back(visit.refusal, visit.error, args, kwargs)
             return self._answer(visit, leaves, args, kwargs)
 
-    def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit:
+    def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall:
         self._example = self._example or (args, kwargs)
         visit = self.visits.first(key, leaves, args, kwargs)
         if self._warms_up_first and not visit.refusal and visit.bucket is not None:
@@ -103,7 +103,7 @@ class Bucketed(StandsFor):
             self.warmup(*args, **kwargs)
         return visit
 
-    def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InsideCall | None:
+    def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NestedCall | None:
         """What answers a call that another bucketed program makes; None where that is the program itself."""
         if self.recorder.compile_options is None or torch.compiler.is_compiling():
             return None
@@ -125,9 +125,9 @@ class Bucketed(StandsFor):
             return None
         values = sizes.values if sizes is not None else bucket.values
         given = [dense[source.leaf] for source in bucket.reading.sources]
-        return InsideCall(bucket.gradients_code, bucket, [*given, values], sizes)
+        return NestedCall(bucket.gradients_code, bucket, [*given, values], sizes)
 
-    def _answer(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, visit: CachedCall, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
         assert reading is not None
@@ -164,7 +164,7 @@ class Bucketed(StandsFor):
         assert bucket.outputs is not None
         return bucket.outputs.assembled(results)
 
-    def _replayed(self, bucket: Bucket, visit: Visit, leaves: list[Any], reading: Reading) -> list[Any]:
+    def _replayed(self, bucket: Bucket, visit: CachedCall, leaves: list[Any], reading: CallSpec) -> list[Any]:
         self.recorder.replays.tick()
         bucket.replay_call(leaves, reading)
         if visit.outputs is not bucket.outputs:
@@ -175,12 +175,12 @@ class Bucketed(StandsFor):
             bucket.write_back(leaves)
         return results
 
-    def _followed(self, bucket: TrainedBucket, visit: Visit, leaves: list[Any], reading: Reading) -> Any:
+    def _followed(self, bucket: TrainedBucket, visit: CachedCall, leaves: list[Any], reading: CallSpec) -> Any:
         """A replay that is a node of the caller's autograd graph."""
         assert bucket.outputs is not None
         outputs = bucket.outputs
-        call = TrainedCall(bucket, leaves, reading, self._lock, self.recorder)
-        tensors = iter(Replayed.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
+        call = TrainingCall(bucket, leaves, reading, self._lock, self.recorder)
+        tensors = iter(ReplayFunction.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
         bucket.statistics.note_call(visit.elements, is_hit=True)
         return outputs.assembled([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
@@ -189,7 +189,7 @@ class Bucketed(StandsFor):
         with self.state.of_a_run():
             return self.program(*args, **kwargs)
 
-    def _first(self, visit: Visit, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first(self, visit: CachedCall, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a bucket's first call, and record it for those to come."""
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
@@ -197,7 +197,7 @@ class Bucketed(StandsFor):
         try:
             result = self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # whatever a program says of padded tensors
-            bucket.refusal = said_in_a_line(error)
+            bucket.refusal = summarize_error(error)
             if bucket.is_allocated:
                 bucket.forget()
             return self._fall_back(bucket.refusal, error, args, kwargs)
@@ -231,7 +231,7 @@ class Bucketed(StandsFor):
             self.state.refuse_sleepers()
             there = [x for x in flatten(args, kwargs)[0] if isinstance(x, FIXED) or not isinstance(x, Tensor)]
             others = list(callers_tensors(there))
-            with kept_whole(self.state, others, devices):
+            with restore_all(self.state, others, devices):
                 for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm(leaves, given, named)
         return self
@@ -250,7 +250,7 @@ class Bucketed(StandsFor):
         try:
             self.recorder.first_answer(bucket, reading, leaves)
         except Exception as error:  # as in a call, which will say so
-            bucket.refusal = said_in_a_line(error)
+            bucket.refusal = summarize_error(error)
         if bucket.refusal:
             self.fallbacks.note_refusal(bucket)
 

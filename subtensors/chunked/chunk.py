@@ -10,7 +10,7 @@ from torch import Tensor
 from subtensors.chunked import custom_op as _op  # noqa: F401  (registers the op of compiled programs)
 from subtensors.chunked.chunk_policy import known_policy, policy
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked
-from subtensors.chunked.torch_function import stays_whole
+from subtensors.chunked.torch_function import is_unchunkable_type
 from subtensors.dispatch.torch_internals import dynamo
 
 
@@ -57,7 +57,7 @@ def chunk(
         >>> weight.grad.shape
         torch.Size([50, 4])
     """
-    if stays_whole(x):
+    if is_unchunkable_type(x):
         return x  # type: ignore[return-value]  # which stands for a chunked one
     if torch.compiler.is_compiling():
         from subtensors.chunked.dynamo_proxy import traced_chunk  # which loads the compiler

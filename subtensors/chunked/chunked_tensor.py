@@ -9,15 +9,15 @@ from torch import Tensor
 
 from subtensors.chunked.chunk_policy import known_policy
 from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.chunked.torch_function import asks_the_tensor_itself, called, dispatched, refuse_transformed
-from subtensors.dispatch.chunked.aliasing import Cell
+from subtensors.chunked.torch_function import called, dispatched, is_metadata_query, refuse_transformed
+from subtensors.dispatch.chunked.aliasing import AliasRef
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
-from subtensors.dispatch.chunked.lazy_graph import Value, leaf_value
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
 from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, expected_loss
-from subtensors.dispatch.chunked.row_layout import Axis, Policy
-from subtensors.dispatch.chunked.schedule import Plan
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
+from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import SizeError
-from subtensors.dispatch.ops.type_interaction import RECORDED, RULED
+from subtensors.dispatch.ops.type_interaction import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
@@ -95,7 +95,7 @@ class ChunkedTensor(RecordedTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if asks_the_tensor_itself(func):
+        if is_metadata_query(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return called(cls, func, types, args, kwargs or {})
 
@@ -115,7 +115,7 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
-    if type(x) in RULED:
+    if type(x) in MASKED_TYPES:
         raise TypeError(f"a ChunkedTensor is made of a plain tensor, and a {type(x).__name__} has rules of its own")
     if is_transforming():
         refuse_transformed(x)
@@ -129,7 +129,7 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
 
 def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     """A plain tensor, chunked along a dim, counted from the front, by a policy."""
-    cell = Cell(leaf_value(x, dim, Axis(x.shape[dim], policy, x.numel())))
+    cell = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel())))
     return outer(ChunkedTensor, cell)  # type: ignore[return-value]
 
 
@@ -150,29 +150,29 @@ def explain_loss(loss: Tensor) -> str:
           exp.default -> float32[6, 2]
           sum.dim_IntList -> float32[] (sum over chunks)
     """
-    plans: list[Plan | LoweredPlan] = []
+    plans: list[ChunkSchedule | LoweredPlan] = []
     seen, stack = set[Any](), [loss.grad_fn]
     while stack:
         function: Any = stack.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
-        if isinstance(plan := getattr(function, "plan", None), Plan | LoweredPlan):
+        if isinstance(plan := getattr(function, "plan", None), ChunkSchedule | LoweredPlan):
             plans.append(plan)
         stack.extend(following for following, _ in function.next_functions)
     return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"
 
 
-def _ops(value: Value) -> int:
+def _ops(value: LazyValue) -> int:
     seen, stack = set[int](), [value]
     while stack:
         node = stack.pop().node
         if node is not None and id(node) not in seen:
             seen.add(id(node))
-            stack.extend(x for x in node.operands() if isinstance(x, Value))
+            stack.extend(x for x in node.operands() if isinstance(x, LazyValue))
     return len(seen)
 
 
-RECORDED.update({RecordedTensor, ChunkedTensor})
+LAZY_TYPES.update({RecordedTensor, ChunkedTensor})
 for _kind in (RecordedTensor, ChunkedTensor):
     dynamo.compile_methods_only_inlined(_kind)

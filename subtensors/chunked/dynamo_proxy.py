@@ -20,7 +20,7 @@ from torch import Tensor
 
 from subtensors.chunked.custom_op import chunked_program, put
 from subtensors.chunked.dynamo_ops import REFUSED, VIEWS, elsewhere, name_of, what_becomes
-from subtensors.chunked.source_program import ProgramText, Step, merged
+from subtensors.chunked.source_program import ProgramStep, ProgramText, merged
 from subtensors.dispatch.chunked.row_layout import Policy
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import composed
@@ -38,7 +38,7 @@ class TracedChunk:
         is_view: whether it may share the memory of another value.
     """
 
-    def __init__(self, whole: Tensor, step: Step, is_view: bool = False) -> None:
+    def __init__(self, whole: Tensor, step: ProgramStep, is_view: bool = False) -> None:
         self.whole = whole
         self.step = step
         self.is_view = is_view
@@ -140,14 +140,14 @@ def _called(function: Callable[..., Any], callee: str, name: str, args: tuple[An
     args, kwargs = _with(args, _step_of), _with(kwargs, _step_of)
     before = merged([x.step for x in operands])
     if fate == "gives" or (fate == "stays" and whole.dim() == 0):
-        return _given(Step(callee, args, kwargs, before), whole)
+        return _given(ProgramStep(callee, args, kwargs, before), whole)
     is_view = fate == "parts" or name in VIEWS
     if is_view:
         for x in operands:
             x.is_viewed = True
     if fate == "parts":
-        return tuple([TracedChunk(w, Step(callee, args, kwargs, before, k), True) for k, w in enumerate(whole)])
-    return TracedChunk(whole, Step(callee, args, kwargs, before), is_view)
+        return tuple([TracedChunk(w, ProgramStep(callee, args, kwargs, before, k), True) for k, w in enumerate(whole)])
+    return TracedChunk(whole, ProgramStep(callee, args, kwargs, before), is_view)
 
 
 def _written(
@@ -212,7 +212,7 @@ def _whole_of(chunk: TracedChunk) -> Tensor:
     return chunk.whole
 
 
-def _step_of(chunk: TracedChunk) -> Step:
+def _step_of(chunk: TracedChunk) -> ProgramStep:
     return chunk.step
 
 
@@ -224,7 +224,7 @@ def _chunks(tree: Any) -> list[TracedChunk]:
     return []
 
 
-def _given(step: Step, whole: Tensor) -> Tensor:
+def _given(step: ProgramStep, whole: Tensor) -> Tensor:
     """What a program gives, as one op of the compiler's graph."""
     program = ProgramText()
     text = program.of(step)
@@ -249,7 +249,7 @@ def traced_chunk(x: Tensor, dim: int, policy: Policy) -> Any:
         torch._dynamo.graph_break()
     dim = dim + x.dim() if dim < 0 else dim
     division = (policy.chunks, policy.rows, policy.memory_limit, policy.exact, policy.compiled)
-    return TracedChunk(x, Step("chunk", (x, dim, *division), {}, []))
+    return TracedChunk(x, ProgramStep("chunk", (x, dim, *division), {}, []))
 
 
 def _operator(name: str) -> Callable[..., Any]:

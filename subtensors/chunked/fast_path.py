@@ -12,9 +12,9 @@ from torch import Tensor
 
 from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, whole_of
 from subtensors.chunked.row_indexing import each_row, one_row, picked_rows, selected_rows
-from subtensors.dispatch.chunked.aliasing import Cell, LinearCell
+from subtensors.dispatch.chunked.aliasing import AliasRef, LazyLinear
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import NeedsValues, Value, constant, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, recording
 from subtensors.dispatch.chunked.lower_cross_entropy import cross_entropy_of_layer, loss_dtype, lowered_cross_entropy
 from subtensors.dispatch.chunked.row_losses import (
     logits_of,
@@ -53,7 +53,7 @@ def _cross_entropy(
     if not _is_recorded_loss(input, target, size_average, reduce, reduction):
         return None
     cell = cell_of(input)
-    if type(cell) is LinearCell and weight is None and type(target) is Tensor:
+    if type(cell) is LazyLinear and weight is None and type(target) is Tensor:
         loss = cross_entropy_of_layer(cell, target, ignore_index, reduction, label_smoothing)
         if loss is not None:
             return loss
@@ -95,12 +95,18 @@ def _nll_loss(
 
 
 def _entropy_of(
-    kind: Kind, logits: Value, target: Tensor, weight: Any, reduction: str, ignore_index: int, label_smoothing: float
+    kind: Kind,
+    logits: LazyValue,
+    target: Tensor,
+    weight: Any,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
 ) -> Tensor | None:
     if isinstance(weight, RecordedTensor) or not logits.dtype.is_floating_point:
         return None
     wanted = cell_of(target).value if isinstance(target, RecordedTensor) else whole_of(target)
-    whole = wanted.tensor if isinstance(wanted, Value) else wanted
+    whole = wanted.tensor if isinstance(wanted, LazyValue) else wanted
     options: dict[str, Any] = {"class_weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     options |= {"label_smoothing": label_smoothing, "grad": torch.is_grad_enabled()}
     if whole is not None and reduction != "none":
@@ -135,15 +141,15 @@ def _gather(kind: Kind, input: Any, dim: Any, index: Any, **others: Any) -> Tens
     return _shown(kind, lambda: recorded_log_probabilities(value, dim, wanted, torch.is_grad_enabled()))
 
 
-def _shown(kind: Kind, recorded: Callable[[], Value | None]) -> Tensor | None:
+def _shown(kind: Kind, recorded: Callable[[], LazyValue | None]) -> Tensor | None:
     """What was recorded, as its user sees it; None where it could not be."""
     try:
         value = recorded()
-    except NeedsValues:
+    except NeedsMaterialize:
         return None
     if value is None:
         return None
-    return evaluate(value) if value.layout is None else outer(kind, Cell(value))
+    return evaluate(value) if value.layout is None else outer(kind, AliasRef(value))
 
 
 def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
@@ -165,22 +171,22 @@ def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | N
     try:
         head = constant(weight), None if bias is None else constant(bias)
         if dims == 2:
-            return outer(kind, LinearCell(rows, *head, grad))
+            return outer(kind, LazyLinear(rows, *head, grad))
         with recording(grad):
             flat = record(aten.reshape.default, rows, [math.prod(rows.shape[:-1]), rows.shape[-1]])
             if flat.layout is None or flat.layout.dim != 0:
                 return None
             out = record(aten.reshape.default, linear_layer(flat, *head, grad), [*rows.shape[:-1], sizes[0]])
-    except NeedsValues:
+    except NeedsMaterialize:
         return None
-    return outer(kind, Cell(out)) if out.layout is not None else None
+    return outer(kind, AliasRef(out)) if out.layout is not None else None
 
 
 def _to(kind: Kind, input: Any, *args: Any, **named: Any) -> Tensor | None:
     """`Tensor.to` a wider dtype, of a linear layer that isn't recorded."""
     cell = cell_of(input) if isinstance(input, RecordedTensor) else None
     dtype = args[0] if len(args) == 1 and not named else named.get("dtype") if not args and len(named) == 1 else None
-    if type(cell) is not LinearCell or cell.is_recorded or dtype not in _WIDER.get(cell.dtype, ()):
+    if type(cell) is not LazyLinear or cell.is_recorded or dtype not in _WIDER.get(cell.dtype, ()):
         return None
     return outer(kind, cell.to(dtype, torch.is_grad_enabled()))
 

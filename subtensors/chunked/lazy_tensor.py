@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.aliasing import Cell
+from subtensors.dispatch.chunked.aliasing import AliasRef
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals.autograd import hook_of_a_leaf, passes_gradients_on
@@ -18,14 +18,14 @@ from subtensors.dispatch.torch_internals.autograd import hook_of_a_leaf, passes_
 class RecordedTensor(torch.Tensor):
     """A tensor without memory whose value is in its cell."""
 
-    _cell: Cell
+    _cell: AliasRef
 
     def realize(self) -> Tensor:
         """The value as a plain tensor."""
         raise NotImplementedError
 
 
-def cell_of(x: RecordedTensor) -> Cell:
+def cell_of(x: RecordedTensor) -> AliasRef:
     """The cell of what a user holds.
 
     Raises:
@@ -54,17 +54,17 @@ def whole_of(x: Tensor) -> Tensor:
     return whole
 
 
-def shell(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
+def shell(kind: type[RecordedTensor], cell: AliasRef) -> RecordedTensor:
     """A tensor of the cell, as the ops beneath autograd see it."""
     return _made(kind, cell, False)
 
 
-def outer(kind: type[RecordedTensor], cell: Cell) -> RecordedTensor:
+def outer(kind: type[RecordedTensor], cell: AliasRef) -> RecordedTensor:
     """A tensor of the cell, as its user sees it."""
     return _made(kind, cell, cell.needs_grad)
 
 
-def _made(kind: type[RecordedTensor], cell: Cell, needs_grad: bool) -> RecordedTensor:
+def _made(kind: type[RecordedTensor], cell: AliasRef, needs_grad: bool) -> RecordedTensor:
     sizes, strides, dtype, device = cell.geometry()
     with torch._C.DisableTorchFunctionSubclass():
         out: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]

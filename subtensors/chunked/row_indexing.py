@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.dispatch.chunked.aliasing import Cell
-from subtensors.dispatch.chunked.lazy_graph import Value, leaf_value, recording
+from subtensors.dispatch.chunked.aliasing import AliasRef
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, recording
 from subtensors.dispatch.chunked.match_logits import LinearLogits, is_input, linear_logits, whole_input
-from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.table import record
 
 aten = torch.ops.aten
@@ -48,10 +48,10 @@ def picked_rows(kind: type[RecordedTensor], x: Any, key: Any) -> Tensor | None:
                 return None
             hidden = layer.rows_of(whole_input(layer.hidden)).view(*value.shape[:-1], -1)[first]
             picked = _logits(layer, _chunked_again(hidden, layout, dims, value), value.dtype)
-    return outer(kind, Cell(picked))
+    return outer(kind, AliasRef(picked))
 
 
-def _logits(layer: LinearLogits, rows: Value, dtype: torch.dtype) -> Value:
+def _logits(layer: LinearLogits, rows: LazyValue, dtype: torch.dtype) -> LazyValue:
     """What a layer makes of other rows, or of sequences of them."""
     *sizes, width = rows.shape
     flat = rows if len(sizes) == 1 else record(aten.reshape.default, rows, [math.prod(sizes), width])
@@ -101,12 +101,12 @@ def _sequences(
         cells = []
         for place, sequence in taken(hidden.view(*value.shape[:-1], -1)).items():
             rows = leaf_value(sequence, 0, layout.axis.again(sequence.shape[0], sequence.numel(), policy))
-            cell = Cell(rows if layer is None else _logits(layer, rows, value.dtype))
+            cell = AliasRef(rows if layer is None else _logits(layer, rows, value.dtype))
             cells.append(cell.view_of(cell_of(x), aten.select.int, (0, place), {}, 0))
     return tuple([outer(kind, cell) for cell in cells])
 
 
-def _chunked_again(rows: Tensor, layout: Layout, dims: int, of: Value) -> Value:
+def _chunked_again(rows: Tensor, layout: RowLayout, dims: int, of: LazyValue) -> LazyValue:
     """Picked rows, chunked like the first dims of the value that they are of."""
     policy = layout.axis.policy
     if policy.rows is not None:

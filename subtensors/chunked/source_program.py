@@ -22,7 +22,7 @@ BREAK = " ;; "
 """What stands between statements."""
 
 
-class Step:
+class ProgramStep:
     """One call of a program.
 
     Args:
@@ -33,7 +33,12 @@ class Step:
     """
 
     def __init__(
-        self, callee: str, args: Sequence[Any], kwargs: dict[str, Any], before: list[Step], place: int | None = None
+        self,
+        callee: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        before: list[ProgramStep],
+        place: int | None = None,
     ) -> None:
         self.callee, self.args, self.kwargs, self.before, self.place = callee, args, kwargs, before, place
         self.modes = _modes()
@@ -55,9 +60,9 @@ class ProgramText:
         self.tensors: list[Tensor] = []
         self.ints: list[int] = []
         self.floats: list[float] = []
-        self._steps: list[Step] = []
+        self._steps: list[ProgramStep] = []
 
-    def of(self, last: Step) -> str:
+    def of(self, last: ProgramStep) -> str:
         """The text of a program that gives what its last step does."""
         statements: list[str] = []
         for step in last.before:
@@ -66,7 +71,7 @@ class ProgramText:
         statements.append(f"{last.modes}return {self._call(last)}")
         return BREAK.join(statements)
 
-    def _call(self, step: Step) -> str:
+    def _call(self, step: ProgramStep) -> str:
         written = "".join([self._written(x) + ", " for x in step.args])
         named = "".join([f"{key}={self._written(x)}, " for key, x in step.kwargs.items()])
         place = "" if step.place is None else f"[{step.place}]"
@@ -78,7 +83,7 @@ class ProgramText:
             return str(x)
         if x is Ellipsis:
             return "..."
-        if isinstance(x, Step):
+        if isinstance(x, ProgramStep):
             return f"v{_place(x, self._steps)}"
         if isinstance(x, Tensor):
             place = _place(x, self.tensors)
@@ -110,9 +115,9 @@ def _place(x: Any, among: Sequence[Any]) -> int:
     return len(among)
 
 
-def merged(operands: Sequence[Step]) -> list[Step]:
+def merged(operands: Sequence[ProgramStep]) -> list[ProgramStep]:
     """The steps of all operands, themselves last, each once and in order."""
-    steps: list[Step] = []
+    steps: list[ProgramStep] = []
     for operand in operands:
         for step in [*operand.before, operand]:
             if _place(step, steps) == len(steps):

@@ -15,15 +15,22 @@ from torch._ops import OpOverload
 
 from subtensors.chunked.fast_path import BY_KERNELS
 from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, shell, show_gradient, whole_of
-from subtensors.dispatch.chunked.aliasing import Cell
-from subtensors.dispatch.chunked.bound_call import Call
+from subtensors.dispatch.chunked.aliasing import AliasRef
+from subtensors.dispatch.chunked.bound_call import BoundCall
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import NeedsValues, Value, constant, gathered, leaf_value, recording
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyValue,
+    NeedsMaterialize,
+    constant,
+    gathered,
+    leaf_value,
+    recording,
+)
 from subtensors.dispatch.chunked.rules import record
 from subtensors.dispatch.chunked.tree import leaves, replace_leaves
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
-from subtensors.dispatch.ops.type_interaction import RULED
+from subtensors.dispatch.ops.type_interaction import MASKED_TYPES
 from subtensors.dispatch.torch_internals.autograd import prepares_backward
 from subtensors.dispatch.torch_internals.dispatcher import is_transformed, is_transforming
 from subtensors.dispatch.torch_internals.ops import schema_of
@@ -36,7 +43,7 @@ fallbacks: Counter[str] = Counter()
 """How often each op had its operands realised, since it has no rule or its rule didn't hold."""
 
 
-def asks_the_tensor_itself(func: Callable[..., Any]) -> bool:
+def is_metadata_query(func: Callable[..., Any]) -> bool:
     """Is a function answered by sizes, dtype and the like?"""
     getter = getattr(func, "__name__", "") == "__get__"
     return func in _OF_THE_TENSOR_ITSELF or (getter and func not in _GETTERS_OF_VIEWS)
@@ -61,13 +68,13 @@ def called(
     """
     if is_transforming():
         refuse_transformed((args, kwargs))
-    if len(types) > 1 and not RULED.isdisjoint(types):
-        _note(NeedsValues(getattr(func, "__name__", func), "it has an operand with rules of its own"))
+    if len(types) > 1 and not MASKED_TYPES.isdisjoint(types):
+        _note(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
         return _on_values(func, args, kwargs)
     if func in BY_KERNELS:
         try:
             result = BY_KERNELS[func](kind, *args, **kwargs)
-        except NeedsValues:
+        except NeedsMaterialize:
             result = None  # op by op it may be recorded
         if result is not None:
             return result
@@ -80,12 +87,12 @@ def called(
     drawn = _generators(args)
     try:
         return _recorded(kind, func, args, kwargs)
-    except NeedsValues as missing:
+    except NeedsMaterialize as missing:
         _note(missing)
     except RuntimeError as error:
         if "not allocated" not in str(error) and "data pointer" not in str(error):
             raise
-        _note(NeedsValues(getattr(func, "__name__", func), "it reads its operand's memory"))
+        _note(NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory"))
     for put_back, state in drawn:  # what was recorded before may have drawn random numbers
         put_back(state)
     return _on_values(func, args, kwargs)
@@ -108,7 +115,7 @@ def _recorded(
         if isinstance(x, Tensor) and ((grad and x.requires_grad) or func in _MATHS_ON_TARGETS):
             # Ops on it inside the function must be recorded too, or its gradient would be lost there, or its rows.
             if id(x) not in borrowed:
-                borrowed[id(x)] = shell(kind, Cell(constant(whole_of(x)), borrowed=True))
+                borrowed[id(x)] = shell(kind, AliasRef(constant(whole_of(x)), borrowed=True))
                 lent[id(borrowed[id(x)]._cell)] = x
             return borrowed[id(x)]
         return whole_of(x) if isinstance(x, Tensor) else x
@@ -144,7 +151,7 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
     if op is aten._local_scalar_dense.default:
         return evaluate(args[0]._cell.value).item()
     if functional_form(op) is not op:
-        raise NeedsValues(op, "it writes to a tensor that it is given")
+        raise NeedsMaterialize(op, "it writes to a tensor that it is given")
     if torch.is_inference_mode_enabled():
         # There composite ops arrive as they are called.
         with torch._C.DisableTorchFunctionSubclass():
@@ -154,18 +161,18 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
     values, named = _values(args), _values(kwargs)
     try:
         results = record(op, *values, **named)
-    except NeedsValues as missing:
+    except NeedsMaterialize as missing:
         if not op.is_view or op.overloadpacket is aten.as_strided:
             raise
         # A view of the whole may be written through, as a realised copy may not.
         _note(missing)
-        results = record(op, *(gathered(v) if isinstance(v, Value) else v for v in values), **named)
-    cells = replace_leaves(results, lambda v: Cell(v) if isinstance(v, Value) else v)
+        results = record(op, *(gathered(v) if isinstance(v, LazyValue) else v for v in values), **named)
+    cells = replace_leaves(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
     if op.is_view and args and isinstance(args[0], RecordedTensor):
-        made = [c for c in leaves(cells) if isinstance(c, Cell)]
+        made = [c for c in leaves(cells) if isinstance(c, AliasRef)]
         for place, cell in enumerate(made):
             cell.view_of(args[0]._cell, op, _values(args[1:]), _values(kwargs), place)
-    return replace_leaves(cells, lambda c: shell(kind, c) if isinstance(c, Cell) else c)
+    return replace_leaves(cells, lambda c: shell(kind, c) if isinstance(c, AliasRef) else c)
 
 
 def _values(tree: Any) -> Any:
@@ -180,18 +187,18 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     functional = functional_form(op)
     target = args[0] if args else None
     if functional is None or not isinstance(target, RecordedTensor):
-        raise NeedsValues(op, "it writes to a plain tensor")
+        raise NeedsMaterialize(op, "it writes to a plain tensor")
     old = target._cell.value
     if op is aten.copy_.default:
         source = record(aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
         new = record(aten.expand.default, source, list(old.shape))
     else:
         # By name: the functional form may order them otherwise, or lack a default.
-        call = Call(op, _values(args), _values(kwargs))
+        call = BoundCall(op, _values(args), _values(kwargs))
         given = {a.name: call[a.name] for a in call.arguments}
         new = record(functional, **{a.name: given[a.name] for a in schema_of(functional).arguments if a.name in given})
-    if not isinstance(new, Value) or new.shape != old.shape:
-        raise NeedsValues(op, "it has several results, or changes sizes")
+    if not isinstance(new, LazyValue) or new.shape != old.shape:
+        raise NeedsMaterialize(op, "it has several results, or changes sizes")
     if new.dtype != old.dtype:
         new = record(aten._to_copy.default, new, dtype=old.dtype)
     target._cell.write(new)
@@ -208,15 +215,15 @@ def _generators(args: tuple[Any, ...]) -> list[tuple[Callable[[Tensor], None], T
     return states
 
 
-def _note(missing: NeedsValues) -> None:
+def _note(missing: NeedsMaterialize) -> None:
     fallbacks[missing.op] += 1
     if fallbacks[missing.op] == 1:
         _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
 
 
-def stays_whole(x: Any) -> bool:
+def is_unchunkable_type(x: Any) -> bool:
     """Has a tensor rules of its own, which no pass over chunks follows? That is said once."""
-    if type(x) not in RULED:
+    if type(x) not in MASKED_TYPES:
         return False
     fallbacks["chunk"] += 1
     if fallbacks["chunk"] == 1:
@@ -254,7 +261,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
                 value = leaf_value(tensor, layout.dim, axis)
             try:
                 x._cell.write(value)
-            except NeedsValues as missing:
+            except NeedsMaterialize as missing:
                 advice = "write to what it is a view of"
                 raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
             show_gradient(x)

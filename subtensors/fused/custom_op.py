@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.lists.list_call import ListCall
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.torch_function import RULES
@@ -23,7 +23,7 @@ from subtensors.lists.torch_function import RULES
 class Signature(NamedTuple):
     """What is the same for every call from one place in a compiled function."""
 
-    fusion: Fusion
+    fusion: FusedFunction
     kinds: tuple[Any, ...]
     """For each argument, ("list", dtype), ("tensor", dtype, rank), ("float",), ("int",) or ("static", value)."""
     names: tuple[str | None, ...]
@@ -54,7 +54,7 @@ def _arguments(
         source = sources[position in written]
         match kind[0]:
             case "list":
-                values.append(Elements([next(source) for _ in range(count)]) if spread else next(source))
+                values.append(TensorColumn([next(source) for _ in range(count)]) if spread else next(source))
             case "tensor":
                 values.append(next(source))
             case "float" | "int":

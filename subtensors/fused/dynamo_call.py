@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.fused_function import SHARED_ADVICE
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.fused.custom_op import Signature, place, signatures
 from subtensors.fused.fuse import fusion_of
@@ -70,7 +70,7 @@ def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) 
     def stand_in(kind: tuple[Any, ...]) -> Any:
         match kind:
             case ("list", dtype):
-                return Elements([torch.empty(1, dtype=dtype, device="cpu")])
+                return TensorColumn([torch.empty(1, dtype=dtype, device="cpu")])
             case ("tensor", dtype, rank):
                 return torch.empty((1,) * rank, dtype=dtype, device="cpu")
             case ("float",):

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.fused import custom_op as _op  # noqa: F401  (registers the ops of compiled calls)
 from subtensors.kernels.fused.launch import Tiling
 from subtensors.lists.tensor_list import TensorList
@@ -21,11 +21,11 @@ from subtensors.lists.tree_structure import first_difference
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_fusions: WeakValueDictionary[int, Fusion] = WeakValueDictionary()
+_fusions: WeakValueDictionary[int, FusedFunction] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def fusion_of(number: int) -> Fusion:
+def fusion_of(number: int) -> FusedFunction:
     """The fusion that has a number, by which compiled code names it."""
     return _fusions[number]
 
@@ -39,7 +39,7 @@ class Fused(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R]) -> None:
         self.function = function
-        self.fusion = Fusion(function)
+        self.fusion = FusedFunction(function)
         functools.update_wrapper(self, function)
         self._key = next(_numbers)
         _fusions[self._key] = self.fusion
@@ -140,7 +140,7 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
 def _open_lists(
     name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[TensorList]]:
-    """The arguments with `Elements` for lists, and the lists."""
+    """The arguments with `TensorColumn` for lists, and the lists."""
     lists: list[TensorList] = []
 
     def opened(leaf: Any) -> Any:
@@ -149,15 +149,15 @@ def _open_lists(
         if lists and (difference := first_difference(lists[0].treespec, leaf.treespec)):
             raise ValueError(f"{name}: TensorLists of different structure, at {difference}")
         lists.append(leaf)
-        return Elements(leaf.tensors)
+        return TensorColumn(leaf.tensors)
 
     args, kwargs = optree.tree_map(opened, (tuple(args), kwargs), none_is_leaf=True)  # type: ignore[arg-type, assignment]
     return args, kwargs, lists  # type: ignore[return-value]
 
 
 def _close_list(leaf: Any, lists: list[TensorList]) -> Any:
-    """A list for `Elements`: the argument itself when they are its own."""
-    if not isinstance(leaf, Elements):
+    """A list for `TensorColumn`: the argument itself when they are its own."""
+    if not isinstance(leaf, TensorColumn):
         return leaf
     for known in lists:
         if all(a is b for a, b in zip(leaf, known.tensors, strict=True)):

@@ -1,8 +1,9 @@
 """Lists in compiled code, and gradients through them.
 
 In eager mode autograd leads through the elements, and the list itself takes no part. Compiled code is given the list
-alone, so two functions of autograd lead from the elements to it, `Join`, and in compiled code from it to stand-ins for
-them, `Part`. Between these, results are lists of stand-ins that autograd follows one by one, as in eager mode.
+alone, so two functions of autograd lead from the elements to it, `JoinElements`, and in compiled code from it to
+stand-ins for them, `SplitElements`. Between these, results are lists of stand-ins that autograd follows one by one, as
+in eager mode.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def follow(x: TensorList) -> bool:
         return True
     with torch._C.DisableTorchFunctionSubclass():
         x.detach_()
-        Join.apply(x, *x.tensors)  # type: ignore[no-untyped-call]
+        JoinElements.apply(x, *x.tensors)  # type: ignore[no-untyped-call]
     x._edges = edges
     return True
 
@@ -127,7 +128,7 @@ def parted(x: TensorList) -> TensorList:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         int(x.shape[0])  # how many elements there are is no size that the compiler may leave open
-    return x.holding(list(Part.apply(x)))  # type: ignore[no-untyped-call]
+    return x.holding(list(SplitElements.apply(x)))  # type: ignore[no-untyped-call]
 
 
 def stands_in(x: TensorList) -> bool:
@@ -164,7 +165,7 @@ def unrecorded(x: TensorList, index: int) -> torch.Tensor:
     return alias
 
 
-class Join(torch.autograd.Function):
+class JoinElements(torch.autograd.Function):
     """A list as the result of its elements."""
 
     @staticmethod
@@ -183,7 +184,7 @@ class Join(torch.autograd.Function):
         return None, *[g if need else None for g, need in zip(parts, ctx.needs_input_grad[1:], strict=True)]
 
 
-class Part(torch.autograd.Function):
+class SplitElements(torch.autograd.Function):
     """What a list holds: elements, or flats."""
 
     @staticmethod

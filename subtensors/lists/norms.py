@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.lists.tensor_list import TensorList
 
 
@@ -74,7 +74,7 @@ def clip_grad_norm_(
             g.mul_(coefficient.to(g.device))
         return norm
     for device in dict.fromkeys(g.device for g in gradients):
-        _scale(Elements(g for g in gradients if g.device == device), coefficient.to(device))
+        _scale(TensorColumn(g for g in gradients if g.device == device), coefficient.to(device))
     return norm
 
 
@@ -86,7 +86,7 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
     if torch.compiler.is_compiling():
         norms = [torch.linalg.vector_norm(_real(t, norm_type), norm_type) for t in tensors]
     else:
-        norms = _norm(float(norm_type))(Elements(_real(t, norm_type) for t in tensors))
+        norms = _norm(float(norm_type))(TensorColumn(_real(t, norm_type) for t in tensors))
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -110,15 +110,15 @@ def _real(tensor: Tensor, norm_type: float) -> Tensor:
 
 
 @functools.cache
-def _norm(order: float) -> Fusion:
+def _norm(order: float) -> FusedFunction:
     def norm(x: Tensor) -> Any:
         return torch.linalg.vector_norm(x, order)
 
-    return Fusion(norm)
+    return FusedFunction(norm)
 
 
 def _scaled_by(gradient: Tensor, coefficient: Tensor) -> None:
     gradient.mul_(coefficient)
 
 
-_scale = Fusion(_scaled_by)
+_scale = FusedFunction(_scaled_by)

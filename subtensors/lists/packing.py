@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.dispatch.graphs.guards import SameGuard
+from subtensors.dispatch.graphs.guards import IdentityGuard
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 from subtensors.dispatch.torch_internals.memory import use_count
@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 _Key = tuple[Any, ...]
 
 
-class Layout:
+class PackedLayout:
     """Where each element lies; one object for all lists laid out alike, so that comparing two is one `is`.
 
     Args:
@@ -39,7 +39,7 @@ class Layout:
         sizes: the number of values of each flat.
     """
 
-    _known: ClassVar[WeakValueDictionary[_Key, Layout]] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[_Key, PackedLayout]] = WeakValueDictionary()
 
     treespec: optree.PyTreeSpec
     shapes: tuple[torch.Size, ...]
@@ -56,7 +56,7 @@ class Layout:
         groups: tuple[int, ...],
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
-    ) -> Layout:
+    ) -> PackedLayout:
         """The one layout of these parts."""
         key = (treespec, shapes, strides, groups, offsets, sizes)
         known = cls._known.get(key)
@@ -73,12 +73,12 @@ class Layout:
     has_ties: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes)
+        return PackedLayout, (self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes)
 
-    def __copy__(self) -> Layout:
+    def __copy__(self) -> PackedLayout:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayout:
         return self
 
     def __repr__(self) -> str:
@@ -125,10 +125,10 @@ class Places:
     wants_grad = False
     """At the last look, did an element require grad?"""
 
-    def __init__(self, layout: Layout, flats: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: PackedLayout, flats: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._addresses = layout.addresses(flats)
-        self._seen: SameGuard | None = None
+        self._seen: IdentityGuard | None = None
 
     def hold(self, elements: Sequence[torch.Tensor]) -> bool:
         """Is each element where it was packed, and laid out as it was?"""
@@ -141,12 +141,12 @@ class Places:
             and tuple([t.shape for t in elements]) == self._layout.shapes
         )
         if are_there:
-            self._seen = SameGuard(elements)
+            self._seen = IdentityGuard(elements)
             self.wants_grad = any(t.requires_grad for t in elements)
         return are_there
 
 
-def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], Layout]:
+def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
     """Move the tensors into one new flat a device and dtype, each becoming a view of its place there.
 
     Args:
@@ -179,7 +179,7 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
         # empty_like keeps dense strides and makes others dense in the same order, as a pointwise result would be.
         strides = tuple(torch.empty_like(t, device="meta").stride() for t in tensors)
         shapes = tuple(t.shape for t in tensors)
-        layout = Layout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes))
+        layout = PackedLayout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes))
         places = layout.view(flats)
         for place, t in zip(places, tensors, strict=True):
             place.copy_(t)

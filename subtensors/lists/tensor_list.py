@@ -17,7 +17,7 @@ from subtensors.dispatch.torch_internals import ops
 from subtensors.lists import compiled_autograd, torch_function
 from subtensors.lists.dynamo_metadata import teach_compiler
 from subtensors.lists.indexing import indexes_each, named
-from subtensors.lists.packing import Layout, Places, are_private, pack
+from subtensors.lists.packing import PackedLayout, Places, are_private, pack
 from subtensors.lists.repr import described
 from subtensors.lists.scalar_conversions import NoSingleValue
 from subtensors.lists.tree_structure import Structure, flatten_tensors
@@ -54,7 +54,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     treespec: optree.PyTreeSpec
     _elements: list[torch.Tensor] | None
     _flats: list[torch.Tensor] | None
-    _arena: Layout | None
+    _arena: PackedLayout | None
     _places: Places | None
     _aliases: dict[int, torch.Tensor]
     _records: bool
@@ -164,7 +164,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         return self
 
     @property
-    def arena(self) -> Layout | None:
+    def arena(self) -> PackedLayout | None:
         """The layout of a packed list; None for an unpacked one, or once an element was moved away."""
         if self._arena is not None and self._elements is not None and not self._in_place(self._arena):
             _log.warning("an element of a packed TensorList was moved; the list is treated as unpacked")
@@ -178,7 +178,7 @@ class TensorList(NoSingleValue, torch.Tensor):
             raise ValueError("this TensorList is not packed; call .pack()")
         return self._flats
 
-    def _in_place(self, arena: Layout) -> bool:
+    def _in_place(self, arena: PackedLayout) -> bool:
         assert self._elements is not None
         assert self._flats is not None
         if type(self._flats[0]) is not torch.Tensor:
@@ -304,7 +304,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         laid_out, records = context
         out = (
             of_flats(inner, laid_out, size)
-            if isinstance(laid_out, Layout)
+            if isinstance(laid_out, PackedLayout)
             else _of_elements(inner, laid_out.treespec, size)
         )
         out._records = records
@@ -353,7 +353,7 @@ def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size:
     return _shell(treespec, size, tensors[0] if tensors else None, tensors)
 
 
-def of_flats(flats: list[torch.Tensor], arena: Layout, size: Any = None) -> TensorList:
+def of_flats(flats: list[torch.Tensor], arena: PackedLayout, size: Any = None) -> TensorList:
     """The packed list whose arenas these are."""
     out = _shell(arena.treespec, size, flats[arena.groups[0]], None)
     out._flats, out._arena = flats, arena

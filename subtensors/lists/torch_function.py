@@ -16,7 +16,7 @@ from subtensors.dispatch.lists.foreach import foreach_call
 from subtensors.dispatch.lists.list_call import ListCall, gather, list_call
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.lists.packing import Layout
+from subtensors.lists.packing import PackedLayout
 from subtensors.lists.tree_structure import first_difference, leaf_name
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ListPlan:
     """What will be done with a call, in words, and the doing of it."""
 
     describe: Callable[[], str]
@@ -63,7 +63,7 @@ def explain_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return plan(call).describe()
 
 
-def plan(call: ListCall) -> Plan:
+def plan(call: ListCall) -> ListPlan:
     """The way a call is run."""
     lists: list[TensorList] = call.lists
     if special := _SPECIAL.get(call.func):
@@ -72,14 +72,14 @@ def plan(call: ListCall) -> Plan:
             return found
     _check_same_structure(lists)
     if not len(lists[0]):
-        return Plan(lambda: "nothing to do: the list is empty", lambda: _of_nothing(call))
+        return ListPlan(lambda: "nothing to do: the list is empty", lambda: _of_nothing(call))
     if (arena := _common_arena(lists)) is not None and _fits_flats(call, arena):
-        return Plan(lambda: _describe_flats(arena), lambda: _run_on_flats(call, arena))
+        return ListPlan(lambda: _describe_flats(arena), lambda: _run_on_flats(call, arena))
     if foreach := foreach_call(call):
-        return Plan(foreach.describe, lambda: _gathered(foreach.run() or lists[0].tensors, lists))
+        return ListPlan(foreach.describe, lambda: _gathered(foreach.run() or lists[0].tensors, lists))
     if batched := batched_call(call):
-        return Plan(batched.describe, lambda: _gathered(batched.run(), lists))
-    return Plan(lambda: "mapped element by element", lambda: _map(call))
+        return ListPlan(batched.describe, lambda: _gathered(batched.run(), lists))
+    return ListPlan(lambda: "mapped element by element", lambda: _map(call))
 
 
 RULES = RuleTable(
@@ -113,13 +113,13 @@ def _check_same_structure(lists: Sequence[TensorList]) -> None:
             raise ValueError(f"TensorLists of different structure; first at {difference}")
 
 
-def _common_arena(lists: Sequence[TensorList]) -> Layout | None:
+def _common_arena(lists: Sequence[TensorList]) -> PackedLayout | None:
     if any(x._arena is not lists[0]._arena for x in lists):
         return None
     return lists[0]._arena if all(x.arena is not None for x in lists) else None
 
 
-def _fits_flats(call: ListCall, arena: Layout) -> bool:
+def _fits_flats(call: ListCall, arena: PackedLayout) -> bool:
     if not acts_on_values(call.func) or any(call.kwargs.get(o) is not None for o in FOREIGN_OPTIONS):
         return False
     if call.func in (torch.where, torch.Tensor.where) and len(call.args) + len(call.kwargs) < 3:
@@ -129,7 +129,7 @@ def _fits_flats(call: ListCall, arena: Layout) -> bool:
     return _plain_operands_fit(call, arena)
 
 
-def _plain_operands_fit(call: ListCall, arena: Layout) -> bool:
+def _plain_operands_fit(call: ListCall, arena: PackedLayout) -> bool:
     """Whether the other tensors go with a flat as they go with each element, and no element comes twice."""
     if arena.has_ties:
         return False
@@ -140,12 +140,12 @@ def _plain_operands_fit(call: ListCall, arena: Layout) -> bool:
     return all(t.dim() == 0 and not t.requires_grad for t in plain)
 
 
-def _describe_flats(arena: Layout) -> str:
+def _describe_flats(arena: PackedLayout) -> str:
     count = len(arena.sizes)
     return f"on the packed flats ({count} group{'s' if count > 1 else ''})"
 
 
-def _run_on_flats(call: ListCall, arena: Layout) -> Any:
+def _run_on_flats(call: ListCall, arena: PackedLayout) -> Any:
     from subtensors.lists.tensor_list import of_flats
 
     lists: list[TensorList] = call.lists
@@ -223,7 +223,7 @@ def _of_nothing(call: ListCall) -> Any:
     return first if name.endswith("_") and not name.endswith("__") else first.like([])
 
 
-def _backward(call: ListCall) -> Plan | None:
+def _backward(call: ListCall) -> ListPlan | None:
     """`tl.backward()`: one pass from all elements, so that graphs they share are walked once and not freed between."""
     root, *rest = call.args
     names = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -244,10 +244,10 @@ def _backward(call: ListCall) -> Plan | None:
             root.tensors, gradients, options.get("retain_graph"), options.get("create_graph") or False, inputs=inputs
         )
 
-    return Plan(lambda: "one backward pass from all elements", walk)
+    return ListPlan(lambda: "one backward pass from all elements", walk)
 
 
-def _grad(call: ListCall) -> Plan | None:
+def _grad(call: ListCall) -> ListPlan | None:
     """`torch.autograd.grad(loss, tl)`: one pass for all elements; lists among the outputs are mapped."""
     outputs, inputs = call.args[:2]
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -258,7 +258,7 @@ def _grad(call: ListCall) -> Plan | None:
         grads = iter(torch.autograd.grad(outputs, _all_tensors(inputs), *call.args[2:], **call.kwargs))
         return tuple(_gathered([next(grads) for _ in x], [x]) if _is_list(x) else next(grads) for x in inputs)
 
-    return Plan(lambda: "one backward pass to all elements", walk)
+    return ListPlan(lambda: "one backward pass to all elements", walk)
 
 
 def _all_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -269,7 +269,7 @@ def _is_list(value: object) -> bool:
     return hasattr(value, "treespec") and isinstance(value, torch.Tensor)
 
 
-_SPECIAL: dict[Callable[..., Any], Callable[[ListCall], Plan | None]] = {
+_SPECIAL: dict[Callable[..., Any], Callable[[ListCall], ListPlan | None]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _grad,
 }

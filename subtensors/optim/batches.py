@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.bound_call import Call
-from subtensors.dispatch.fused.tensor_columns import Elements, PerBlock
-from subtensors.dispatch.graphs.released_tensors import refuse_sleepers
+from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.tensor_columns import BlockScales, TensorColumn
+from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals import memory
-from subtensors.optim.dtensor import Sharding, Shards, shard
-from subtensors.optim.low_bit_state import SCALES, Dithered, Quantized
+from subtensors.optim.dtensor import LocalShards, Sharding, shard
+from subtensors.optim.low_bit_state import SCALES, Quantized, StochasticallyRounded
 from subtensors.static.static_tensor import StaticAddressTensor
 
 
@@ -28,9 +28,9 @@ class Batch:
     """Where they are in the group; None: they are all of it."""
     device: torch.device
     is_complex: bool
-    params: Elements
-    master: Elements | None
-    entries: tuple[Elements | Quantized | Dithered | None, ...]
+    params: TensorColumn
+    master: TensorColumn | None
+    entries: tuple[TensorColumn | Quantized | StochasticallyRounded | None, ...]
     """For each state entry that `update` takes, and for their average, it for each parameter; None where these
     parameters have none."""
     sharding: Sharding | None = None
@@ -49,8 +49,8 @@ class Batch:
         self._firsts = [column[0] for column in movable if column]
         self._places = [t.data_ptr() for t in self._firsts]
         self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
-        self.shards = Shards(self.params) if self.sees_shards else None
-        self._last: tuple[list[Any], Call] | None = None
+        self.shards = LocalShards(self.params) if self.sees_shards else None
+        self._last: tuple[list[Any], FusedCall] | None = None
         self._views: list[Tensor] | None = None
 
     @property
@@ -64,22 +64,22 @@ class Batch:
         is_held = self.has_plain_gradients and not torch.__future__.get_swap_module_params_on_conversion()
         self._views = memory.holding_views(self.params) if is_held else []
 
-    def columns(self) -> list[Elements]:
+    def columns(self) -> list[TensorColumn]:
         """The lists that state is kept in."""
         kept = [column for column in (self.master, *self.entries) if column is not None]
         return [part for column in kept for part in (column if isinstance(column, tuple) else (column,))]
 
     def has_moved(self) -> bool:
         """Is the state's memory elsewhere? AddressError where it is away."""
-        refuse_sleepers(self._columns, "a step")
+        check_resident(self._columns, "a step")
         return [t.data_ptr() for t in self._firsts] != self._places
 
     @property
-    def whole(self) -> Elements | None:
+    def whole(self) -> TensorColumn | None:
         """The parameters, when they are all of the group and gradients are laid out as they are."""
         return self.params if self.indices is None and self.has_plain_gradients else None
 
-    def gradients(self, grads: Elements) -> Elements:
+    def gradients(self, grads: TensorColumn) -> TensorColumn:
         """Of the group's gradients, those of these parameters."""
         if grads.holder is self.params:
             return grads
@@ -91,9 +91,9 @@ class Batch:
             return as_real(map(Tensor.resolve_conj, parts)) if self.is_complex else parts
         if self.is_complex:
             return as_real(map(Tensor.resolve_conj, own))
-        return Elements(own, like=self.params if self.has_plain_gradients else None)
+        return TensorColumn(own, like=self.params if self.has_plain_gradients else None)
 
-    def call(self, options: list[Any], gradients: Elements, *arguments: Any) -> Call:
+    def call(self, options: list[Any], gradients: TensorColumn, *arguments: Any) -> FusedCall:
         """The fused call of a step.
 
         Args:
@@ -103,15 +103,15 @@ class Batch:
         """
         params = self.params if self.shards is None else self.shards.own
         params = as_real(params) if self.is_complex else params
-        call = Call((params, gradients, self.master, self.entries, *arguments), {})
+        call = FusedCall((params, gradients, self.master, self.entries, *arguments), {})
         if self._last is not None and self._last[1].key == call.key:
             call.last = self._last[1].last  # the same lists, with other numbers
         # A template for the steps that follow, without the gradients: those must not live until the next one.
         is_template = not self.is_complex and all(map(is_immutable, options))
-        self._last = (options, call.again(GRADIENTS, Elements())) if is_template else None
+        self._last = (options, call.again(GRADIENTS, TensorColumn())) if is_template else None
         return call
 
-    def call_again(self, options: list[Any], gradients: Elements) -> Call | None:
+    def call_again(self, options: list[Any], gradients: TensorColumn) -> FusedCall | None:
         """The last call with these gradients; None when the options are not the very same objects."""
         if self._last is None or not all(map(is_, options, self._last[0])):
             return None
@@ -135,7 +135,7 @@ def _has_plain_gradient(p: Tensor) -> bool:
 
 
 @dataclass
-class GroupLists:
+class GroupBatches:
     """The batches of one parameter group, and what they were made for."""
 
     params: list[Tensor]
@@ -180,9 +180,9 @@ def missing(grads: Sequence[Tensor | None]) -> list[int]:
     return [i for i, g in enumerate(grads) if g is None] if [g for g in grads if g is None] else []
 
 
-def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> Elements:
+def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> TensorColumn:
     """Complex tensors as pairs of reals, sharing memory; others as they are."""
-    return Elements([torch.view_as_real(t) if t.is_complex() else t for t in tensors], is_fixed=is_fixed)
+    return TensorColumn([torch.view_as_real(t) if t.is_complex() else t for t in tensors], is_fixed=is_fixed)
 
 
 def kept_form(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ def column_of(states: Sequence[Mapping[str, Any]], entry: str, form: torch.dtype
     kept = [state[entry] for state in states]
     column = as_real(map(shard, kept) if sees_shards else kept, is_fixed=True)
     if form == torch.bfloat16:
-        return Dithered(column)
+        return StochasticallyRounded(column)
     if form is None:
         return column
-    return Quantized(column, PerBlock([state[entry + SCALES] for state in states], is_fixed=True))
+    return Quantized(column, BlockScales([state[entry + SCALES] for state in states], is_fixed=True))

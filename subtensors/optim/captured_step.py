@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressGuard, MetadataGuard, PlaceGuard
+from subtensors.dispatch.graphs.guards import AddressGuard, AddressLayoutGuard, MetadataGuard
 from subtensors.dispatch.graphs.protocols import NotRecordable
-from subtensors.dispatch.graphs.released_tensors import refuse_sleepers
+from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.current_device import current_stream
-from subtensors.optim.batches import GroupLists, is_immutable, kept_form, missing
+from subtensors.optim.batches import GroupBatches, is_immutable, kept_form, missing
 from subtensors.optim.hyperparameters import another, are_numbers, number_at, number_paths, options_of, step_signature
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
 
-Gradients = list[Elements]
+Gradients = list[TensorColumn]
 """Those of each group, in the order of its parameters; None where there is none."""
 
 HELD_NUMBER = "a number changed that the graph of this optimizer holds"
@@ -58,15 +58,15 @@ class RecordedStep:
             for batch in optimizer._batches(index, group, own)
         ]
         self.batches = batches
-        self.lists: list[GroupLists] = [optimizer._lists[i] for i in range(len(gradients))]
+        self.lists: list[GroupBatches] = [optimizer._lists[i] for i in range(len(gradients))]
         self.mark = optimizer.state.changes.mark
         self.modes = _modes()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_places = PlaceGuard(self.params)
+        self.param_places = AddressLayoutGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
         self.state_places = AddressGuard(self.state)
         own = _present(gradients)
-        self.gradient_places = PlaceGuard(own)
+        self.gradient_places = AddressLayoutGuard(own)
         self.gradients_alike = MetadataGuard(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
@@ -80,7 +80,7 @@ class RecordedStep:
         taken = [step_signature(optimizer, group, self.device) for group in optimizer.param_groups]
         self.signatures = [signature for signature, _, _ in taken]
         self.numbers = [numbers for _, numbers, _ in taken]
-        self.is_whole = not isinstance(optimizer._fusion, Fusion)
+        self.is_whole = not isinstance(optimizer._fusion, FusedFunction)
         """Is the step more than fused calls, so that its graph holds whatever else it was given?"""
         try:
             if obstacle:
@@ -230,7 +230,7 @@ class RecordedStep:
         if has_moved and self.is_whole and self.recording is not None:
             return HELD_GRADIENT
         if has_moved:
-            places = PlaceGuard(own)
+            places = AddressLayoutGuard(own)
             if self.recording is not None and not self.recording.move(places.addresses):
                 return "a gradient shares memory with what the step writes"
             self.gradient_places = places
@@ -239,7 +239,7 @@ class RecordedStep:
     def replay(self, optimizer: Optimizer) -> None:
         """Take the step, but for telling autograd what it wrote: that is `recording.written`."""
         assert self.recording is not None
-        refuse_sleepers((self.params, self.state))
+        check_resident((self.params, self.state))
         for name, buffer in self.buffers.items():
             buffer.copy_(getattr(optimizer, name), non_blocking=True)
         self.recording.replay()

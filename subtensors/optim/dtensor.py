@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.torch_internals import ops as ops_internals
 
 
@@ -85,7 +85,7 @@ def write_part(t: Any, value: Tensor) -> None:
     shard(t).copy_(shard(part))
 
 
-class Shards:
+class LocalShards:
     """The shards that parameters have here, and those of their gradients, as lists that a step knows again.
 
     Args:
@@ -94,7 +94,7 @@ class Shards:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
-        self.own = Elements()
+        self.own = TensorColumn()
         """The parameters', as last looked at."""
         self._have_plain_gradients = all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in params)
 
@@ -103,15 +103,15 @@ class Shards:
         now = ops_internals.local_tensors(self.params)
         if len(self.own) == len(now) and all(map(is_, self.own, now)):
             return False
-        self.own = Elements(now, keeps_layout=True)
+        self.own = TensorColumn(now, keeps_layout=True)
         return True
 
-    def of_gradients(self, gradients: Sequence[Tensor]) -> Elements:
+    def of_gradients(self, gradients: Sequence[Tensor]) -> TensorColumn:
         """What of these gradients belongs to the parameters' shards."""
         if not ops_internals.are_spread_alike(gradients, self.params):
-            return Elements([_shard_like(g, p) for g, p in zip(gradients, self.params, strict=True)])
+            return TensorColumn([_shard_like(g, p) for g, p in zip(gradients, self.params, strict=True)])
         parts = ops_internals.local_tensors(gradients)
-        return Elements(parts, like=self.own if self._have_plain_gradients else None)
+        return TensorColumn(parts, like=self.own if self._have_plain_gradients else None)
 
 
 def _shard_like(t: Any, p: Any) -> Tensor:

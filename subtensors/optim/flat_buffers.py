@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch.graphs.guards import PlaceGuard
+from subtensors.dispatch.graphs.guards import AddressLayoutGuard
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
@@ -30,7 +30,7 @@ from subtensors.optim.versioned_state import Changes
 from subtensors.optim.watched_tensors import unwatch, watch
 from subtensors.static.static_tensor import in_place
 
-FEW = 16
+CHECK_EACH_LIMIT = 16
 """So many parameters and gradients are looked at in each glance."""
 
 
@@ -78,7 +78,7 @@ class PackedMemory:
         for t in self.params:
             torch._dynamo.mark_static_address(t, guard=False)
         self._changes = Changes()
-        self._are_few = len(self.params) <= FEW
+        self._are_few = len(self.params) <= CHECK_EACH_LIMIT
         if not self._are_few:
             watch(self.params, self._changes)
         self.attach()
@@ -87,7 +87,7 @@ class PackedMemory:
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
-        self._gradient_guard = PlaceGuard(list(map(_gradient, self.params)) if self._are_few else [])
+        self._gradient_guard = AddressLayoutGuard(list(map(_gradient, self.params)) if self._are_few else [])
         self._gradient_ends = list(map(_gradient, self._ends))
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class PackedMemory:
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._changes)
-        self._guard = PlaceGuard(self.params if self._are_few else [])
+        self._guard = AddressLayoutGuard(self.params if self._are_few else [])
         self._mark = self._changes.mark
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()

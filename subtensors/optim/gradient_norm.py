@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import recording_now
 from subtensors.dispatch.graphs.guards import AddressGuard
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
-from subtensors.kernels.fused.grad_norm import DTYPES, Prelude, SquareSum, reference
+from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, SquareSum, reference
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.current_device import current_stream
 from subtensors.kernels.runtime.transfer import to_device
@@ -48,7 +48,7 @@ class GradientNorm:
         """The sum that was last taken: float64, 0-d."""
         return _total(self._squares, device, device)
 
-    def take(self, gradients: Sequence[tuple[Batch, Elements]], is_followed: bool) -> Prelude | None:
+    def take(self, gradients: Sequence[tuple[Batch, TensorColumn]], is_followed: bool) -> FusedGradNorm | None:
         """Add up the squares.
 
         Args:
@@ -75,7 +75,7 @@ class GradientNorm:
 
     def _add_up(
         self, part: Part, gradients: list[tuple[Batch, Sequence[Tensor]]], total: Tensor, is_followed: bool
-    ) -> Prelude | None:
+    ) -> FusedGradNorm | None:
         """Leave the sum of one part in `total`, or say what will."""
         device, sharding = part
         batches = [batch for batch, _ in gradients]
@@ -134,11 +134,11 @@ class _Sweep:
         """None: the sum has a place of its own."""
         return []
 
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+    def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
         """The launch of a recording, where the next one may be made together with it."""
-        return Prelude(self.grid, table, workspace) if self._is_followed else None
+        return FusedGradNorm(self.grid, table, workspace) if self._is_followed else None
 
-    def prepare(self, gradients: list[Tensor], is_followed: bool) -> Prelude | None:
+    def prepare(self, gradients: list[Tensor], is_followed: bool) -> FusedGradNorm | None:
         """The launch that adds up the squares, in whatever order they lie in memory; None where a recording has it."""
         own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
@@ -160,7 +160,7 @@ class _Sweep:
         else:
             self._places, self._table = places, table
             self._stream = current_stream(self.device)
-        return Prelude(self.grid, table, self._stream)
+        return FusedGradNorm(self.grid, table, self._stream)
 
 
 def _total(totals: dict[Any, Tensor], key: Any, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from subtensors.optim.dtensor import shard, spread_like
 SCALES = "_absmax"
 """What the name of an entry of codes takes at its end to name its scales."""
 
-LEAST = 4096
+MIN_QUANTIZED_NUMEL = 4096
 """Elements below which a tensor's state is not quantized: little would be saved, and norms and biases are delicate."""
 
 
@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
     scales: Any
 
 
-class Dithered(NamedTuple):
+class StochasticallyRounded(NamedTuple):
     """An entry that is rounded to bfloat16 stochastically, as a step is given it."""
 
     stored: Any
@@ -95,7 +95,7 @@ def form_of(entry: str, p: Tensor, group: Mapping[str, Any], low_bit: Mapping[st
     if state_dtype is None or entry not in low_bit or p.is_complex():
         return None
     if state_dtype == "int8":
-        return (torch.int8 if low_bit[entry] else torch.uint8) if p.numel() >= LEAST else None
+        return (torch.int8 if low_bit[entry] else torch.uint8) if p.numel() >= MIN_QUANTIZED_NUMEL else None
     return torch.bfloat16
 
 
@@ -144,19 +144,19 @@ def _is_signed(codes: Tensor) -> bool:
     return codes.dtype == torch.int8
 
 
-def read(entry: Quantized | Dithered) -> Tensor:
+def read(entry: Quantized | StochasticallyRounded) -> Tensor:
     """The entry in float32, within fused maths."""
-    if isinstance(entry, Dithered):
+    if isinstance(entry, StochasticallyRounded):
         value: Tensor = entry.stored.float()
         return value
     read: Tensor = torch.ops.subtensors.dequantize_blockwise(entry.codes, entry.scales, _is_signed(entry.codes))
     return read
 
 
-def write(entry: Quantized | Dithered, value: Tensor, found_inf: Tensor | None) -> None:
+def write(entry: Quantized | StochasticallyRounded, value: Tensor, found_inf: Tensor | None) -> None:
     """Store what the maths made of the entry, or leave it after an overflow, within fused maths."""
     ops = torch.ops.subtensors
-    if isinstance(entry, Dithered):
+    if isinstance(entry, StochasticallyRounded):
         rounded = ops.stochastic_round(value)
         entry.stored.copy_(rounded if found_inf is None else torch.where(found_inf != 0, entry.stored, rounded))
         return

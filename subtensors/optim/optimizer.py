@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.kernels.fused.launch import Prelude
-from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.lists.tensor_list import TensorList
-from subtensors.optim.batches import Batch, GroupLists, column_of, kept_form, missing
+from subtensors.optim.batches import Batch, GroupBatches, column_of, kept_form, missing
 from subtensors.optim.dtensor import sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, forms_of
@@ -125,7 +125,7 @@ class Optimizer(Stepping):
     @classmethod
     def _step_function(cls) -> Callable[..., Any]:
         """What a step calls with the lists of a batch."""
-        return Fusion(single_tensor(cls))
+        return FusedFunction(single_tensor(cls))
 
     def __init__(self, params: Params, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         if not hasattr(type(self), "_fusion"):
@@ -145,21 +145,21 @@ class Optimizer(Stepping):
         """What one step does to one tensor; the method that a subclass is."""
         raise NotImplementedError
 
-    def _gradients(self) -> list[Elements]:
+    def _gradients(self) -> list[TensorColumn]:
         """Each group's gradients, None for a parameter without one."""
         # Like the parameters of the one batch that they are most often all of.
-        return [Elements(map(_grad, g["params"]), like=self._whole(i)) for i, g in enumerate(self.param_groups)]
+        return [TensorColumn(map(_grad, g["params"]), like=self._whole(i)) for i, g in enumerate(self.param_groups)]
 
-    def _whole(self, index: int) -> Elements | None:
+    def _whole(self, index: int) -> TensorColumn | None:
         """The parameters of a group, where one batch is all of it and the gradients are laid out as they are."""
         lists = self._lists.get(index)
         return lists.batches[0].whole if lists is not None and lists.batches else None
 
     @property
     def _is_fused(self) -> bool:
-        return isinstance(self._fusion, Fusion)
+        return isinstance(self._fusion, FusedFunction)
 
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements, prelude: Prelude | None) -> None:
+    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: TensorColumn, prelude: Prelude | None) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options = [
             scale,
@@ -227,10 +227,10 @@ class Optimizer(Stepping):
         self._refuse_sparse(grads)
         if lists is not None and not lists.has_params(params):
             self._forget()
-        with uncollected():
+        with gc_paused():
             kinds = self._cut(self._kinds(params, grads, entries, group), params)
             batches = [self._batch(kind, indices, group) for kind, indices in kinds]
-        self._lists[index] = GroupLists(list(params), missing(grads), entries, form, batches)
+        self._lists[index] = GroupBatches(list(params), missing(grads), entries, form, batches)
         self._mark = self.state.changes.mark
         return batches
 
@@ -264,7 +264,7 @@ class Optimizer(Stepping):
             None if indices == [*range(len(params))] else indices,
             device,
             is_complex,
-            Elements(own, keeps_layout=not is_complex and sharding is None),
+            TensorColumn(own, keeps_layout=not is_complex and sharding is None),
             columns.get(MASTER),
             tuple([columns.get(entry) for entry in (*self._entries, AVERAGE)]),
             sharding,
@@ -287,9 +287,9 @@ class Optimizer(Stepping):
         p = torch.ones(2, device="cpu")
         kept = self._kept(group)
         entries = [
-            Elements([self._start(p, e, False, group)]) if e in kept else None for e in (*self._entries, AVERAGE)
+            TensorColumn([self._start(p, e, False, group)]) if e in kept else None for e in (*self._entries, AVERAGE)
         ]
-        column, values = Elements([p]), self._values(group, p.device)
+        column, values = TensorColumn([p]), self._values(group, p.device)
         call = (column, column, None, tuple(entries), None, None, False, values)
         if not self._fusion.reduces(*call):
             return True, False
@@ -302,7 +302,7 @@ class Optimizer(Stepping):
             return self._fusion
         assert batch.sharding is not None
         if batch.sharding not in self._shard_fusions:
-            self._shard_fusions[batch.sharding] = Fusion(
+            self._shard_fusions[batch.sharding] = FusedFunction(
                 single_tensor(type(self)), exchange=batch.sharding.bring_together
             )
         return self._shard_fusions[batch.sharding]

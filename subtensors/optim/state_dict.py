@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.optim.batches import GroupLists
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.optim.batches import GroupBatches
 from subtensors.optim.capture import Capture
 from subtensors.optim.dtensor import Sharding
 from subtensors.optim.gradient_norm import GradientNorm
@@ -27,8 +27,8 @@ class SavedState(DeclaredState):
     host_entries: ClassVar[Collection[str]] = ("step",)
     """State of 0 dimensions that `state_dict` puts on the CPU, as torch.optim keeps it there."""
 
-    _lists: dict[int, GroupLists]
-    _shard_fusions: dict[Sharding, Fusion]
+    _lists: dict[int, GroupBatches]
+    _shard_fusions: dict[Sharding, FusedFunction]
     """For steps of shards that depend on each other, by how their tensors are spread."""
     _mark: object
     _norm: GradientNorm

@@ -13,7 +13,7 @@ from torch import Tensor
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 
-LARGE = 64 << 20
+EMPTY_CACHE_BYTES = 64 << 20
 """Bytes of state for which room is made."""
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -34,7 +34,7 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
         entries: how many each of them has.
     """
     nbytes = entries * sum(p.nbytes for p in params)
-    if params[0].device.type == "cuda" and nbytes >= LARGE and not deferred_finalizers.is_capturing():
+    if params[0].device.type == "cuda" and nbytes >= EMPTY_CACHE_BYTES and not deferred_finalizers.is_capturing():
         torch.cuda.empty_cache()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import recording_now
 from subtensors.dispatch.graphs.live_scalars import graph_numbers
 from subtensors.dispatch.ops.errors import RuleError
@@ -36,11 +36,11 @@ class Stepping(SavedState):
     """Calls of `step` so far: backward passes whose gradients were added up."""
 
     @abstractmethod
-    def _gradients(self) -> list[Elements]:
+    def _gradients(self) -> list[TensorColumn]:
         """Each group's gradients, None for a parameter without one."""
 
     @abstractmethod
-    def _batches(self, index: int, group: dict[str, Any], grads: Elements) -> list[Batch]:
+    def _batches(self, index: int, group: dict[str, Any], grads: TensorColumn) -> list[Batch]:
         """The group's batches for this set of gradients; state that a parameter lacks is made."""
 
     @property
@@ -49,7 +49,7 @@ class Stepping(SavedState):
         """Is the update of a batch one fused call?"""
 
     @abstractmethod
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: Elements, prelude: Prelude | None) -> None:
+    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: TensorColumn, prelude: Prelude | None) -> None:
         """Update the parameters of a batch, after or with the prelude."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.optim.low_bit_state import Dithered, Quantized, read, write
+from subtensors.optim.low_bit_state import Quantized, StochasticallyRounded, read, write
 
 
 def single_tensor(cls: type) -> Callable[..., None]:
@@ -38,7 +38,7 @@ def single_tensor(cls: type) -> Callable[..., None]:
         p: Tensor,
         g: Tensor,
         master: Tensor | None,
-        entries: tuple[Tensor | Quantized | Dithered | None, ...],
+        entries: tuple[Tensor | Quantized | StochasticallyRounded | None, ...],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         maximize: bool,
@@ -64,7 +64,7 @@ def single_tensor(cls: type) -> Callable[..., None]:
         for target, value in zip(targets, values, strict=True):
             if target is None or value is None or value is target:
                 continue
-            if isinstance(target, Quantized | Dithered):
+            if isinstance(target, Quantized | StochasticallyRounded):
                 write(target, value, found_inf)
             else:
                 target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
@@ -115,9 +115,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_narrow(dtype) else dtype
 
 
-def _computed(stored: Tensor | Quantized | Dithered, must_copy: bool) -> Tensor:
+def _computed(stored: Tensor | Quantized | StochasticallyRounded, must_copy: bool) -> Tensor:
     """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
-    if isinstance(stored, Quantized | Dithered):
+    if isinstance(stored, Quantized | StochasticallyRounded):
         return read(stored)
     if is_narrow(stored.dtype):
         return stored.float()

@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.gradient_masking import Arrival
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.gradient_masking import GradientTracker
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.sizes.dim_factors import size_of
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.views import current, note_plain
 
 
-def wrapped(value: Padded) -> Tensor:
+def wrapped(value: PaddedValue) -> Tensor:
     """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd leads through."""
     if not value.padded_dims:
         return value.dense
     return Wrap.apply(value.dense, value) if value.records else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def followed(x: PaddedTensor) -> Padded:
+def followed(x: PaddedTensor) -> PaddedValue:
     """The value of a PaddedTensor whose storage autograd follows."""
     x = current(x)
     value = value_of(x)
     if torch.is_grad_enabled() and x.requires_grad:
-        arrival = Arrival()
+        arrival = GradientTracker()
         return replace(value, dense=Unwrap.apply(x, arrival), arrival=arrival)  # type: ignore[no-untyped-call]
     return value
 
@@ -40,7 +40,7 @@ class Unwrap(torch.autograd.Function):
     """The storage of a PaddedTensor; the gradient is padded alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: PaddedTensor, arrival: Arrival) -> Tensor:
+    def forward(ctx: Any, x: PaddedTensor, arrival: GradientTracker) -> Tensor:
         """An alias of the storage."""
         value = value_of(x)
         ctx.dims, ctx.sizes, ctx.arrival = value.dims, value.sizes, arrival
@@ -50,16 +50,16 @@ class Unwrap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient as a PaddedTensor; autograd adds such up where torch does not look at conjugate bits."""
         gradient = gradients[0].resolve_conj().resolve_neg()
-        return wrapped(Padded(gradient, ctx.dims, ctx.sizes, 0 if ctx.arrival.comes_zero() else None)), None
+        return wrapped(PaddedValue(gradient, ctx.dims, ctx.sizes, 0 if ctx.arrival.comes_zero() else None)), None
 
 
 class Wrap(torch.autograd.Function):
     """A PaddedTensor of a storage; the gradient is its gradient's storage."""
 
     @staticmethod
-    def forward(ctx: Any, dense: Tensor, value: Padded) -> PaddedTensor:
+    def forward(ctx: Any, dense: Tensor, value: PaddedValue) -> PaddedTensor:
         """The wrapped value."""
-        ctx.arrival = value.arrival or Arrival()
+        ctx.arrival = value.arrival or GradientTracker()
         ctx.way = len(ctx.arrival.outside)
         ctx.arrival.outside.append(False)
         return wrap(replace(value, dense=dense.detach(), arrival=None))

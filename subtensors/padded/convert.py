@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError, SizeError
-from subtensors.dispatch.padded.padded_value import Number, Padded
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.kernels.padded.padding_ops import pad_values, unpad_values
 from subtensors.kernels.runtime.transfer import to_device
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import extended, pad, true_sizes
 from subtensors.sizes.dims import Dim
@@ -56,9 +56,9 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     bucket = dim.bucket(max(host))
     sizes = true_sizes([dim], [bucket], [host], values.device)
     factors = (padded_dim(len(host), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
-    extent = Extent(1, sizes.of(dim.symbol))
+    extent = ValidLength(1, sizes.of(dim.symbol))
     dense = pad_values(values.reshape(-1), (len(host), bucket, *rest), [extent], value)
-    return _wrapped(Padded(dense, factors, sizes, None if value != value else value))
+    return _wrapped(PaddedValue(dense, factors, sizes, None if value != value else value))
 
 
 def to_nested(x: PaddedTensor) -> Tensor:
@@ -87,7 +87,7 @@ def to_nested(x: PaddedTensor) -> Tensor:
     if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
         raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
     lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(held.shape[0])]
-    values = unpad_values(held.dense, [Extent(1, sizes.of(ragged[0].size))], sum(lengths) * held.shape[2:].numel())
+    values = unpad_values(held.dense, [ValidLength(1, sizes.of(ragged[0].size))], sum(lengths) * held.shape[2:].numel())
     offsets = to_device(np.cumsum([0, *lengths]), values.device)
     return torch.nested.nested_tensor_from_jagged(values.view(-1, *held.shape[2:]), offsets)
 
@@ -127,7 +127,7 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     factors = (padded_dim(t.shape[0], rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
     shape = (t.shape[0], bucket, *t.shape[2:])
     dense = extended(t[:, :bucket], shape, 0 if value is None else value)
-    held = Padded(dense, factors, sizes)
+    held = PaddedValue(dense, factors, sizes)
     return _wrapped(held if value is None else held.cleaned(value))
 
 
@@ -152,7 +152,7 @@ def to_masked(x: PaddedTensor, value: Number = 0) -> tuple[Tensor, Tensor]:
     return torch.where(mask, x.dense, value), first.long()
 
 
-def _wrapped(value: Padded) -> PaddedTensor:
+def _wrapped(value: PaddedValue) -> PaddedTensor:
     from subtensors.padded.autograd import wrapped
 
     out: Any = wrapped(value)

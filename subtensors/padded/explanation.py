@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.padded import interpreter
-from subtensors.dispatch.padded.errors import Undecided
+from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.tree import found, mapped
 from subtensors.dispatch.sizes.dim_factors import is_padded
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -65,7 +65,7 @@ def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
             func(*shapes[0], **shapes[1])
         except RuleError as refusal:
             why = refusal.__cause__ or refusal
-            if isinstance(why, Undecided):
+            if isinstance(why, DataDependentCall):
                 return f"by a rule, in eager mode alone: {why}"
             return f"on the unpadded data, in eager mode: {why}"
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
 from subtensors.dispatch.sizes.expressions import size_on_host
@@ -60,7 +60,7 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
     call_args, call_kwargs = tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
     out = func(*call_args, **call_kwargs)
     for i, t in given.items():
-        if t._version != versions[i] or (i == 0 and name in padded_calls.BY_ADDRESS):
+        if t._version != versions[i] or (i == 0 and name in padded_calls.RAW_MEMORY_FUNCTIONS):
             _write(padded[i], t)
     inputs = {id(t): padded[i] for i, t in given.items()}
     outs, out_spec = tree_flatten(out)
@@ -99,7 +99,7 @@ def _write(outer: PaddedTensor, new: Tensor) -> None:
     assignment = value.sizes.assignment() if value.sizes else {}
     true = [size_on_host(f.size, assignment) for factors in value.dims for f in factors]
     dense = extended(new.reshape(true), [f.bucket for factors in value.dims for f in factors], 0)
-    write_back(outer, Padded(dense.reshape(outer.shape), value.dims, value.sizes))
+    write_back(outer, PaddedValue(dense.reshape(outer.shape), value.dims, value.sizes))
 
 
 _Key: TypeAlias = "tuple[sympy.Symbol, int]"
@@ -153,7 +153,7 @@ def _padded_again(out: Tensor, shapes: list[Any], keys: list[_Key], sizes: TrueS
         dims.append(padded_dim(bucket, expression))
     if any(size_on_host(size_of(f), truth) != size for f, size in zip(dims, out.shape, strict=True)):
         return out
-    return wrapped(Padded(extended(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
+    return wrapped(PaddedValue(extended(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
 
 
 def _straight_line(symbol: sympy.Symbol, points: list[tuple[int, int]]) -> sympy.Expr | None:

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.padded import rules
-from subtensors.dispatch.padded.interpreter import Call
-from subtensors.dispatch.padded.padded_value import Padded, plain
+from subtensors.dispatch.padded.interpreter import PaddedCall
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.dispatch.torch_internals.ops import schema_of
 from subtensors.padded.autograd import followed, wrapped
@@ -71,7 +71,7 @@ def _drops_nothing(input: Any, p: float = 0.5, training: bool = True, inplace: b
     return not training and 0 <= p <= 1
 
 
-GIVES_BACK: dict[Callable[..., Any], Callable[..., bool]] = {functional.dropout: _drops_nothing}
+IDENTITY_CALLS: dict[Callable[..., Any], Callable[..., bool]] = {functional.dropout: _drops_nothing}
 """Functions that give their first argument back, and when."""
 
 Kinds = frozenset[type]
@@ -101,7 +101,7 @@ def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     elif (op := OP_UNLESS_IN_PLACE.get(func)) is not None:
         if kwargs.get("inplace") is False:
             kwargs = {name: x for name, x in kwargs.items() if name != "inplace"}
-    elif func in GIVES_BACK and GIVES_BACK[func](*args, **kwargs):
+    elif func in IDENTITY_CALLS and IDENTITY_CALLS[func](*args, **kwargs):
         return args[0]
     else:
         return NotImplemented
@@ -111,7 +111,7 @@ def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     answer = asked.answer() if asked is not None else None
     if answer is not None:
         return answer
-    values: dict[int, Padded] = {}
+    values: dict[int, PaddedValue] = {}
 
     def inner(x: Any) -> Any:
         kind = type(x)
@@ -124,8 +124,8 @@ def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     # A view that is behind its whole is taken again here, by a call of its own.
     inner_args, inner_kwargs = [*map(inner, args)], {name: inner(x) for name, x in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():
-        call = Call(op, inner_args, inner_kwargs)
-        out: Padded = rules.run_call(call)
+        call = PaddedCall(op, inner_args, inner_kwargs)
+        out: PaddedValue = rules.run_call(call)
     if asked is not None:
         asked.note(call, out)
     result = wrapped(out)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.padded_value import Padded, plain
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import together
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.padded.autograd import followed, wrapped
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
-from subtensors.padded.views import refuse_plain_views, take_copies_again
+from subtensors.padded.views import refresh_copies, refuse_plain_views
 
 
 def copied_whole(target: Tensor, source: Tensor) -> bool:
@@ -34,20 +34,20 @@ def copied_whole(target: Tensor, source: Tensor) -> bool:
     together([x._sizes for x in (target, source) if x._sizes is not None])
     with torch._C.DisableTorchFunctionSubclass():
         target._dense.copy_(source._dense)
-    take_copies_again(target)
+    refresh_copies(target)
     return True
 
 
-def write_real(target: PaddedTensor, new: Padded) -> None:
+def write_real(target: PaddedTensor, new: PaddedValue) -> None:
     """Write into the memory that a view lies in; padding keeps what it held."""
     if new.dims != target._dims and new.padded_dims:
-        raise Inexpressible(f"a view of {target._dims} takes no values of {new.dims}")
+        raise UnsupportedCall(f"a view of {target._dims} takes no values of {new.dims}")
     mask = value_of(target).mask()
     dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense)
     target._dense.copy_(dense)
 
 
-def write_back(outer: Tensor, new: Padded) -> None:
+def write_back(outer: Tensor, new: PaddedValue) -> None:
     """Give an argument that the call wrote to its new value; its padding keeps what it held."""
     if not isinstance(outer, PaddedTensor):
         if new.padded_dims:
@@ -81,10 +81,10 @@ def write_back(outer: Tensor, new: Padded) -> None:
             outer.copy_(wrapped(value))
         else:
             outer._dense.copy_(dense)
-    take_copies_again(outer)
+    refresh_copies(outer)
 
 
-def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded) -> None:
+def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: PaddedValue) -> None:
     """Write through a view, also where autograd follows, or where the view has to be copied.
 
     The elements of `x` are numbered, the view is taken of the numbers, and the values are scattered to them; what would
@@ -104,10 +104,10 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded
     at = value_of(picked) if isinstance(picked, PaddedTensor) else plain(picked)
     dims, sizes = broadcast([at, new])
     if len(dims) != at.dim():
-        raise Inexpressible(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
+        raise UnsupportedCall(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
     shape = list(map(bucket_of, dims))
     end = whole.dense.numel()
-    targets = Padded(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
+    targets = PaddedValue(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
     values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
     flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
     write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None, arrival=None))

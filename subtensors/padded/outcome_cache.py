@@ -13,8 +13,8 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.padded.interpreter import Call, is_observed
-from subtensors.dispatch.padded.padded_value import Fill, Padded
+from subtensors.dispatch.padded.interpreter import PaddedCall, is_observed
+from subtensors.dispatch.padded.padded_value import Fill, PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, wrap
@@ -23,18 +23,18 @@ KINDS = 4096
 """How many kinds of calls are remembered."""
 
 
-class Outcome(NamedTuple):
-    """What is known of a result beside its storage; fields as of `Padded`."""
+class CachedOutcome(NamedTuple):
+    """What is known of a result beside its storage; fields as of `PaddedValue`."""
 
     dims: tuple[Factors, ...]
     fill: Fill | None
     view: Literal["", "alias", "copy"]
 
 
-_known: dict[tuple[Any, ...], Outcome] = {}
+_known: dict[tuple[Any, ...], CachedOutcome] = {}
 
 
-class Seen(NamedTuple):
+class OutcomeKey(NamedTuple):
     """A call as far as its outcome depends on it.
 
     Args:
@@ -54,17 +54,17 @@ class Seen(NamedTuple):
         known = _known.get(self.key)
         if known is None:
             return None
-        return wrap(Padded(self.op(*self.operands), known.dims, self.sizes, known.fill, known.view))
+        return wrap(PaddedValue(self.op(*self.operands), known.dims, self.sizes, known.fill, known.view))
 
-    def note(self, call: Call, out: Padded) -> None:
+    def note(self, call: PaddedCall, out: PaddedValue) -> None:
         """Remember what a rule made of this call, if it only ran the op."""
         if call.unchanged is out.dense and out.padded_dims and out.sizes is self.sizes and out.view != "copy":
             if len(_known) >= KINDS:
                 _known.clear()
-            _known[self.key] = Outcome(out.dims, out.fill, out.view)
+            _known[self.key] = CachedOutcome(out.dims, out.fill, out.view)
 
 
-def seen(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
+def seen(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutcomeKey | None:
     """A call of a direct op by what its outcome depends on; None where that may be more."""
     if kwargs or torch.is_grad_enabled() or is_observed():
         return None
@@ -88,4 +88,4 @@ def seen(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen 
     if sizes is None or sizes.rows is not None:
         return None
     # Whether two sizes are the same is asked of every size up to the buckets.
-    return Seen(op, (sizes.named, *key), operands, sizes)
+    return OutcomeKey(op, (sizes.named, *key), operands, sizes)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.type_interaction import RECORDED, RULED
-from subtensors.dispatch.padded.gradient_masking import Arrival
-from subtensors.dispatch.padded.padded_value import REPEATED, Fill, Padded
+from subtensors.dispatch.ops.type_interaction import LAZY_TYPES, MASKED_TYPES
+from subtensors.dispatch.padded.gradient_masking import GradientTracker
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
@@ -49,7 +49,7 @@ class PaddedTensor(Tensor):
     _sizes: TrueSizes | None
     _fill: Fill | None
     _view: Literal["", "alias", "copy"]
-    _arrival: Arrival | None
+    _arrival: GradientTracker | None
     _written: int | None = None
     _origin: Any = None
     _plain_views: Sequence[Any] = ()
@@ -191,7 +191,7 @@ class PaddedTensor(Tensor):
                 # Tensors of one copied nest go on sharing their sizes.
                 sizes = memo.setdefault(id(self._sizes), self._sizes.clone())
                 memo.setdefault(id(memo), []).append(self._sizes)
-            new = wrap(Padded(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
+            new = wrap(PaddedValue(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
             memo[id(self)] = new.requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
@@ -207,7 +207,7 @@ class PaddedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and not RECORDED.isdisjoint(types):
+        if len(types) > 1 and not LAZY_TYPES.isdisjoint(types):
             return NotImplemented
         if torch.compiler.is_dynamo_compiling():
             # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
@@ -243,7 +243,7 @@ class PaddedTensor(Tensor):
         dims, symbols, buckets, fill = context
         values = inner_tensors.get("_true_sizes")
         sizes = None if values is None else TrueSizes(symbols, buckets, values)
-        return wrap(Padded(inner_tensors["_dense"], dims, sizes, fill))
+        return wrap(PaddedValue(inner_tensors["_dense"], dims, sizes, fill))
 
     def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: type | None = None) -> Any:
         """This gradient with the padding that a compiled backward was traced for."""
@@ -253,7 +253,7 @@ class PaddedTensor(Tensor):
         if dims != self._dims or self._sizes is None or symbols != self._sizes.symbols:
             return None
         value = value_of(self)
-        if fill == REPEATED:
+        if fill == EDGE_FILL:
             return wrap(value.like(value.repeated(), fill))
         return wrap(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
 
@@ -266,7 +266,7 @@ def _calls() -> Any:
     return torch_function
 
 
-def wrap(value: Padded) -> PaddedTensor:
+def wrap(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value; autograd doesn't lead from one to the other."""
     dense = value.dense
     out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -279,15 +279,15 @@ def wrap(value: Padded) -> PaddedTensor:
     )
     out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
     out._arrival = value.arrival
-    if value.fill == REPEATED:
+    if value.fill == EDGE_FILL:
         # A write to real values leaves the padding as it is, and what was repeated there is no longer.
         out._written = dense._version
     return out  # type: ignore[no-any-return]
 
 
-def value_of(x: PaddedTensor) -> Padded:
+def value_of(x: PaddedTensor) -> PaddedValue:
     """What the rules see of a PaddedTensor."""
-    return Padded(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._arrival)
+    return PaddedValue(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._arrival)
 
 
 def fill_of(x: PaddedTensor) -> Fill | None:
@@ -300,7 +300,7 @@ def _rebuild(
     dense: Tensor, dims: Any, symbols: Any, buckets: Any, fill: Any, values: Tensor | None, requires_grad: bool
 ) -> PaddedTensor:
     sizes = None if values is None else TrueSizes(symbols, buckets, values)
-    out = wrap(Padded(dense, dims, sizes, fill))
+    out = wrap(PaddedValue(dense, dims, sizes, fill))
     out.requires_grad_(requires_grad)
     return out
 
@@ -315,4 +315,4 @@ def _run_whole_in_graphs() -> None:
 
 dynamo.compile_methods_only_inlined(PaddedTensor)
 dynamo_rules.on_first_compile(PaddedTensor, _run_whole_in_graphs)
-RULED.add(PaddedTensor)
+MASKED_TYPES.add(PaddedTensor)

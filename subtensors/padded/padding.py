@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Number, Padded
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher, dynamo
 from subtensors.kernels.padded.padding_ops import pad_list, pad_to
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 from subtensors.padded.padded_tensor import PaddedTensor, value_of
 from subtensors.sizes.dims import Dim, SizeAgreement
 
@@ -82,7 +82,7 @@ def unpad(x: PaddedTensor) -> Any:
     return data
 
 
-def logical(value: Padded) -> Any:
+def logical(value: PaddedValue) -> Any:
     """The real part of a value: a tensor, or a list of one a row."""
     sizes = value.sizes
     ragged = sizes is not None and any(sizes.is_ragged(f.size) for factors in value.dims for f in factors)
@@ -91,11 +91,11 @@ def logical(value: Padded) -> Any:
     for d, factors in enumerate(value.dims):
         if len(factors) == 1 and factors[0].size == rows_symbol():
             rest = value.dims[:d] + value.dims[d + 1 :]
-            return [_cut(Padded(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
+            return [_cut(PaddedValue(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
     raise RuleError("the rows of this ragged batch are part of a flattened dim; unflatten it before unpad")
 
 
-def _cut(value: Padded, row: int) -> Tensor:
+def _cut(value: PaddedValue, row: int) -> Tensor:
     sizes = value.sizes.assignment(row) if value.sizes is not None else {}
     true = [[size_on_host(f.size, sizes) for f in factors] for factors in value.dims]
     dense = value.dense
@@ -117,11 +117,11 @@ def _product(counts: Sequence[int]) -> int:
     return out
 
 
-def _padded(t: Tensor, dims: Mapping[int, Dim], value: Number) -> Padded:
+def _padded(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
     agreed = SizeAgreement()
     kept = {d: dim for d, dim in dims.items() if agreed.bind(dim, t.shape[d], f"dim {d}")}
     if not kept:
-        return Padded(t, static_dims(t.shape))
+        return PaddedValue(t, static_dims(t.shape))
     distinct = list(dict.fromkeys(kept.values()))
     host = tuple(agreed.sizes[dim] for dim in distinct)
     buckets = tuple(dim.bucket(int(n)) for dim, n in zip(distinct, host, strict=True))  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def _padded(t: Tensor, dims: Mapping[int, Dim], value: Number) -> Padded:
     for d, dim in kept.items():
         factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
     shape = tuple(map(bucket_of, factors))
-    return Padded(extended(t, shape, value), tuple(factors), sizes, None if value != value else value)
+    return PaddedValue(extended(t, shape, value), tuple(factors), sizes, None if value != value else value)
 
 
 def extended(t: Tensor, shape: Sequence[int], value: Number) -> Tensor:
@@ -138,7 +138,7 @@ def extended(t: Tensor, shape: Sequence[int], value: Number) -> Tensor:
     return pad_to(t, shape, value)
 
 
-def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> Padded:
+def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> PaddedValue:
     first = rows[0]
     agreed = SizeAgreement()
     for i, row in enumerate(rows):
@@ -167,9 +167,11 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
     for d, dim in dims.items():
         factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
     shape = tuple(map(bucket_of, factors))
-    padding = [Extent(d + 1, sizes.of(dim.symbol)) for d, dim in dims.items()]
+    padding = [ValidLength(d + 1, sizes.of(dim.symbol)) for d, dim in dims.items()]
     dense = pad_list(rows, (len(rows), *shape), padding, value)
-    return Padded(dense, (padded_dim(len(rows), rows_symbol()), *factors), sizes, None if value != value else value)
+    return PaddedValue(
+        dense, (padded_dim(len(rows), rows_symbol()), *factors), sizes, None if value != value else value
+    )
 
 
 def true_sizes(

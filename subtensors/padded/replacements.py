@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from subtensors.dispatch.ops import linear_cross_entropy as torchs
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.padded_value import Padded, plain, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import together
 from subtensors.padded.autograd import followed, wrapped
@@ -101,15 +101,15 @@ def _in_torchs_chunks(
     rows = met([x.dims[0], wanted.dims[0]], sizes)
     is_soft = wanted.dense.is_floating_point()
     padding = 0 if is_soft else -100 if named["ignore_index"] is None else named["ignore_index"]
-    states = x.tamed() if x.dims[0] == rows else Padded(x.dense, (rows, x.dims[1]), sizes).filled(0)
-    targets = Padded(wanted.dense, (rows, *wanted.dims[1:]), sizes).filled(padding)
+    states = x.tamed() if x.dims[0] == rows else PaddedValue(x.dense, (rows, x.dims[1]), sizes).filled(0)
+    targets = PaddedValue(wanted.dense, (rows, *wanted.dims[1:]), sizes).filled(padding)
     x.sends_zero()
     # The mean over probabilities is that over rows, those of padding among them.
     by_hand = is_soft and reduction == "mean"
     assert torchs.FUNCTION is not None
     loss = torchs.FUNCTION(states, linear_weight, targets, reduction="sum" if by_hand else reduction, **named)
     if by_hand:
-        real = Padded(targets, (rows, *wanted.dims[1:]), sizes).mask()
+        real = PaddedValue(targets, (rows, *wanted.dims[1:]), sizes).mask()
         return loss / (len(targets) if real is None else real.sum())
     return wrapped(result(loss, [rows], sizes).gradient_masked()) if reduction == "none" else loss
 

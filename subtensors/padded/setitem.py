@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.padded_value import Padded, plain
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain
 from subtensors.padded.autograd import followed
 from subtensors.padded.inplace import write_view
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -34,7 +34,7 @@ def assign(x: PaddedTensor, index: Any, value: Any) -> None:
     write_view(x, lambda whole: whole[index], _value(value, x._dense))
 
 
-def _value(value: Any, like: Tensor) -> Padded:
+def _value(value: Any, like: Tensor) -> PaddedValue:
     if isinstance(value, PaddedTensor):
         return followed(value)
     return plain(torch.as_tensor(value, device=like.device) if isinstance(value, Tensor) else like.new_tensor(value))

@@ -26,8 +26,8 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.padded import decomposable, rules
-from subtensors.dispatch.padded.errors import Inexpressible
-from subtensors.dispatch.padded.padded_value import Padded, plain
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_value import PaddedValue, plain
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.padded.tree import found, mapped
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
@@ -39,7 +39,7 @@ from subtensors.padded.inplace import copied_whole, write_back, write_real
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
 from subtensors.padded.replacements import REWRITTEN
 from subtensors.padded.size_debug import PaddedSize, is_watching, watched_shape
-from subtensors.padded.views import remember, take_copies_again
+from subtensors.padded.views import refresh_copies, remember
 
 # Questions about a tensor itself, which its wrapper answers, and what drives autograd.
 _OF_THE_WRAPPER = frozenset(
@@ -65,7 +65,7 @@ _BELOW_AUTOGRAD = frozenset(
     new_empty_strided zero_ isnan _is_any_true""".split()
 )
 
-BY_ADDRESS = frozenset(["apply_", "map_"])
+RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
 """What reads its first argument's memory by itself, of which a shell has none, and writes it without a trace."""
 
 
@@ -75,10 +75,10 @@ fallbacks: Counter[str] = Counter()
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Running] = []
+        self.calls: list[CallFrame] = []
 
 
-class _Running:
+class CallFrame:
     """One call under way: the keys of torch's dispatcher as they were outside, and the arguments' shells."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if name == "__setitem__" and isinstance(args[0], PaddedTensor):
             from subtensors.padded.setitem import assign
 
-            with contextlib.suppress(Inexpressible):
+            with contextlib.suppress(UnsupportedCall):
                 return assign(*args)
         return _fallen_back(func, args, kwargs, missing)
 
@@ -187,9 +187,9 @@ def _gives_tensor(func: Any) -> bool:
 
 def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     decomposable.check_function(func, args, kwargs)
-    if getattr(func, "__name__", "") in BY_ADDRESS:
+    if getattr(func, "__name__", "") in RAW_MEMORY_FUNCTIONS:
         raise RuleError(f"PaddedTensor has no rule for {func.__name__}, which reads memory by itself")
-    running = _Running()
+    running = CallFrame()
     shells = mapped(Tensor, running.shell, (args, kwargs))
     _state.calls.append(running)
     try:
@@ -200,7 +200,7 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     for shell in running.written.values():
         write_back(running.outer[id(shell)], value_of(shell))
     for written in running.overwritten:
-        take_copies_again(written)
+        refresh_copies(written)
     out = mapped(Tensor, lambda t: _outside(t, running), out)
     remember(func, args, kwargs, out, running.plain_views)
     return out
@@ -214,7 +214,7 @@ def _scripted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _by_rules(func, args, kwargs)
 
 
-def _outside(t: Tensor, running: _Running) -> Tensor:
+def _outside(t: Tensor, running: CallFrame) -> Tensor:
     if not isinstance(t, PaddedTensor):
         return t
     if id(t) in running.outer:
@@ -263,22 +263,22 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = mapped(Tensor, _inner, (args, kwargs))
-    if decomposable.is_composite(op) and any(x.padded_dims for x in found(Padded, (inner_args, inner_kwargs))):
+    if decomposable.is_composite(op) and any(x.padded_dims for x in found(PaddedValue, (inner_args, inner_kwargs))):
         raise decomposable.MustDecompose
     out = rules.run(op, inner_args, inner_kwargs)
-    return mapped(Padded, wrap, out)
+    return mapped(PaddedValue, wrap, out)
 
 
-def _inner(t: Tensor) -> Padded:
+def _inner(t: Tensor) -> PaddedValue:
     return value_of(t) if isinstance(t, PaddedTensor) else plain(t)
 
 
-def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], running: _Running) -> Any:
+def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame) -> Any:
     """Run an op that writes as its functional form; the shell of what it writes takes the new value."""
     twin = functional_form(op)
     targets = _targets(op, args, kwargs)
     if twin is None or not targets:
-        raise Inexpressible(f"{op} writes to its arguments, and there is no form of it that doesn't")
+        raise UnsupportedCall(f"{op} writes to its arguments, and there is no form of it that doesn't")
     recording = torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values())
     if not recording and _writes_anything(op, targets, args, kwargs, running):
         op(*mapped(PaddedTensor, lambda t: t._dense, args), **mapped(PaddedTensor, lambda t: t._dense, kwargs))
@@ -286,9 +286,9 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         return targets[0]
     through_views = {id(target): target for target in targets if id(target) not in running.outer and target._view}
     if recording and any(target._dense.requires_grad for target in through_views.values()):
-        raise Inexpressible(f"{op} writes through a view of what autograd follows")
+        raise UnsupportedCall(f"{op} writes through a view of what autograd follows")
     if any(target._view == "copy" for target in through_views.values()):
-        raise Inexpressible(f"{op} writes through a view that had to be copied")
+        raise UnsupportedCall(f"{op} writes through a view that had to be copied")
     if recording:
         for target in (t for t in targets if id(t) not in through_views):
             # The op keeps its operands for the backward, and the new value is to stand in their memory.
@@ -300,7 +300,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
         if id(target) in through_views:
             if value.records:
-                raise Inexpressible(f"{op} writes what autograd follows through a view")
+                raise UnsupportedCall(f"{op} writes what autograd follows through a view")
             write_real(target, value)
             continue
         if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
@@ -308,7 +308,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
             target._dense.copy_(value.dense)
             continue
         if value.shape != target.shape and not outs:
-            raise Inexpressible(f"{op} would change the shape of what it writes to")
+            raise UnsupportedCall(f"{op} would change the shape of what it writes to")
         target._dense = value.dense.to(target.dtype)
         target._dims, target._sizes, target._fill = value.dims, value.sizes, None
         if id(target) in running.outer:
@@ -319,7 +319,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
 
 
 def _writes_anything(
-    op: OpOverload, targets: list[PaddedTensor], args: tuple[Any, ...], kwargs: dict[str, Any], running: _Running
+    op: OpOverload, targets: list[PaddedTensor], args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame
 ) -> bool:
     """May a pointwise op write to all of its first argument's storage? Then nobody knows what its padding held."""
     target = targets[0]
@@ -338,7 +338,7 @@ def _run_any(twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op
     try:
         return _run(twin, (), {name: named[name] for name in accepted if name in named})
     except decomposable.MustDecompose as must:
-        raise Inexpressible(f"{op} is composite and writes to its argument") from must
+        raise UnsupportedCall(f"{op} is composite and writes to its argument") from must
 
 
 def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PaddedTensor]:

@@ -21,7 +21,7 @@ from subtensors.padded.padded_tensor import PaddedTensor
 
 
 @dataclass(eq=False)
-class Origin:
+class ViewSource:
     """Where a view comes from.
 
     Args:
@@ -58,7 +58,7 @@ def remember(
             if result._view == "copy":
                 for whole in _wholes(base):
                     whole._copies = [*(held for held in whole._copies if held() is not None), weakref.ref(result)]
-            result._origin = Origin(
+            result._origin = ViewSource(
                 weakref.ref(base) if result._view == "copy" else lambda: base,
                 lambda whole, i=i: found(Tensor, func(whole, *rest, **kwargs))[i],  # type: ignore[misc]
                 _versions(base, result._view == "copy"),
@@ -67,7 +67,7 @@ def remember(
 
 def current(x: PaddedTensor) -> PaddedTensor:
     """A view as its whole is now; what is none as it is."""
-    origin: Origin | None = x._origin
+    origin: ViewSource | None = x._origin
     if origin is None:
         return x
     base = origin.held()
@@ -79,7 +79,7 @@ def current(x: PaddedTensor) -> PaddedTensor:
     return x if origin.latest is None else origin.latest
 
 
-def take_copies_again(x: PaddedTensor) -> None:
+def refresh_copies(x: PaddedTensor) -> None:
     """Have views that had to be copied follow what was just written: a copy doesn't hold what it is a view of."""
     for whole in _wholes(x):
         for held in whole._copies:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from subtensors.byte_sizes import in_units, parse_bytes
 from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.dispatch.graphs.released_tensors import Census, Sleep, memory_of
+from subtensors.dispatch.graphs.released_tensors import ReferenceCensus, Release, memory_of
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.kernels.memory.cuda_reservation import CudaRange
-from subtensors.kernels.memory.from_address import bytes_at
+from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.memory.host_reservation import HostRange
 from subtensors.static.allocation import AddressRange, Carver, Carving
 from subtensors.static.constructors import Constructors
@@ -87,7 +87,7 @@ class Arena(Constructors):
         self._lock = RLock()
         self._carver = Carver(memory, step, alignment)
         self._contents = Contents(self._carver, self.device)
-        self._sleep: Sleep | None = None
+        self._sleep: Release | None = None
         _arenas.add(self)
 
     def release(self, keep: Literal["cpu"] | None = "cpu") -> None:
@@ -111,9 +111,9 @@ class Arena(Constructors):
             if self._sleep is not None:
                 raise AddressError("this Arena is released already; restore() comes before the next release()")
             refuse_capture(self.device)
-            census = Census(self.address, self.address + self.reserved)
+            census = ReferenceCensus(self.address, self.address + self.reserved)
             self._refuse_if_held(census)
-            sleep = Sleep(census.tensors)
+            sleep = Release(census.tensors)
             try:
                 self._contents.wait()
                 if keep:
@@ -138,7 +138,7 @@ class Arena(Constructors):
             if self._sleep is None:
                 raise AddressError("this Arena is not released; release() comes before restore()")
             refuse_capture(self.device)
-            deferred_finalizers.catch_up()
+            deferred_finalizers.run_deferred()
             self._contents.load()
             self._contents.forget()
             self._sleep.wake()
@@ -245,7 +245,7 @@ class Arena(Constructors):
         if not sys.is_finalizing() and hasattr(self, "_sleep"):
             if self._sleep is not None:
                 self._sleep.wake()
-            deferred_finalizers.when_idle(self._contents.close)
+            deferred_finalizers.run_or_defer(self._contents.close)
 
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """A tensor of this layout, filled with a value where one is given."""
@@ -253,7 +253,7 @@ class Arena(Constructors):
         size = layout.numel() * layout.element_size()
         part = self._take(size, layout.element_size()) if size else None
         start = part.start if part else 0
-        raw = bytes_at(self.address + start, size, self.device, (part, self))
+        raw = tensor_from_address(self.address + start, size, self.device, (part, self))
         with torch.no_grad():
             out = of_memory(shaped(raw, layout))
             if value is not None:
@@ -261,13 +261,13 @@ class Arena(Constructors):
         return with_role(out, requires_grad, is_parameter=False)
 
     def _take(self, size: int, alignment: int = 1) -> Carving:
-        deferred_finalizers.catch_up()
+        deferred_finalizers.run_deferred()
         with self._lock:
             if self._sleep is not None:
                 raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
             return self._carver.take(size, alignment)
 
-    def _refuse_if_held(self, census: Census) -> None:
+    def _refuse_if_held(self, census: ReferenceCensus) -> None:
         """AddressError where C++ holds memory without a Python tensor that could be put to sleep."""
         held = census.held_by_others()
         shape = f"a tensor of shape {tuple(held.shape)}" if held is not None else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from subtensors.kernels.memory.from_address import bytes_at
+from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.static.allocation import Carver
 from subtensors.static.pinned_staging import HostPages
 
@@ -88,6 +88,6 @@ class Contents:
 
     def _copy(self, start: int, size: int, place: int, to_host: bool) -> None:
         for part in self._pages.parts(place, size):
-            ours = bytes_at(self._carver.memory.address + start, part.numel(), self._device, self._carver)
+            ours = tensor_from_address(self._carver.memory.address + start, part.numel(), self._device, self._carver)
             (part if to_host else ours).copy_(ours if to_host else part, non_blocking=True)
             start += part.numel()

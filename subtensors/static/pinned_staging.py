@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.kernels.memory.from_address import bytes_at
+from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.memory.host_reservation import HostRange
 
 _PIECE = 64 << 20
@@ -84,7 +84,7 @@ class _Pages:
 
     def __del__(self) -> None:
         if hasattr(self, "memory") and not sys.is_finalizing():
-            deferred_finalizers.when_idle(partial(_close, self.memory, self.is_locked))
+            deferred_finalizers.run_or_defer(partial(_close, self.memory, self.is_locked))
 
 
 def _close(memory: HostRange, is_locked: bool) -> None:
@@ -95,4 +95,4 @@ def _close(memory: HostRange, is_locked: bool) -> None:
 
 def _new_piece(device: torch.device) -> Tensor:
     pages = _Pages(device)
-    return bytes_at(pages.memory.address, _PIECE, torch.device("cpu"), pages)
+    return tensor_from_address(pages.memory.address, _PIECE, torch.device("cpu"), pages)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from subtensors.dispatch.graphs.released_tensors import Asleep, refuse_sleeper
+from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_sleeper
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, read_as_plain
 from subtensors.dispatch.torch_internals import dynamo, memory, ops
-from subtensors.kernels.memory.from_address import bytes_at
+from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.static.relocating_ops import COPY, MOVERS, same_place, stays
 
 _T = TypeVar("_T", bound=Tensor)
@@ -168,7 +168,7 @@ def refuse_other(t: object) -> None:
     """TypeError for what can't be put at an address: no strided tensor of a CPU or CUDA device, or a subclass."""
     if not isinstance(t, Tensor):
         raise TypeError(f"st.static takes a tensor; got {type(t).__name__}")
-    if isinstance(t, Asleep):
+    if isinstance(t, ReleasedTensor):
         refuse_sleeper("st.static")
     if type(t) not in PLAIN_TYPES or t.layout != torch.strided:
         raise TypeError(f"st.static takes a strided torch.Tensor; got a {t.layout} {type(t).__name__}")
@@ -194,7 +194,7 @@ def new_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
     """
     refuse_capture(device)
     raw = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-    return bytes_at(raw.data_ptr(), size, raw.device, raw)
+    return tensor_from_address(raw.data_ptr(), size, raw.device, raw)
 
 
 def refuse_capture(device: torch.device) -> None:
@@ -230,7 +230,7 @@ def in_place(t: Tensor) -> Tensor:
         return t
     if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
         return t
-    return of_memory(shaped(bytes_at(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
+    return of_memory(shaped(tensor_from_address(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
 
 
 def with_role(t: _T, requires_grad: bool, is_parameter: bool) -> _T:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
-from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
 from subtensors.padded.padding import pad
 from subtensors.sizes.dims import Dim
 
@@ -61,7 +61,7 @@ class Problem:
         generator = torch.Generator(device).manual_seed(0)
         self.x = torch.randn(self.shape, generator=generator, device=device, dtype=torch.bfloat16)
         sizes = torch.tensor(lengths, device=device)
-        self.extents = [Extent(dim, sizes) for dim in case.ragged]
+        self.extents = [ValidLength(dim, sizes) for dim in case.ragged]
         self.mask = real_mask(self.shape, self.extents, self.x.device).expand(self.shape)
         self.lengths = sizes
         size = shape[case.dims[0] :] if case.op.endswith("norm") and case.op != "norm" else ()

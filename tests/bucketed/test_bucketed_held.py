@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.tensor_snapshot import HELD, Held
+from subtensors.bucketed.state.tensor_snapshot import HELD, TensorSnapshot
 from subtensors.bucketed.training.side_effects import SideEffects
 
 
@@ -38,7 +38,7 @@ OTHERS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 def test_each_row_of_the_table_tells_a_replaced_tensor(what: str) -> None:
     make, change = OTHERS[what]
     tensors = [torch.ones(3), make(), torch.ones(())]
-    held = Held(tensors)
+    held = TensorSnapshot(tensors)
     assert held.are(tensors)
     tensors[1] = change(tensors[1])
     assert not held.are(tensors)
@@ -50,10 +50,10 @@ def test_each_row_of_the_table_tells_a_replaced_tensor(what: str) -> None:
 
 def test_tensors_that_went_or_came_are_others() -> None:
     a, b = torch.ones(2), torch.ones(2)
-    assert Held([a, b]).first_other([a]) == (1, "count")
-    assert Held([a]).first_other([a, b]) == (1, "count")
-    assert not Held([a]).are([])
-    assert Held([]).are([])
+    assert TensorSnapshot([a, b]).first_other([a]) == (1, "count")
+    assert TensorSnapshot([a]).first_other([a, b]) == (1, "count")
+    assert not TensorSnapshot([a]).are([])
+    assert TensorSnapshot([]).are([])
 
 
 @pytest.mark.parametrize("other", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
@@ -61,10 +61,10 @@ def test_tensors_are_alike_in_every_mode(
     other: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors: list[Tensor] = [nn.Parameter(torch.ones(2, 2)), torch.ones(3)]
-    held = Held(tensors)
+    held = TensorSnapshot(tensors)
     looked: list[int] = []
-    first_other = Held.first_other
-    monkeypatch.setattr(Held, "first_other", lambda *args: (looked.append(1), first_other(*args))[1])
+    first_other = TensorSnapshot.first_other
+    monkeypatch.setattr(TensorSnapshot, "first_other", lambda *args: (looked.append(1), first_other(*args))[1])
     for mode in (nullcontext, other, nullcontext, other):
         with mode():
             assert held.are(tensors)
@@ -74,7 +74,7 @@ def test_tensors_are_alike_in_every_mode(
 
 def test_tensors_without_memory_are_told_by_what_they_are() -> None:
     sparse, lazy = torch.eye(2).to_sparse(), nn.LazyLinear(2)
-    held = Held([sparse, lazy.weight])
+    held = TensorSnapshot([sparse, lazy.weight])
     assert held.are([sparse, lazy.weight])
     lazy(torch.ones(1, 3))
     assert held.first_other([sparse, lazy.weight]) == (1, "memory")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.report.statistics import SAMPLED, BucketStatistics
+from subtensors.bucketed.report.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
 from subtensors.bucketed.runner import Bucketed
 
 SEQ = st.Dim("seq", max=32, buckets=8)
@@ -228,4 +228,4 @@ def test_of_replays_that_are_timed_the_last_times_are_kept_and_no_events() -> No
     for i in range(1000):
         statistics.note_timed(Event(0.0), Event(float(i)))
     assert len(statistics._events) == 1
-    assert statistics.replay_ms == 999 - (SAMPLED - 1) / 2
+    assert statistics.replay_ms == 999 - (TIMING_SAMPLE_EVERY - 1) / 2

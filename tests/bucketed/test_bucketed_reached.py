@@ -13,7 +13,7 @@ from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state.reachable_state import Reached
+from subtensors.bucketed.state.reachable_state import ReachableState
 
 pytestmark = pytest.mark.usefixtures("captured")
 
@@ -132,11 +132,11 @@ def test_what_a_program_reaches_is_found_by_each_way(device: str) -> None:
 
     holder = Holder(device)
     partial = functools.partial(program, extra={"b": made[4]})
-    found = {id(part) for part in Reached(partial).parts}
+    found = {id(part) for part in ReachableState(partial).parts}
     assert {id(x) for x in [*made[:5], net]} <= found
-    assert {id(holder.net), id(holder.opt)} <= {id(part) for part in Reached(holder.step).parts}
+    assert {id(holder.net), id(holder.opt)} <= {id(part) for part in ReachableState(holder.step).parts}
     many = [torch.ones(1)] * 2 + [torch.ones(1) for _ in range(1000)]
-    assert Reached(lambda: many).parts == []
+    assert ReachableState(lambda: many).parts == []
 
 
 def test_a_lazy_module_runs_as_it_is_once_and_is_recorded_then(device: str) -> None:

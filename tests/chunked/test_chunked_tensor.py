@@ -18,7 +18,7 @@ from torch import Tensor
 
 import subtensors as st
 from subtensors.chunked.torch_function import fallbacks
-from subtensors.dispatch.chunked.row_layout import Axis, Layout, Policy
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy, RowLayout
 
 
 def cross_entropy(h: Tensor, w: Tensor, b: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -318,10 +318,10 @@ def test_wrong_sizes_are_the_same_error_as_without_chunks() -> None:
 
 
 def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
-    middle = Layout(Axis(1, Policy()), 1, 1).reshaped((2, 1, 3), (2, 3))
+    middle = RowLayout(ChunkAxis(1, Policy()), 1, 1).reshaped((2, 1, 3), (2, 3))
     assert middle is not None
     assert (middle.dim, middle.outer, middle.unit) == (0, 2, 1)
-    back = Layout(Axis(5, Policy()), 0, 5, outer=4).reshaped((20, 6), (4, 5, 6))
+    back = RowLayout(ChunkAxis(5, Policy()), 0, 5, outer=4).reshaped((20, 6), (4, 5, 6))
     assert back is not None
     assert (back.dim, back.outer, back.group) == (1, 1, 1)
 
@@ -353,12 +353,12 @@ def test_a_row_of_a_chunked_tensor_is_a_view_that_can_be_written_through() -> No
 
 
 def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_axes_agree() -> None:
-    a, b = Axis(12, Policy(chunks=2)), Axis(12, Policy(rows=5))
+    a, b = ChunkAxis(12, Policy(chunks=2)), ChunkAxis(12, Policy(rows=5))
     a.meet(b)
     assert b.spans(lambda limit: 0) == [(0, 5), (5, 10), (10, 12)]
     a.coarsen(4)
     assert b.spans(lambda limit: 0) == [(0, 4), (4, 8), (8, 12)]
-    assert Axis(3, Policy(chunks=8)).spans(lambda limit: 0) == [(0, 1), (1, 2), (2, 3)]
+    assert ChunkAxis(3, Policy(chunks=8)).spans(lambda limit: 0) == [(0, 1), (1, 2), (2, 3)]
 
 
 def per_token(h: Tensor, w: Tensor, target: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy import compensated_sum
 from subtensors.kernels.cross_entropy import linear_cross_entropy as kernel
 from subtensors.kernels.cross_entropy.compensated_sum import (
-    ProductSum,
-    WideSum,
+    CompensatedGemmSum,
+    Float32Sum,
     compensated_add,
     compensated_add_by_kernel,
 )
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from subtensors.kernels.cross_entropy.problem import LossTask
+from subtensors.kernels.cross_entropy.problem import Problem
 
 ROWS, WIDTH, CLASSES = 512, 24, 96
 
@@ -91,7 +91,11 @@ def test_what_cancels_between_products_leaves_no_error_behind(
     result = torch.full(shape, torch.nan, dtype=dtype, device=device)
     factors = (64, 64, -64, -64)
     terms = len(factors) + 1
-    total = WideSum(*shape, result) if wide else ProductSum(result, dtype, exact=True, terms=terms, kernels=False)
+    total = (
+        Float32Sum(*shape, result)
+        if wide
+        else CompensatedGemmSum(result, dtype, exact=True, terms=terms, kernels=False)
+    )
     total.add(small, other)
     for factor in factors:
         total.add(factor * large, other)
@@ -106,7 +110,7 @@ def test_what_cancels_between_products_leaves_no_error_behind(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_two_bytes_an_element_are_kept_beside_the_result(dtype: torch.dtype) -> None:
     result = torch.empty(100, 30, dtype=dtype)
-    total = ProductSum(result, dtype, exact=True, terms=2, kernels=False)
+    total = CompensatedGemmSum(result, dtype, exact=True, terms=2, kernels=False)
     assert total.beside is not None
     assert total.beside.nbytes == 2 * result.numel()
 
@@ -117,7 +121,7 @@ def test_two_bytes_an_element_are_kept_beside_the_result(dtype: torch.dtype) -> 
 )
 def test_nothing_is_kept_where_the_result_has_bits_enough(exact: bool, terms: int, dtype: torch.dtype) -> None:
     operands = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    assert ProductSum(torch.empty(3, 3, dtype=dtype), operands, exact, terms, kernels=False).beside is None
+    assert CompensatedGemmSum(torch.empty(3, 3, dtype=dtype), operands, exact, terms, kernels=False).beside is None
 
 
 added = some.builds(
@@ -167,13 +171,13 @@ def test_first_chunks_are_longer_within_the_same_memory_where_that_makes_them_fe
     monkeypatch.setattr(kernel, "TILE", 4)
     hidden, weight, target = torch.randn(40, 24), torch.randn(32, 24), torch.randint(32, (40,))
     chunks: list[tuple[int, int]] = []
-    logits_of = LossTask.logits_of_rows
+    logits_of = Problem.logits_of_rows
 
     def noted(task: Any, memory: Tensor, begin: int, end: int) -> Any:
         chunks.append((begin, end))
         return logits_of(task, memory, begin, end)
 
-    monkeypatch.setattr(LossTask, "logits_of_rows", noted)
+    monkeypatch.setattr(Problem, "logits_of_rows", noted)
     found = linear_cross_entropy(hidden, weight, target, rows=rows)
     assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
     assert chunks[-1][1] == 40

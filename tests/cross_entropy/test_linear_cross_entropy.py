@@ -17,7 +17,7 @@ from programs import Lowering, each_lowering
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowTerms
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from subtensors.kernels.cross_entropy.problem import LossAndGradients
 
@@ -104,7 +104,7 @@ def check(actual: LossAndGradients, case: Case, upstream: Tensor | None = None) 
 
 def terms_without_signs(case: Case, upstream: Tensor | None, logits: Tensor) -> Tensor:
     """What each element of the gradient of the logits is a difference of, added up."""
-    terms = RowTerms(case.options, case.target, logits.shape[1], torch.float64)
+    terms = RowLoss(case.options, case.target, logits.shape[1], torch.float64)
     f = terms.gradient_factors(upstream)
     z = logits if case.options.softcap is None else case.options.softcap * torch.tanh(logits / case.options.softcap)
     z = z / case.options.temperature

@@ -15,7 +15,7 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import logits_block
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowTerms, Statistics
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import Block, KernelOps, ReferenceOps, Tile
 
 DEFAULTS = {name: getattr(logits_block, name) for name in ("WHOLE_ROWS", "LONG_ROWS", "STATISTICS", "GRADIENT")}
@@ -87,9 +87,9 @@ class Truth:
 
     @staticmethod
     def of(values: Tensor, options: CrossEntropy, target: Tensor) -> Truth:
-        wide = RowTerms(options, target, values.shape[1], torch.float64)
+        wide = RowLoss(options, target, values.shape[1], torch.float64)
         ops, block = ReferenceOps(wide), Block(values.double())
-        statistics = Statistics.none(values.shape[0], torch.float64, values.device)
+        statistics = RowStatistics.none(values.shape[0], torch.float64, values.device)
         z = ops._squash(block.logits)[0]
         targets, weight = ops._targets(block)
         size = z.abs().nan_to_num(0.0, 0.0)  # what is infinite is infinite, or counts for nothing
@@ -127,7 +127,7 @@ def assert_near(mine: Tensor, truth: Tensor, terms: Tensor, flushed: Tensor | fl
     assert not over.numel() or over.max() <= 1, f"{over.max()} times the error allowed"
 
 
-def assert_near_truth(statistics: Statistics, gradient: Tensor, truth: Truth, is_smoothed: bool) -> None:
+def assert_near_truth(statistics: RowStatistics, gradient: Tensor, truth: Truth, is_smoothed: bool) -> None:
     assert_near(statistics.log_normaliser(), truth.normaliser, truth.normaliser_terms)
     assert_near(statistics.picked, truth.picked, truth.picked_terms)
     if is_smoothed:
@@ -148,10 +148,10 @@ def test_whole_rows_are_done_in_one_go(lowering: Lowering, data: Any, values: Te
     values = values.to(lowering.device)
     rows, columns = values.shape
     options, target = data.draw(losses(rows, columns, lowering.device))
-    terms, truth = RowTerms(options, target, columns, torch.float32), Truth.of(values, options, target)
+    terms, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
     factors = terms.gradient_factors(None)
     for ops in (KernelOps(terms), ReferenceOps(terms)):
-        block, statistics = Block(within_poison(values)), Statistics.none(rows, torch.float32, values.device)
+        block, statistics = Block(within_poison(values)), RowStatistics.none(rows, torch.float32, values.device)
         with np.errstate(all="ignore"):
             ops.fold_and_write_gradient(block, statistics, factors)
         assert_near_truth(statistics, block.logits, truth, terms.is_smoothed)
@@ -168,12 +168,12 @@ def test_large_logits_lose_what_plain_torch_loses_and_shares_below_the_smallest_
     values = torch.tensor([[-7.5437, 50.6134, 6.8528, 14.0291], [4.5887, 70.7133, 47.2439, 72.2093]])
     values, target = values.to(lowering.device), torch.tensor([3, 1], device=lowering.device)
     options = CrossEntropy(reduction="sum", temperature=0.5)
-    terms, truth = RowTerms(options, target, 4, torch.float32), Truth.of(values, options, target)
+    terms, truth = RowLoss(options, target, 4, torch.float32), Truth.of(values, options, target)
     leaf = values.clone().requires_grad_()
     F.cross_entropy(leaf / options.temperature, target, reduction="sum").backward()
     assert leaf.grad is not None
     plain_error = (leaf.grad - truth.gradient).abs()
-    block, statistics = Block(within_poison(values)), Statistics.none(2, torch.float32, values.device)
+    block, statistics = Block(within_poison(values)), RowStatistics.none(2, torch.float32, values.device)
     KernelOps(terms).fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
     assert_near_truth(statistics, block.logits, truth, is_smoothed=False)
     one_rounding = torch.finfo(torch.float32).eps * truth.gradient.abs()
@@ -190,11 +190,11 @@ def test_blocks_of_columns_are_folded_and_then_written(
     values = values.to(lowering.device)
     rows, columns = values.shape
     options, target = data.draw(losses(rows, columns, lowering.device))
-    terms, truth = RowTerms(options, target, columns, torch.float32), Truth.of(values, options, target)
+    terms, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
     factors = terms.gradient_factors(None)
     first = max(1, int(cut * columns))
     for ops in (KernelOps(terms), ReferenceOps(terms)):
-        whole, statistics = within_poison(values), Statistics.none(rows, torch.float32, values.device)
+        whole, statistics = within_poison(values), RowStatistics.none(rows, torch.float32, values.device)
         blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
         apart = torch.full_like(whole, torch.nan)
         with np.errstate(all="ignore"):
@@ -217,8 +217,8 @@ def test_long_rows_are_right_on_a_gpu(dtype: torch.dtype, columns: int, monkeypa
     values = torch.randn(1000, columns, generator=generator, device="cuda").to(dtype)
     target = torch.randint(columns, (1000,), generator=generator, device="cuda")
     options = CrossEntropy(label_smoothing=0.1, z_loss=0.01)
-    terms, truth = RowTerms(options, target, columns, torch.float32), Truth.of(values, options, target)
+    terms, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
     for ops in (KernelOps(terms), ReferenceOps(terms)):
-        block, statistics = Block(values.clone()), Statistics.none(1000, torch.float32, values.device)
+        block, statistics = Block(values.clone()), RowStatistics.none(1000, torch.float32, values.device)
         ops.fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
         assert_near_truth(statistics, block.logits, truth, is_smoothed=True)

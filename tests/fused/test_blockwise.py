@@ -13,8 +13,8 @@ from hypothesis import strategies as h
 from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements, PerBlock
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import BlockScales, TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.kernels.fused import blockwise
 from subtensors.kernels.fused.launch import Tiling
@@ -90,12 +90,14 @@ def decayed(codes: Tensor, scales: Tensor, g: Tensor, is_signed: bool, rate: flo
     return value
 
 
-def columns(device: str, is_signed: bool, dtype: torch.dtype = torch.float32) -> tuple[Elements, PerBlock, Elements]:
+def columns(
+    device: str, is_signed: bool, dtype: torch.dtype = torch.float32
+) -> tuple[TensorColumn, BlockScales, TensorColumn]:
     values = [numbers(shape, 5, i, is_signed) for i, shape in enumerate(SHAPES)]
     scales = [blockwise.absmax(v) for v in values]
     codes = [blockwise.quantize(v, s, is_signed) for v, s in zip(values, scales, strict=True)]
     gradients = [numbers(shape, 3, i + 50).to(device, dtype) for i, shape in enumerate(SHAPES)]
-    return Elements(c.to(device) for c in codes), PerBlock(s.to(device) for s in scales), Elements(gradients)
+    return TensorColumn(c.to(device) for c in codes), BlockScales(s.to(device) for s in scales), TensorColumn(gradients)
 
 
 @pytest.mark.parametrize("tiling", [None, Tiling(1024, 4), Tiling(64, 2)], ids=str)
@@ -105,7 +107,7 @@ def test_the_kernel_reads_computes_and_writes_what_torch_does(
 ) -> None:
     codes, scales, g = columns(device, is_signed)
     expected = columns("cpu", is_signed)
-    fusion = Fusion(decayed, tiling)
+    fusion = FusedFunction(decayed, tiling)
     with kernels_on_cpu():
         values = fusion(codes, scales, g, is_signed, 0.9)
     assert "kernel decayed_element_0" in fusion.explain(codes, scales, g, is_signed, 0.9) or device == "cpu"
@@ -124,7 +126,9 @@ def test_a_kernel_reads_nothing_beyond_its_tensors() -> None:
     codes = torch.zeros(3 * 512, dtype=torch.int8)
     around[512:812], scales[2:4] = 1.0, 0.0
     with kernels_on_cpu():
-        Fusion(decayed)(Elements([codes[512:812]]), PerBlock([scales[2:4]]), Elements([around[512:812]]), True, 0.5)
+        FusedFunction(decayed)(
+            TensorColumn([codes[512:812]]), BlockScales([scales[2:4]]), TensorColumn([around[512:812]]), True, 0.5
+        )
     assert codes[512:812].unique().tolist() == [127]
     assert (codes[:512] == 0).all()
     assert (codes[812:] == 0).all()
@@ -138,7 +142,9 @@ def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context:
     g = numbers((37, 71), 3, 9)
     expected = decayed(code.clone(), scale.clone(), g, True, 0.9)
     with context():
-        (value,) = Fusion(decayed)(Elements([code]), PerBlock([scale]), Elements([g.mT.contiguous().mT]), True, 0.9)
+        (value,) = FusedFunction(decayed)(
+            TensorColumn([code]), BlockScales([scale]), TensorColumn([g.mT.contiguous().mT]), True, 0.9
+        )
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(scale, blockwise.absmax(expected))
 
@@ -156,9 +162,9 @@ def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context:
 def test_numbers_per_block_are_for_quantization_alone(maths: Any) -> None:
     codes, scales, _ = columns("cpu", True)
     with pytest.raises(RuleError):
-        Fusion(maths)(codes, scales)
+        FusedFunction(maths)(codes, scales)
 
 
 def test_a_program_of_codes_has_a_warp_for_each_block_unless_it_was_tuned() -> None:
     codes, scales, g = columns("cpu", True)
-    assert [*Fusion(decayed).tune(codes, scales, g, True, 0.9).values()] == [Tiling(256, 1)]
+    assert [*FusedFunction(decayed).tune(codes, scales, g, True, 0.9).values()] == [Tiling(256, 1)]

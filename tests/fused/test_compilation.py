@@ -12,16 +12,16 @@ import triton
 from fused_lists import groups, lists
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 Compiled = list[tuple[str, threading.Thread]]
 
 SHAPES = [(3, 5), (700,), (64, 64)]
 
 
-def counted_decay(constant: float) -> Fusion:
+def counted_decay(constant: float) -> FusedFunction:
     """Maths of kernels of its own for each constant, whatever was compiled before."""
 
     def decay(p: Tensor, step: Tensor, rate: float) -> Tensor:
@@ -29,7 +29,7 @@ def counted_decay(constant: float) -> Fusion:
         p.mul_(1 - rate**step).mul_(constant)
         return p.norm()
 
-    return Fusion(decay)
+    return FusedFunction(decay)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return seen
 
 
-def arguments(device: str) -> tuple[Elements, Elements]:
-    p = Elements([*lists(*SHAPES, device=device), *lists(*SHAPES, dtype=torch.bfloat16, device=device)])
-    return p, Elements(torch.zeros((), device=device) for _ in p)
+def arguments(device: str) -> tuple[TensorColumn, TensorColumn]:
+    p = TensorColumn([*lists(*SHAPES, device=device), *lists(*SHAPES, dtype=torch.bfloat16, device=device)])
+    return p, TensorColumn(torch.zeros((), device=device) for _ in p)
 
 
 def test_what_programs_of_several_dtypes_have_in_common_is_one_kernel(device: str, kernels: None) -> None:
@@ -70,7 +70,7 @@ def test_kernels_of_a_call_are_compiled_once_each_and_away_from_the_caller(compi
         # One rounding to the dtype of the element; a norm is rounded as well, and is of values before theirs.
         torch.testing.assert_close(t.double(), truth, rtol=2**-8 if t.dtype == torch.bfloat16 else 1e-6, atol=0)
         torch.testing.assert_close(norm.double(), t.double().norm(), rtol=1e-2, atol=0)
-    distinct = {id(k.run) for g in groups(fusion) if isinstance(g, KernelGroup) for k in g.kernels.kernels}
+    distinct = {id(k.run) for g in groups(fusion) if isinstance(g, TritonExecutor) for k in g.kernels.kernels}
     assert len(compiled) == len(distinct)
     assert threading.current_thread() not in [thread for _, thread in compiled]
 

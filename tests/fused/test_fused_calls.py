@@ -17,9 +17,9 @@ from programs import Lowering, check, each_lowering, interpreted
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.executors import MappedGroup, TorchGroup
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.executors import EagerExecutor, TorchExecutor
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 
 @each_lowering
@@ -58,7 +58,7 @@ def test_a_list_of_one_and_of_two_thousand_tensors(lowering: Lowering) -> None:
     for count in (1, 2000 if lowering is not Lowering.INTERPRETER else 150):
         p = [torch.full((i % 5 + 1,), float(i), device=lowering.device) for i in range(count)]
         with lowering.running():
-            Fusion(sgd)(Elements(p), Elements(torch.ones_like(t) for t in p), 0.5)
+            FusedFunction(sgd)(TensorColumn(p), TensorColumn(torch.ones_like(t) for t in p), 0.5)
         assert all((t == i - 0.5).all() for i, t in enumerate(p))
 
 
@@ -96,9 +96,9 @@ def test_a_fused_function_is_pickled_and_copied_by_its_name() -> None:
 
 @each_lowering
 def test_an_empty_list_is_no_work(lowering: Lowering) -> None:
-    fusion = Fusion(sgd)
+    fusion = FusedFunction(sgd)
     with lowering.running():
-        assert fusion(Elements([]), Elements([]), 0.5) is None
+        assert fusion(TensorColumn([]), TensorColumn([]), 0.5) is None
     assert fusion.traces == 0
 
 
@@ -113,18 +113,18 @@ def test_structures_that_differ_are_refused_with_the_first_path() -> None:
 
 def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="sgd: lists of 2 and of 1 tensors do not match"):
-        Fusion(sgd)(lists((2,), (2,)), lists((2,)), 0.5)
+        FusedFunction(sgd)(lists((2,), (2,)), lists((2,)), 0.5)
 
 
 @pytest.mark.parametrize("bad", [object(), 1j, np.ones(2), b"x", {1, 2}])
 def test_an_argument_that_is_no_tensor_or_number_is_refused(bad: Any) -> None:
     with pytest.raises(TypeError, match=f"an argument of fused maths is .* got {type(bad).__name__}"):
-        Fusion(lambda p, x: p)(lists((2,)), bad)
+        FusedFunction(lambda p, x: p)(lists((2,)), bad)
 
 
 def test_a_call_without_tensors_is_refused() -> None:
     with pytest.raises(TypeError, match="sgd needs a tensor or a list of tensors"):
-        Fusion(sgd)(1.0, 2.0, 3.0)
+        FusedFunction(sgd)(1.0, 2.0, 3.0)
 
 
 @each_lowering
@@ -133,7 +133,7 @@ def test_a_shared_tensor_is_read_but_not_written(lowering: Lowering) -> None:
     p = lists((3,), (70,), device=lowering.device)
     with lowering.running():
         with pytest.raises(st.RuleError, match=r"writes to a tensor that all elements share.*pass a list"):
-            Fusion(lambda p, t: t.add_(p.sum()))(p, shared)
+            FusedFunction(lambda p, t: t.add_(p.sum()))(p, shared)
         assert shared == 2
         check(lowering, lambda p, t: p.mul_(t), p, shared)
 
@@ -145,16 +145,16 @@ def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() 
 
     for lowering in (Lowering.TORCH, Lowering.INTERPRETER):
         with lowering.running(), pytest.raises(RuntimeError, match="amax"):
-            Fusion(maths)(Elements([torch.ones(0)]))
-    p = Elements([torch.ones(3), torch.ones(0)])
+            FusedFunction(maths)(TensorColumn([torch.ones(0)]))
+    p = TensorColumn([torch.ones(3), torch.ones(0)])
     with Lowering.INTERPRETER.running(), pytest.raises(RuntimeError, match="amax of an empty tensor"):
-        Fusion(maths)(p)
+        FusedFunction(maths)(p)
     assert torch.equal(p[0], torch.ones(3))
 
 
 def test_keyword_and_nested_arguments_are_told_apart() -> None:
-    fusion = Fusion(lambda p, *, a=1.0, b=(1.0, 2.0): p * a + b[0] - b[1])
-    p = Elements([torch.ones(2)])
+    fusion = FusedFunction(lambda p, *, a=1.0, b=(1.0, 2.0): p * a + b[0] - b[1])
+    p = TensorColumn([torch.ones(2)])
     assert torch.equal(fusion(p, a=2.0, b=(3.0, 1.0))[0], torch.full((2,), 4.0))
     assert torch.equal(fusion(p)[0], torch.zeros(2))
 
@@ -163,26 +163,26 @@ def test_keyword_and_nested_arguments_are_told_apart() -> None:
     "number", [np.float64(0.5), np.float32(0.5), np.int64(3), np.uint8(3), Fraction(1, 2)], ids=repr
 )
 def test_a_number_of_another_library_is_a_number_that_stays_live(number: Any) -> None:
-    fusion = Fusion(lambda p, x: p * x)
+    fusion = FusedFunction(lambda p, x: p * x)
     for factor in (number, number + number):
-        assert torch.equal(fusion(Elements([torch.ones(2)]), factor)[0], torch.full((2,), float(factor)))
+        assert torch.equal(fusion(TensorColumn([torch.ones(2)]), factor)[0], torch.full((2,), float(factor)))
     assert fusion.traces == 1
 
 
 @each_lowering
 def test_sparse_and_subclass_elements_go_through_the_function_itself(lowering: Lowering) -> None:
     sparse = torch.tensor([[0.0, 2.0], [0.0, 0.0]], device=lowering.device).to_sparse()
-    fusion = Fusion(lambda x: x * 2)
+    fusion = FusedFunction(lambda x: x * 2)
     with lowering.running():
         for _ in range(2):
-            (result,) = fusion(Elements([sparse]))
+            (result,) = fusion(TensorColumn([sparse]))
     assert torch.equal(result.to_dense(), sparse.to_dense() * 2)
-    assert isinstance(groups(fusion)[0], MappedGroup)
+    assert isinstance(groups(fusion)[0], EagerExecutor)
 
 
 def test_elements_that_differ_run_in_groups_of_their_own() -> None:
-    x = Elements([torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0), torch.ones(5)])
-    fusion = Fusion(lambda x: x * 2)
+    x = TensorColumn([torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0), torch.ones(5)])
+    fusion = FusedFunction(lambda x: x * 2)
     with Lowering.INTERPRETER.running():
         result = fusion(x)
     assert all(torch.equal(r, t * 2) for r, t in zip(result, x, strict=True))
@@ -191,15 +191,15 @@ def test_elements_that_differ_run_in_groups_of_their_own() -> None:
 
 
 def test_an_op_without_a_formula_runs_through_torch_in_one_program() -> None:
-    fusion, x = Fusion(lambda x: torch.digamma(x) * 2), lists((3,))
+    fusion, x = FusedFunction(lambda x: torch.digamma(x) * 2), lists((3,))
     with Lowering.INTERPRETER.running():
         assert torch.equal(fusion(x)[0], torch.digamma(x[0]) * 2)
-    assert isinstance(groups(fusion)[0], TorchGroup)
+    assert isinstance(groups(fusion)[0], TorchExecutor)
 
 
 @each_lowering
 def test_complex_elements_run_through_torch(lowering: Lowering) -> None:
-    x = Elements([torch.tensor([1 + 2j, 3j], device=lowering.device)])
+    x = TensorColumn([torch.tensor([1 + 2j, 3j], device=lowering.device)])
     with lowering.running():
-        result = Fusion(lambda x, n: (x * n).abs())(x, 2.0)
+        result = FusedFunction(lambda x, n: (x * n).abs())(x, 2.0)
     assert torch.allclose(result[0], (x[0] * 2).abs())

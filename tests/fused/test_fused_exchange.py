@@ -8,8 +8,8 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 
 class Doubled:
@@ -24,9 +24,9 @@ class Doubled:
             results.mul_(2)
 
 
-def values(lowering: Lowering, *shapes: tuple[int, ...]) -> Elements:
+def values(lowering: Lowering, *shapes: tuple[int, ...]) -> TensorColumn:
     generator = torch.Generator().manual_seed(0)
-    return Elements([torch.rand(s, generator=generator).add(0.5).to(lowering.device) for s in shapes])
+    return TensorColumn([torch.rand(s, generator=generator).add(0.5).to(lowering.device) for s in shapes])
 
 
 @each_kernel_lowering
@@ -38,7 +38,7 @@ def test_maths_goes_on_with_what_an_exchange_made_of_its_reductions(lowering: Lo
     exchange, x = Doubled(), values(lowering, (7,), (3, 500), (1,))
     before = [t.clone().double() for t in x]
     with lowering.running():
-        Fusion(maths, exchange=exchange)(x)
+        FusedFunction(maths, exchange=exchange)(x)
     for t, b in zip(x, before, strict=True):
         share = b / (2 * b.sum())
         exact = share + 2 * (b > 1).sum() * b.amax() / (2 * share.square().sum()).sqrt()
@@ -54,7 +54,7 @@ def test_strides_which_differ_between_processes_make_no_further_exchange(lowerin
     g[0] = g[0].mT.contiguous().mT
     before = [t.clone() for t in p]
     with lowering.running():
-        Fusion(lambda p, g: p.sub_(g / g.sum()), exchange=exchange)(p, g)
+        FusedFunction(lambda p, g: p.sub_(g / g.sum()), exchange=exchange)(p, g)
     assert exchange.asked == [("sum", torch.float64, 2)]
     for t, b, own in zip(p, before, g, strict=True):
         torch.testing.assert_close(t, b - own / (2 * own.sum()))
@@ -64,7 +64,7 @@ def test_strides_which_differ_between_processes_make_no_further_exchange(lowerin
 def test_a_part_without_elements_has_what_changes_nothing(lowering: Lowering) -> None:
     exchange, x = Doubled(), values(lowering, (0,), (3,))
     with lowering.running():
-        total, largest = Fusion(lambda x: (x.sum(), x.amax()), exchange=exchange)(x)
+        total, largest = FusedFunction(lambda x: (x.sum(), x.amax()), exchange=exchange)(x)
     assert total[0] == 0
     assert largest[0] == float("-inf")
 
@@ -72,17 +72,17 @@ def test_a_part_without_elements_has_what_changes_nothing(lowering: Lowering) ->
 @each_kernel_lowering
 def test_parts_that_share_memory_are_refused(lowering: Lowering) -> None:
     base = torch.ones(6, device=lowering.device)
-    x = Elements([base[:4], base[2:]])
+    x = TensorColumn([base[:4], base[2:]])
     with lowering.running(), pytest.raises(st.RuleError, match="overlaps others in memory"):
-        Fusion(lambda x: x.div_(x.sum()), exchange=Doubled())(x)
+        FusedFunction(lambda x: x.div_(x.sum()), exchange=Doubled())(x)
 
 
 def test_parts_are_refused_where_there_are_no_kernels() -> None:
     with pytest.raises(st.RuleError, match="no kernels on cpu"):
-        Fusion(lambda x: x.div_(x.sum()), exchange=Doubled())(Elements([torch.ones(3)]))
+        FusedFunction(lambda x: x.div_(x.sum()), exchange=Doubled())(TensorColumn([torch.ones(3)]))
 
 
 def test_a_number_of_elements_is_not_known_of_a_part() -> None:
-    x = Elements([torch.ones(3)])
-    assert Fusion(lambda x: x / x.norm()).takes_parts(x)
-    assert not Fusion(lambda x: x / x.mean()).takes_parts(x)
+    x = TensorColumn([torch.ones(3)])
+    assert FusedFunction(lambda x: x / x.norm()).takes_parts(x)
+    assert not FusedFunction(lambda x: x / x.mean()).takes_parts(x)

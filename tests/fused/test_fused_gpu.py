@@ -12,18 +12,18 @@ from fused_lists import adam
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 SHAPES: list[tuple[int, ...]] = [(3, 5), (5000,), (), (1,), (0,), (64, 64)]
 
 
-def lists(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> Elements:
+def lists(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> TensorColumn:
     generator = torch.Generator().manual_seed(seed)
-    return Elements(torch.randn(s, generator=generator).cuda() for s in shapes)
+    return TensorColumn(torch.randn(s, generator=generator).cuda() for s in shapes)
 
 
 def normalised(p: Tensor, g: Tensor, lr: float) -> Tensor:
@@ -37,8 +37,8 @@ class Run:
     def __init__(self, fusion: Callable[..., Any]) -> None:
         self.fusion = fusion
         self.p, self.g, self.m = (lists(seed) for seed in range(3))
-        self.v = Elements(t.abs() for t in lists(3))
-        self.step = Elements(torch.zeros((), device="cuda") for _ in self.p)
+        self.v = TensorColumn(t.abs() for t in lists(3))
+        self.step = TensorColumn(torch.zeros((), device="cuda") for _ in self.p)
 
     def __call__(self, lr: float = 1e-3) -> None:
         self.fusion(self.p, self.g, self.m, self.v, self.step, lr=lr, betas=(0.9, 0.999))
@@ -55,7 +55,7 @@ class Run:
 
 @pytest.mark.parametrize("warm_up", ["none", "other lists", "the same lists"])
 def test_a_captured_step_replays_as_it_runs(warm_up: str) -> None:
-    fusion = Fusion(adam)
+    fusion = FusedFunction(adam)
     run, expected = Run(fusion), Run(fusion)
     if warm_up == "other lists":
         Run(fusion)()
@@ -73,7 +73,7 @@ def test_a_captured_step_replays_as_it_runs(warm_up: str) -> None:
 
 
 def test_an_eager_call_between_capture_and_replay_is_right() -> None:
-    fusion = Fusion(adam)
+    fusion = FusedFunction(adam)
     run, expected = Run(fusion), Run(fusion)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -88,7 +88,7 @@ def test_an_eager_call_between_capture_and_replay_is_right() -> None:
 
 
 def test_reductions_are_captured() -> None:
-    fusion = Fusion(normalised)
+    fusion = FusedFunction(normalised)
     p, g, other = lists(0), lists(1), lists(0)
     fusion(p, g, 0.0)
     graph = torch.cuda.CUDAGraph()
@@ -102,8 +102,8 @@ def test_reductions_are_captured() -> None:
 
 
 def test_numbers_stay_live_in_a_graph_when_an_eager_call_changes_them() -> None:
-    fusion = Fusion(lambda p, lr: p.add_(lr))
-    p = Elements([torch.zeros(100, device="cuda")])
+    fusion = FusedFunction(lambda p, lr: p.add_(lr))
+    p = TensorColumn([torch.zeros(100, device="cuda")])
     fusion(p, 1.0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -116,8 +116,8 @@ def test_numbers_stay_live_in_a_graph_when_an_eager_call_changes_them() -> None:
 
 
 def test_a_number_that_is_new_at_the_capture_is_the_graphs_own() -> None:
-    fusion = Fusion(lambda p, lr: p.add_(lr))
-    p = Elements([torch.zeros(100, device="cuda")])
+    fusion = FusedFunction(lambda p, lr: p.add_(lr))
+    p = TensorColumn([torch.zeros(100, device="cuda")])
     fusion(p, 1.0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -135,15 +135,15 @@ def test_a_graph_outlives_what_captured_it(warm_up: bool) -> None:
     expected = [t + 3 for t in p]
 
     def capture() -> torch.cuda.CUDAGraph:
-        fusion = Fusion(lambda p, n: p.add_(n))
+        fusion = FusedFunction(lambda p, n: p.add_(n))
         if warm_up:
-            fusion(Elements(p), 0.0)
-            fusion(Elements(p), 1.0)
+            fusion(TensorColumn(p), 0.0)
+            fusion(TensorColumn(p), 1.0)
             for t in p:
                 t.sub_(1)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            fusion(Elements(p), 1.0)
+            fusion(TensorColumn(p), 1.0)
         return graph
 
     graph = capture()
@@ -158,9 +158,9 @@ def test_a_graph_outlives_what_captured_it(warm_up: bool) -> None:
 
 
 def test_replays_of_stochastic_rounding_draw_fresh_bits() -> None:
-    x = Elements([torch.full((1000,), 1 + 2.0**-8, device="cuda")])
-    target = Elements([torch.empty(1000, dtype=torch.bfloat16, device="cuda")])
-    fusion = Fusion(st.stochastic_round_)
+    x = TensorColumn([torch.full((1000,), 1 + 2.0**-8, device="cuda")])
+    target = TensorColumn([torch.empty(1000, dtype=torch.bfloat16, device="cuda")])
+    fusion = FusedFunction(st.stochastic_round_)
     fusion(target, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -173,7 +173,7 @@ def test_replays_of_stochastic_rounding_draw_fresh_bits() -> None:
 
 
 def test_steps_with_new_numbers_never_wait_for_the_device() -> None:
-    fusion = Fusion(adam)
+    fusion = FusedFunction(adam)
     run, expected = Run(fusion), Run(fusion)
     run(1.0)
     expected(1.0)
@@ -192,7 +192,7 @@ def test_steps_with_new_numbers_never_wait_for_the_device() -> None:
 
 
 def test_moved_gradients_never_wait_for_the_device() -> None:
-    fusion = Fusion(normalised)
+    fusion = FusedFunction(normalised)
     p = lists(0)
     fusion(p, lists(1), 0.5)
     gradients = [lists(seed) for seed in range(5)]
@@ -205,8 +205,8 @@ def test_moved_gradients_never_wait_for_the_device() -> None:
 
 
 def test_a_number_that_changes_while_kernels_are_queued_reaches_each_in_turn() -> None:
-    p = Elements([torch.zeros(1 << 22, device="cuda") for _ in range(8)])
-    fusion = Fusion(lambda p, n: p.add_(n))
+    p = TensorColumn([torch.zeros(1 << 22, device="cuda") for _ in range(8)])
+    fusion = FusedFunction(lambda p, n: p.add_(n))
     for step in range(200):
         fusion(p, float(step))
     torch.cuda.synchronize()
@@ -226,11 +226,11 @@ def launches(call: Callable[[], Any]) -> list[str]:
 
 
 def test_adam_is_two_kernels_with_step_counts_and_one_without() -> None:
-    run = Run(Fusion(adam))
+    run = Run(FusedFunction(adam))
     # Adam's 0-d element is a group apart, with one kernel over numbers.
     sized = [i for i, t in enumerate(run.p) if t.dim()]
     run.p, run.g, run.m, run.v, run.step = (
-        Elements(x[i] for i in sized) for x in (run.p, run.g, run.m, run.v, run.step)
+        TensorColumn(x[i] for i in sized) for x in (run.p, run.g, run.m, run.v, run.step)
     )
     assert len(launches(run)) == 2
 
@@ -238,12 +238,12 @@ def test_adam_is_two_kernels_with_step_counts_and_one_without() -> None:
         m.lerp_(g, 0.1)
         p.sub_(lr * m)
 
-    fusion = Fusion(without)
+    fusion = FusedFunction(without)
     assert len(launches(lambda: fusion(run.p, run.g, run.m, 0.5))) == 1
 
 
 def test_the_number_of_kernels_does_not_grow_with_the_list() -> None:
-    fusion = Fusion(normalised)
+    fusion = FusedFunction(normalised)
     counts = set()
     for size in (1, 10, 300):
         p, g = lists(0, [(7,)] * size), lists(1, [(7,)] * size)
@@ -252,7 +252,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_list() -> None:
 
 
 def test_calls_on_several_streams_do_not_disturb_one_another() -> None:
-    fusion = Fusion(normalised)
+    fusion = FusedFunction(normalised)
     shapes: list[tuple[int, ...]] = [(1 << 20,)] * 4
     streams = [torch.cuda.Stream() for _ in range(3)]
     p, g = ([lists(seed, shapes) for seed in range(first, first + 3)] for first in (0, 3))
@@ -273,8 +273,8 @@ def test_calls_on_several_streams_do_not_disturb_one_another() -> None:
 
 
 def test_many_tiles_of_one_tensor_arrive_in_any_order_and_are_all_counted() -> None:
-    x = Elements([torch.ones(n, dtype=torch.int64, device="cuda") for n in (1 << 24, 1023, 1025, 0, 1)])
-    fusion = Fusion(lambda x: (x.sum(), x.sum() * 2))
+    x = TensorColumn([torch.ones(n, dtype=torch.int64, device="cuda") for n in (1 << 24, 1023, 1025, 0, 1)])
+    fusion = FusedFunction(lambda x: (x.sum(), x.sum() * 2))
     for _ in range(20):
         sums, doubled = fusion(x)
         assert [int(s) for s in sums] == [t.numel() for t in x]
@@ -308,7 +308,7 @@ def test_elements_beyond_two_to_the_31_are_right(dtype: torch.dtype) -> None:
         x.add_(1)
         return x * 2, x.amax(), (x > 1).sum()
 
-    doubled, largest, count_of_large = Fusion(maths)(Elements([x, x.new_zeros(5)]))
+    doubled, largest, count_of_large = FusedFunction(maths)(TensorColumn([x, x.new_zeros(5)]))
     assert [int(x[i]) for i in (0, 1, 2**31 - 1, 2**31, count - 1)] == [6, 1, 1, 8, 4]
     assert [int(doubled[0][i]) for i in (0, 1, 2**31 - 1, 2**31, count - 1)] == [12, 2, 2, 16, 8]
     assert [int(t) for t in largest] == [8, 1]
@@ -318,13 +318,13 @@ def test_elements_beyond_two_to_the_31_are_right(dtype: torch.dtype) -> None:
 def test_a_list_whose_tiles_pass_two_to_the_31_elements_together_is_right() -> None:
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GB of GPU memory")
-    x = Elements(torch.zeros(2**29, dtype=torch.uint8, device="cuda") for _ in range(6))
-    result = Fusion(lambda x: x + 1)(x)
+    x = TensorColumn(torch.zeros(2**29, dtype=torch.uint8, device="cuda") for _ in range(6))
+    result = FusedFunction(lambda x: x + 1)(x)
     assert all(int(t[0]) == int(t[-1]) == 1 for t in result)
 
 
 def test_a_number_on_the_host_is_handed_over_with_the_live_ones() -> None:
-    fusion = Fusion(lambda p, t: p.mul_(t))
+    fusion = FusedFunction(lambda p, t: p.mul_(t))
     p = lists(0)
     expected = [t * 2 * 3 for t in p]
     for value in (2.0, 3.0):
@@ -332,16 +332,16 @@ def test_a_number_on_the_host_is_handed_over_with_the_live_ones() -> None:
     for a, e in zip(p, expected, strict=True):
         torch.testing.assert_close(a, e)
     (plans,) = fusion._plans.values()
-    assert all(isinstance(g, KernelGroup) for plan in plans for _, g in plan.groups)
+    assert all(isinstance(g, TritonExecutor) for plan in plans for _, g in plan.groups)
 
 
 def test_a_number_on_the_host_is_not_written() -> None:
     with pytest.raises(st.RuleError, match="writes to a tensor that all elements share"):
-        Fusion(lambda p, t: t.add_(p.sum()))(Elements([torch.ones(3, device="cuda")]), torch.tensor(1.0))
+        FusedFunction(lambda p, t: t.add_(p.sum()))(TensorColumn([torch.ones(3, device="cuda")]), torch.tensor(1.0))
 
 
 def test_elements_on_the_host_and_on_the_device_run_each_where_they_are() -> None:
-    x = Elements([torch.ones(3), torch.ones(3, device="cuda")])
-    result = Fusion(lambda x: x * 2)(x)
+    x = TensorColumn([torch.ones(3), torch.ones(3, device="cuda")])
+    result = FusedFunction(lambda x: x * 2)(x)
     assert [t.device.type for t in result] == ["cpu", "cuda"]
     assert all((t == 2).all() for t in result)

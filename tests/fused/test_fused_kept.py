@@ -12,9 +12,9 @@ from fused_lists import groups, lists, sgd, tables
 from programs import Lowering, each_kernel_lowering, each_lowering
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 
 @each_lowering
@@ -23,7 +23,7 @@ def test_a_thousand_calls_with_new_numbers_trace_once(lowering: Lowering) -> Non
         p.sub_(lr * g * (1 - betas[0] ** step) + betas[1])
 
     p, g = lists((3,), device=lowering.device), lists((3,), seed=1, device=lowering.device)
-    fusion = Fusion(maths)
+    fusion = FusedFunction(maths)
     with lowering.running():
         for step in range(1, 1001 if lowering is not Lowering.INTERPRETER else 101):
             before = p[0].double()
@@ -39,7 +39,7 @@ def test_a_thousand_calls_with_new_numbers_trace_once(lowering: Lowering) -> Non
 
 @each_lowering
 def test_new_shapes_are_planned_but_neither_traced_nor_compiled(lowering: Lowering) -> None:
-    fusion = Fusion(sgd)
+    fusion = FusedFunction(sgd)
     with lowering.running():
         for size in (1, 5, 70, 5, 1):
             p, g = lists((size,), device=lowering.device), lists((size,), seed=1, device=lowering.device)
@@ -60,23 +60,23 @@ def test_new_shapes_are_planned_but_neither_traced_nor_compiled(lowering: Loweri
     ],
 )
 def test_a_new_dtype_or_dimension_is_traced(first: Tensor, second: Tensor) -> None:
-    fusion = Fusion(lambda p: p * 2)
+    fusion = FusedFunction(lambda p: p * 2)
     for tensor in (first, second, first, second):
-        assert torch.equal(fusion(Elements([tensor]))[0], tensor * 2)
+        assert torch.equal(fusion(TensorColumn([tensor]))[0], tensor * 2)
     assert fusion.traces == 2
 
 
 @pytest.mark.parametrize("values", [(True, False), ("a", "b"), (None, True), (0.5, 1), (torch.float32, torch.int32)])
 def test_a_new_static_value_or_kind_of_number_is_traced(values: tuple[Any, Any]) -> None:
-    fusion = Fusion(lambda p, x: p * (1 if x is None or not isinstance(x, bool | str | torch.dtype) else 2))
+    fusion = FusedFunction(lambda p, x: p * (1 if x is None or not isinstance(x, bool | str | torch.dtype) else 2))
     for value in (*values, *values):
-        fusion(Elements([torch.ones(2)]), value)
+        fusion(TensorColumn([torch.ones(2)]), value)
     assert fusion.traces == 2
 
 
 def test_the_modes_of_torch_that_change_the_maths_are_traced_apart() -> None:
-    fusion = Fusion(lambda p: p + torch.tensor(0.5))
-    p = Elements([torch.ones(2, dtype=torch.int64)])
+    fusion = FusedFunction(lambda p: p + torch.tensor(0.5))
+    p = TensorColumn([torch.ones(2, dtype=torch.int64)])
     assert fusion(p)[0].dtype == torch.float32
     torch.set_default_dtype(torch.float64)
     try:
@@ -88,9 +88,9 @@ def test_the_modes_of_torch_that_change_the_maths_are_traced_apart() -> None:
 
 @each_kernel_lowering
 def test_minus_zero_is_another_number_than_zero(lowering: Lowering) -> None:
-    p = Elements([torch.ones(2, device=lowering.device)])
-    live = Fusion(lambda p, x: torch.copysign(p, torch.full_like(p, x)))
-    literal = Fusion(lambda p, negative: torch.copysign(p, -0.0 if negative else 0.0))
+    p = TensorColumn([torch.ones(2, device=lowering.device)])
+    live = FusedFunction(lambda p, x: torch.copysign(p, torch.full_like(p, x)))
+    literal = FusedFunction(lambda p, negative: torch.copysign(p, -0.0 if negative else 0.0))
     with lowering.running():
         assert [live(p, x)[0].tolist() for x in (0.0, -0.0, 0.0)] == [[1, 1], [-1, -1], [1, 1]]
         assert [literal(p, n)[0].tolist() for n in (False, True)] == [[1, 1], [-1, -1]]
@@ -99,12 +99,12 @@ def test_minus_zero_is_another_number_than_zero(lowering: Lowering) -> None:
 @each_kernel_lowering
 def test_a_moved_tensor_gets_a_new_table_and_an_unmoved_one_none(lowering: Lowering) -> None:
     p, g = lists((3,), (70,), device=lowering.device), lists((3,), (70,), seed=1, device=lowering.device)
-    fusion, left = Fusion(sgd), list[Tensor]()
+    fusion, left = FusedFunction(sgd), list[Tensor]()
     with lowering.running():
         for moves in range(1, 4):
             for _ in range(3):
                 expected = [a - 0.5 * b for a, b in zip(p, g, strict=True)]
-                fusion(Elements(p), Elements(g), 0.5)
+                fusion(TensorColumn(p), TensorColumn(g), 0.5)
                 assert all(torch.allclose(a, e) for a, e in zip(p, expected, strict=True))
             assert tables(fusion) == moves
             left.append(p[1].data)  # lest the next one gets its memory, of which there is a table
@@ -116,12 +116,12 @@ def test_a_moved_tensor_gets_a_new_table_and_an_unmoved_one_none(lowering: Lower
 @each_lowering
 def test_a_tensor_that_is_given_other_data_is_seen_as_it_is(is_same_list: bool, lowering: Lowering) -> None:
     tensors = [torch.zeros(3, device=lowering.device), torch.zeros(4, device=lowering.device)]
-    fusion, kept = Fusion(lambda p: p.add_(1)), Elements(tensors)
+    fusion, kept = FusedFunction(lambda p: p.add_(1)), TensorColumn(tensors)
     with lowering.running():
         for data in (torch.zeros(3), torch.zeros(5), torch.zeros(5, dtype=torch.float64), torch.zeros(2, 3).t()):
             tensors[0].data = data.to(lowering.device)
             for _ in range(3):
-                fusion(kept if is_same_list else Elements(tensors))
+                fusion(kept if is_same_list else TensorColumn(tensors))
             assert (tensors[0] == 3).all()
     assert (tensors[1] == 12).all()
 
@@ -129,12 +129,12 @@ def test_a_tensor_that_is_given_other_data_is_seen_as_it_is(is_same_list: bool, 
 @each_lowering
 def test_gradients_that_are_freed_and_made_again_each_step_are_found(lowering: Lowering) -> None:
     p = [torch.nn.Parameter(torch.ones(70, device=lowering.device)) for _ in range(3)]
-    fusion = Fusion(sgd)
+    fusion = FusedFunction(sgd)
     with lowering.running(), torch.no_grad():
         for step in range(12):
             for t in p:
                 t.grad = torch.full_like(t, float(step))
-            fusion(Elements(p), Elements(t.grad for t in p if t.grad is not None), 1.0)
+            fusion(TensorColumn(p), TensorColumn(t.grad for t in p if t.grad is not None), 1.0)
             for t in p:
                 t.grad = None
             torch.ones(step * 50, device=lowering.device)
@@ -144,7 +144,7 @@ def test_gradients_that_are_freed_and_made_again_each_step_are_found(lowering: L
 
 @each_lowering
 def test_no_tensor_of_a_call_is_kept_alive(lowering: Lowering) -> None:
-    fusion = Fusion(lambda p, g, t: p.sub_(g * t).sum())
+    fusion = FusedFunction(lambda p, g, t: p.sub_(g * t).sum())
     p, g = lists((3,), (70,), device=lowering.device), lists((3,), (70,), device=lowering.device)
     shared = torch.tensor(2.0, device=lowering.device)
     with lowering.running():
@@ -157,8 +157,8 @@ def test_no_tensor_of_a_call_is_kept_alive(lowering: Lowering) -> None:
 
 @each_kernel_lowering
 def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering) -> None:
-    fusion = Fusion(sgd)
-    p = Elements(lists((3,), (70,), device=lowering.device), is_fixed=True)
+    fusion = FusedFunction(sgd)
+    p = TensorColumn(lists((3,), (70,), device=lowering.device), is_fixed=True)
     expected = [t.clone() for t in p]
     with lowering.running():
         for step in range(1, 4):
@@ -168,7 +168,7 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
                 e.sub_(0.5 * t)
         assert all(torch.equal(a, e) for a, e in zip(p, expected, strict=True))
         # The same tensors in another list are another list.
-        fusion(Elements(p, is_fixed=True), g, 0.5)
+        fusion(TensorColumn(p, is_fixed=True), g, 0.5)
         assert all(torch.equal(a, e.sub_(0.5 * t)) for a, e, t in zip(p, expected, g, strict=True))
     known = [weakref.ref(p), weakref.ref(p[0])]
     del p
@@ -178,24 +178,24 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
 
 @each_kernel_lowering
 def test_only_so_many_tables_and_plans_are_kept(lowering: Lowering) -> None:
-    fusion = Fusion(sgd)
+    fusion = FusedFunction(sgd)
     with lowering.running():
-        for size in range(1, Fusion.PLANS + 5):
+        for size in range(1, FusedFunction.PLANS + 5):
             fusion(lists((size,), device=lowering.device), lists((size,), device=lowering.device), 0.5)
-        kept = [[torch.ones(2, device=lowering.device)] for _ in range(KernelGroup.BINDINGS + 4)]
+        kept = [[torch.ones(2, device=lowering.device)] for _ in range(TritonExecutor.BINDINGS + 4)]
         for p in kept:
-            fusion(Elements(p), Elements([torch.ones(2, device=lowering.device)]), 0.5)
-    assert len(groups(fusion)) <= Fusion.PLANS
-    assert max(len(g.bindings) for g in groups(fusion)) <= KernelGroup.BINDINGS
+            fusion(TensorColumn(p), TensorColumn([torch.ones(2, device=lowering.device)]), 0.5)
+    assert len(groups(fusion)) <= FusedFunction.PLANS
+    assert max(len(g.bindings) for g in groups(fusion)) <= TritonExecutor.BINDINGS
     assert all((p[0] == 0.5).all() for p in kept)
 
 
 @each_lowering
 def test_tied_tensors_are_planned_once(lowering: Lowering) -> None:
     x = torch.ones(3, device=lowering.device)
-    fusion = Fusion(lambda p: p * 2)
+    fusion = FusedFunction(lambda p: p * 2)
     with lowering.running():
         for _ in range(3):
-            fusion(Elements([x, x]))
-        fusion(Elements([x, x.clone()]))
+            fusion(TensorColumn([x, x]))
+        fusion(TensorColumn([x, x.clone()]))
     assert len(groups(fusion)) == 2

@@ -12,8 +12,8 @@ from fused_lists import groups, lists
 from programs import SMALL_TILES, Lowering, check, each_kernel_lowering, each_lowering, interpreted
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 
 def transposed(t: Tensor) -> Tensor:
@@ -42,41 +42,43 @@ def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering
         p.sub_(g * 0.5)
         return p * g, g.sum()
 
-    p, g = (Elements(LAYOUTS[n](t) for t in lists((9, 12), (3, 4), seed=i)) for i, n in enumerate((first, second)))
+    p, g = (TensorColumn(LAYOUTS[n](t) for t in lists((9, 12), (3, 4), seed=i)) for i, n in enumerate((first, second)))
     if p[0].dim() != g[0].dim():
-        p, g = (Elements(t if t.dim() == 4 else t[None, None].expand(2, 3, -1, -1).clone() for t in x) for x in (p, g))
+        p, g = (
+            TensorColumn(t if t.dim() == 4 else t[None, None].expand(2, 3, -1, -1).clone() for t in x) for x in (p, g)
+        )
     assert check(lowering, maths, p, g) is not None
 
 
 @each_lowering
 def test_a_broadcast_tensor_is_read(lowering: Lowering) -> None:
-    g = Elements([torch.tensor(2.0).expand(70), torch.arange(3.0)[:, None].expand(3, 5)])
+    g = TensorColumn([torch.tensor(2.0).expand(70), torch.arange(3.0)[:, None].expand(3, 5)])
     assert check(lowering, lambda p, g: p.sub_(g), lists((70,), (3, 5)), g) is not None
 
 
 @each_lowering
 def test_a_broadcast_tensor_cannot_be_written(lowering: Lowering) -> None:
-    p = Elements([torch.tensor(2.0, device=lowering.device).expand(70)])
+    p = TensorColumn([torch.tensor(2.0, device=lowering.device).expand(70)])
     with lowering.running(), pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        Fusion(lambda p: p.add_(1))(p)
+        FusedFunction(lambda p: p.add_(1))(p)
 
 
 def test_results_are_laid_out_as_torch_lays_them_out() -> None:
-    p = Elements(transposed(t) for t in lists((3, 5), (4, 6)))
+    p = TensorColumn(transposed(t) for t in lists((3, 5), (4, 6)))
     with Lowering.INTERPRETER.running():
-        result = Fusion(lambda p: p + 1)(p)
+        result = FusedFunction(lambda p: p + 1)(p)
     assert [t.stride() for t in result] == [(t + 1).stride() for t in p]
 
 
 @interpreted
 def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
-    strided = Elements([torch.ones(4, 2)[:, 0]])
+    strided = TensorColumn([torch.ones(4, 2)[:, 0]])
     with Lowering.INTERPRETER.running():
-        assert "strides of their own are copied" in Fusion(lambda p: p.add_(1)).explain(strided)
-        assert "no Triton formula for prims.digamma" in Fusion(torch.digamma).explain(lists((3,)))
-        assert "several shapes" in Fusion(lambda p, g: p + g).explain(lists((3, 1)), lists((1, 3)))
-        explained = Fusion(torch.exp).explain(lists((3,)))
+        assert "strides of their own are copied" in FusedFunction(lambda p: p.add_(1)).explain(strided)
+        assert "no Triton formula for prims.digamma" in FusedFunction(torch.digamma).explain(lists((3,)))
+        assert "several shapes" in FusedFunction(lambda p, g: p + g).explain(lists((3, 1)), lists((1, 3)))
+        explained = FusedFunction(torch.exp).explain(lists((3,)))
         assert "exp: 1 elements, traced 1 times" in explained
         assert "1 tensors, 3 elements" in explained
     assert sum("1 of 1 elements run as" in r.message for r in caplog.records) == 3
@@ -87,12 +89,14 @@ def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "subtensors.fused")
     memory = torch.zeros(9)
     with Lowering.INTERPRETER.running():
-        double = Fusion(lambda p: p.mul_(2))
-        assert "1 of them not at multiples of 16 bytes" in double.explain(Elements([torch.ones(4), misaligned(memory)]))
-        assert "multiples" not in double.explain(Elements([torch.ones(4), torch.ones(9)]))
-        assert "overlap others in memory" in double.explain(Elements([memory[:5], memory[4:]]))
+        double = FusedFunction(lambda p: p.mul_(2))
+        assert "1 of them not at multiples of 16 bytes" in double.explain(
+            TensorColumn([torch.ones(4), misaligned(memory)])
+        )
+        assert "multiples" not in double.explain(TensorColumn([torch.ones(4), torch.ones(9)]))
+        assert "overlap others in memory" in double.explain(TensorColumn([memory[:5], memory[4:]]))
         assert not caplog.records
-        double(Elements([memory[:5], memory[4:]]))
+        double(TensorColumn([memory[:5], memory[4:]]))
     assert ["overlap others in memory" in r.message for r in caplog.records] == [True]
 
 
@@ -100,9 +104,9 @@ def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFix
 def test_groups_of_elements_that_overlap_say_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     memory = torch.zeros(9)
-    elements = Elements([memory[:4], memory.view(3, 3)[:, 0]])
+    elements = TensorColumn([memory[:4], memory.view(3, 3)[:, 0]])
     with Lowering.INTERPRETER.running():
-        double = Fusion(lambda p: p.mul_(2))
+        double = FusedFunction(lambda p: p.mul_(2))
         assert "groups of elements overlap" in double.explain(elements)
         double(elements)
         double(elements)
@@ -114,9 +118,9 @@ def assert_like_the_map(lowering: Lowering, maths: Callable[..., Any], make: Cal
     mapped, fused = make(), make()
     for row in zip(*mapped, strict=True):
         maths(*row)
-    fusion = Fusion(maths, SMALL_TILES)
+    fusion = FusedFunction(maths, SMALL_TILES)
     with lowering.running():
-        fusion(*map(Elements, fused))
+        fusion(*map(TensorColumn, fused))
     for fused_column, mapped_column in zip(fused, mapped, strict=True):
         for a, e in zip(fused_column, mapped_column, strict=True):
             assert torch.equal(a, e)
@@ -167,9 +171,9 @@ def test_one_tensor_in_several_places_equals_the_map(lowering: Lowering) -> None
 @each_kernel_lowering
 def test_tensors_side_by_side_in_one_memory_do_not_overlap(lowering: Lowering) -> None:
     base = torch.zeros(100, device=lowering.device)
-    fusion = Fusion(add_and_scale)
+    fusion = FusedFunction(add_and_scale)
     with lowering.running():
-        fusion(Elements([base[:20], base[20:40]]), Elements([base[40:60], base[60:80]]))
+        fusion(TensorColumn([base[:20], base[20:40]]), TensorColumn([base[40:60], base[60:80]]))
     (group,) = groups(fusion)
     assert not any(b.overlaps for b in group.bindings)
 
@@ -179,9 +183,11 @@ def test_gradients_flow_as_through_the_map(lowering: Lowering) -> None:
     def maths(p: Tensor, g: Tensor, n: float) -> tuple[Tensor, Tensor]:
         return torch.tanh(p * g) ** 2 * n, (p - g).norm()
 
-    p, g = (Elements(t.requires_grad_() for t in lists((3,), (70,), seed=i, device=lowering.device)) for i in range(2))
+    p, g = (
+        TensorColumn(t.requires_grad_() for t in lists((3,), (70,), seed=i, device=lowering.device)) for i in range(2)
+    )
     with lowering.running():
-        first, second = Fusion(maths)(p, g, 0.5)
+        first, second = FusedFunction(maths)(p, g, 0.5)
     loss = sum(t.sum() for t in (*first, *second))
     expected = sum(t.sum() for row in zip(p, g, strict=True) for t in maths(*row, 0.5))
     inputs = [*p, *g]
@@ -191,7 +197,7 @@ def test_gradients_flow_as_through_the_map(lowering: Lowering) -> None:
 
 @each_lowering
 def test_a_tensor_that_starts_to_require_grad_is_recorded(lowering: Lowering) -> None:
-    fusion, p = Fusion(lambda p: p * 2), lists((3,), device=lowering.device)
+    fusion, p = FusedFunction(lambda p: p * 2), lists((3,), device=lowering.device)
     with lowering.running():
         for _ in range(3):
             assert not fusion(p)[0].requires_grad
@@ -208,7 +214,7 @@ def test_backward_refuses_a_saved_tensor_that_a_fused_call_has_written(watched: 
     other = torch.ones(3, device=lowering.device, requires_grad=watched)
     loss = (weight * other).sum()
     with lowering.running(), torch.no_grad():
-        Fusion(lambda p: p.add_(1))(Elements([other]))
+        FusedFunction(lambda p: p.add_(1))(TensorColumn([other]))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -217,7 +223,7 @@ def test_backward_refuses_a_saved_tensor_that_a_fused_call_has_written(watched: 
 def test_results_are_saved_by_autograd_one_by_one(lowering: Lowering) -> None:
     weight = torch.ones(3, device=lowering.device, requires_grad=True)
     with lowering.running(), torch.no_grad():
-        first, second = Fusion(lambda p: p + 1)(lists((3,), (3,), device=lowering.device))
+        first, second = FusedFunction(lambda p: p + 1)(lists((3,), (3,), device=lowering.device))
     loss = (weight * first).sum()
     second.add_(1)
     loss.backward()
@@ -226,6 +232,6 @@ def test_results_are_saved_by_autograd_one_by_one(lowering: Lowering) -> None:
 
 @each_lowering
 def test_a_leaf_is_not_written_where_autograd_records(lowering: Lowering) -> None:
-    p = Elements([torch.ones(3, device=lowering.device, requires_grad=True)])
+    p = TensorColumn([torch.ones(3, device=lowering.device, requires_grad=True)])
     with lowering.running(), pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        Fusion(lambda p: p.add_(1))(p)
+        FusedFunction(lambda p: p.add_(1))(p)

@@ -14,8 +14,8 @@ from programs import Lowering, expected, fresh, tensors_of
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 
 Maths = Callable[..., Any]
@@ -24,11 +24,11 @@ Maths = Callable[..., Any]
 def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
     arguments = (sample.input, *sample.args), sample.kwargs
     listed = optree.tree_map(
-        lambda v: Elements([v.detach().clone()]) if isinstance(v, Tensor) else v, arguments, none_is_leaf=True
+        lambda v: TensorColumn([v.detach().clone()]) if isinstance(v, Tensor) else v, arguments, none_is_leaf=True
     )
     before = fresh(listed)
     plain = optree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, arguments, none_is_leaf=True)
-    fusion = Fusion(op)
+    fusion = FusedFunction(op)
     try:
         result = fusion(*listed[0], **listed[1])
     except RuleError:
@@ -47,7 +47,7 @@ def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
     if groups == ["MappedGroup"]:
         return groups[0], ""  # what ran is the op itself
     wanted = expected(op, *before)
-    got = [v[0] if isinstance(v, Elements) else v for v in optree.tree_leaves(result)]
+    got = [v[0] if isinstance(v, TensorColumn) else v for v in optree.tree_leaves(result)]
     got += tensors_of(listed)
     if len(got) != len(wanted):
         return groups[0], f"{len(got)} results and arguments, not {len(wanted)}"

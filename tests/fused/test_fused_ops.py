@@ -10,8 +10,8 @@ import torch
 from programs import KERNELS, LOWERINGS, Lowering, check, each_kernel_lowering, each_lowering
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.kernels.fused import blockwise, launch
 from subtensors.kernels.fused import lowering as table
 from subtensors.kernels.fused.launch import Tiling
@@ -252,8 +252,8 @@ def test_formulas_of_one_operand_give_what_torch_gives(
 ) -> None:
     maths, values = together(UNARY, names), special_values(dtype)
     # As elements of a tensor, and as a number per tensor: those compute in float64.
-    assert check(lowering, maths, Elements([values]), tiling=ONE_TILE, per_element=True) is not None
-    assert check(lowering, maths, Elements(values.unbind()), tiling=ONE_TILE) is not None
+    assert check(lowering, maths, TensorColumn([values]), tiling=ONE_TILE, per_element=True) is not None
+    assert check(lowering, maths, TensorColumn(values.unbind()), tiling=ONE_TILE) is not None
 
 
 BEYOND: list[Maths] = [
@@ -273,7 +273,7 @@ def test_integers_clamped_to_what_they_cannot_hold_are_what_torch_gives(
     lowering: Lowering, maths: Maths, dtype: torch.dtype
 ) -> None:
     for number in (-2, 2, 300):
-        check(lowering, maths, Elements([special_values(dtype)]), number)
+        check(lowering, maths, TensorColumn([special_values(dtype)]), number)
 
 
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(BINARY))
@@ -281,8 +281,8 @@ def test_formulas_of_two_operands_give_what_torch_gives(
     lowering: Lowering, names: list[str], dtype: torch.dtype
 ) -> None:
     maths, (a, b) = together(BINARY, names), all_pairs(dtype, dtype)
-    assert check(lowering, maths, Elements([a]), Elements([b]), tiling=ONE_TILE, per_element=True) is not None
-    assert check(lowering, maths, Elements([a]), b[1].to(lowering.device), tiling=ONE_TILE) is not None
+    assert check(lowering, maths, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE, per_element=True) is not None
+    assert check(lowering, maths, TensorColumn([a]), b[1].to(lowering.device), tiling=ONE_TILE) is not None
 
 
 MIXED = [
@@ -306,10 +306,10 @@ def test_operands_of_two_dtypes_are_promoted_as_torch_promotes_them(
 
     a, b = map(moderate, all_pairs(*dtypes))
     # Both have elements, or one is a number per tensor, which gives way in promotion.
-    assert check(lowering, maths, Elements([a]), Elements([b]), tiling=ONE_TILE)
-    assert check(lowering, maths, Elements([a, a]), Elements([b[3], b[5]]), tiling=ONE_TILE)
-    assert check(lowering, maths, Elements([a[3], a[5]]), Elements([b, b]), tiling=ONE_TILE)
-    assert check(lowering, maths, Elements([a[3], a[5]]), Elements([b[1], b[2]]), tiling=ONE_TILE)
+    assert check(lowering, maths, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE)
+    assert check(lowering, maths, TensorColumn([a, a]), TensorColumn([b[3], b[5]]), tiling=ONE_TILE)
+    assert check(lowering, maths, TensorColumn([a[3], a[5]]), TensorColumn([b, b]), tiling=ONE_TILE)
+    assert check(lowering, maths, TensorColumn([a[3], a[5]]), TensorColumn([b[1], b[2]]), tiling=ONE_TILE)
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -325,8 +325,10 @@ def test_reductions_give_what_torch_gives(lowering: Lowering, names: list[str], 
         tensors += [
             torch.tensor(v, dtype=dtype) for v in ([1, INF], [INF, -INF], [1, NAN, 2], [-INF, NAN], [-0.0, 0.0])
         ]
-    assert check(lowering, maths, Elements(tensors)) is not None
-    assert check(lowering, lambda x: [x * r for r in maths(x).values()], Elements([values, values[:65]])) is not None
+    assert check(lowering, maths, TensorColumn(tensors)) is not None
+    assert (
+        check(lowering, lambda x: [x * r for r in maths(x).values()], TensorColumn([values, values[:65]])) is not None
+    )
 
 
 FEW_LANES = Tiling(block=16, warps=1)
@@ -348,9 +350,9 @@ def test_reductions_of_many_chunks_give_what_torch_gives(
     if dtype.is_floating_point:
         # A NaN in a later tile of the first chunk, and in the second.
         tensors += [values[:200].index_fill(0, torch.tensor([at]), NAN) for at in (40, 128)]
-    assert check(lowering, maths, Elements(tensors), tiling=FEW_LANES) is not None
+    assert check(lowering, maths, TensorColumn(tensors), tiling=FEW_LANES) is not None
     # Unaligned tensors, whose every tile is masked.
-    assert check(lowering, maths, Elements([values[1:n] for n in (2, 259)]), tiling=FEW_LANES) is not None
+    assert check(lowering, maths, TensorColumn([values[1:n] for n in (2, 259)]), tiling=FEW_LANES) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -362,8 +364,8 @@ def test_a_reduction_of_no_elements_gives_what_torch_gives(dtype: torch.dtype, l
     answered = [name for name in given if gives_a_number(REDUCTIONS[name][0], empty[0])]
     # What torch refuses is refused, each for itself; the others are one program.
     for name in set(given) - set(answered):
-        assert check(lowering, REDUCTIONS[name][0], Elements(empty)) is None
-    assert check(lowering, together(REDUCTIONS, answered), Elements(empty)) is not None
+        assert check(lowering, REDUCTIONS[name][0], TensorColumn(empty)) is None
+    assert check(lowering, together(REDUCTIONS, answered), TensorColumn(empty)) is not None
 
 
 def gives_a_number(maths: Maths, of: Tensor) -> bool:
@@ -380,8 +382,8 @@ def test_every_formula_of_the_table_is_tested() -> None:
     for operations, count in ((UNARY, 1), (BINARY, 2)):
         for maths, dtypes in operations.values():
             for dtype in dtypes[:1]:
-                fusion = Fusion(maths)
-                fusion(*[Elements([special_values(dtype)])] * count)
+                fusion = FusedFunction(maths)
+                fusion(*[TensorColumn([special_values(dtype)])] * count)
                 (traced,) = fusion._traces.values()
                 recorded |= {step.name for step in traced.program.instructions}
     # What in-place updates, st.stochastic_round_ and 8-bit state record is tested elsewhere.
@@ -398,4 +400,4 @@ def test_a_root_is_a_half_where_what_it_is_taken_of_is_none(
     deviation: Callable[[Tensor], Tensor], lowering: Lowering
 ) -> None:
     halves = torch.tensor([1e4, -0.3, 2.2, 0.6], dtype=torch.float16, device=lowering.device)
-    check(lowering, deviation, Elements([halves, halves * 2]))
+    check(lowering, deviation, TensorColumn([halves, halves * 2]))

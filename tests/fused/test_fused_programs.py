@@ -16,8 +16,8 @@ from hypothesis import strategies as some
 from programs import CUDA, LOWERINGS, SMALL_TILES, Lowering, check, each_lowering
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -218,7 +218,7 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 @some.composite
-def columns(draw: some.DrawFn, shapes: list[tuple[int, ...]], dtype: torch.dtype, is_scalar: bool) -> Elements:
+def columns(draw: some.DrawFn, shapes: list[tuple[int, ...]], dtype: torch.dtype, is_scalar: bool) -> TensorColumn:
     """One argument: a tensor of each shape."""
     special = draw(some.booleans()) and dtype.is_floating_point and draw(some.booleans())
     layout = draw(some.sampled_from(["plain", "plain", "transposed", "channels last", "misaligned", "strided"]))
@@ -231,7 +231,7 @@ def columns(draw: some.DrawFn, shapes: list[tuple[int, ...]], dtype: torch.dtype
         if not dtype.is_floating_point:
             values = (values * 3).abs() if dtype == torch.uint8 else (values * 3).round()
         made.append(laid_out(values.to(dtype), layout))
-    return Elements(made)
+    return TensorColumn(made)
 
 
 @some.composite
@@ -301,25 +301,25 @@ def test_elements_of_several_dtypes_and_extents_each_follow_torch(
 ) -> None:
     written = data.draw(programs({"x0": dtypes[0], "x1": torch.float32}, set(), with_extremes=False))
     shapes: list[tuple[int, ...]] = [(5,), (), (66,), (2, 2)]
-    x0 = Elements(torch.randn(s).to(d) for s, d in zip(shapes, dtypes, strict=False))
-    x1 = Elements(torch.randn(s) for s, _ in zip(shapes, dtypes, strict=False))
+    x0 = TensorColumn(torch.randn(s).to(d) for s, d in zip(shapes, dtypes, strict=False))
+    x1 = TensorColumn(torch.randn(s) for s, _ in zip(shapes, dtypes, strict=False))
     check(lowering, written.function(), x0, x1, f0=0.5, f1=0.9, n0=3)
 
 
-def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Elements:
+def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> TensorColumn:
     generator = torch.Generator().manual_seed(seed)
-    return Elements(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    return TensorColumn(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
 
 
 @each_lowering
 @pytest.mark.parametrize("number", [1e-30, 1e-3, 1e30])
 def test_a_root_keeps_what_the_logarithm_of_its_argument_leaves(lowering: Lowering, number: float) -> None:
     # Torch takes the root of no sum of one element; the exponent 1/3 is rounded, and far from one that counts.
-    x = Elements([torch.tensor([number], dtype=torch.float64)])
+    x = TensorColumn([torch.tensor([number], dtype=torch.float64)])
     if lowering is Lowering.CUDA:
-        x = Elements(t.cuda() for t in x)
+        x = TensorColumn(t.cuda() for t in x)
     with lowering.running():
-        (norm,) = Fusion(lambda x: torch.linalg.vector_norm(x, 3), SMALL_TILES)(x)
+        (norm,) = FusedFunction(lambda x: torch.linalg.vector_norm(x, 3), SMALL_TILES)(x)
     assert abs(norm.item() / number - 1) <= (2 + abs(math.log(number**3))) * torch.finfo(torch.float64).eps
 
 
@@ -331,11 +331,11 @@ def test_compensated_sums_keep_what_half_precision_drops(lowering: Lowering) -> 
         p.add_(u)
         c.copy_(u - (p - old))
 
-    p, c = Elements([torch.ones(70, dtype=torch.bfloat16)]), Elements([torch.zeros(70, dtype=torch.bfloat16)])
-    u = Elements([torch.full((70,), 2.0**-10, dtype=torch.bfloat16)])
+    p, c = TensorColumn([torch.ones(70, dtype=torch.bfloat16)]), TensorColumn([torch.zeros(70, dtype=torch.bfloat16)])
+    u = TensorColumn([torch.full((70,), 2.0**-10, dtype=torch.bfloat16)])
     if lowering is Lowering.CUDA:
-        p, c, u = (Elements(t.cuda() for t in x) for x in (p, c, u))
-    fusion = Fusion(kahan, SMALL_TILES)
+        p, c, u = (TensorColumn(t.cuda() for t in x) for x in (p, c, u))
+    fusion = FusedFunction(kahan, SMALL_TILES)
     with lowering.running():
         for _ in range(64):
             fusion(p, c, u)
@@ -349,11 +349,11 @@ def test_what_a_store_rounds_away_can_be_read_back(lowering: Lowering) -> None:
         rest.copy_(master - low)
 
     master = lists((70,), (3, 5))
-    low, rest = Elements(t.bfloat16() for t in master), Elements(map(torch.zeros_like, master))
+    low, rest = TensorColumn(t.bfloat16() for t in master), TensorColumn(map(torch.zeros_like, master))
     if lowering is Lowering.CUDA:
-        master, low, rest = (Elements(t.cuda() for t in x) for x in (master, low, rest))
+        master, low, rest = (TensorColumn(t.cuda() for t in x) for x in (master, low, rest))
     with lowering.running():
-        Fusion(split)(low, rest, master)
+        FusedFunction(split)(low, rest, master)
     for m, a, b in zip(master, low, rest, strict=True):
         assert torch.equal(a.float() + b, m)
 
@@ -362,10 +362,10 @@ def test_what_a_store_rounds_away_can_be_read_back(lowering: Lowering) -> None:
 def test_adam_written_for_one_tensor_runs_over_lists(lowering: Lowering) -> None:
     shapes: list[tuple[int, ...]] = [(3, 5), (150,), (), (1,)]
     p, g, m = (lists(*shapes, seed=i) for i in range(3))
-    v = Elements(t.abs() for t in lists(*shapes, seed=3))
-    step = Elements(torch.tensor(float(i)) for i in range(4))
+    v = TensorColumn(t.abs() for t in lists(*shapes, seed=3))
+    step = TensorColumn(torch.tensor(float(i)) for i in range(4))
     for dtype in (torch.float32, torch.bfloat16):
-        weights = Elements(t.to(dtype) for t in p)
+        weights = TensorColumn(t.to(dtype) for t in p)
         check(lowering, adam, weights, g, m, v, step, lr=1e-3, betas=(0.9, 0.999))
 
 

@@ -12,7 +12,7 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
+from subtensors.dispatch.fused.fused_function import FusedFunction
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 
@@ -54,9 +54,9 @@ class Pair:
 def looks(monkeypatch: pytest.MonkeyPatch, expected: int) -> Iterator[None]:
     """So many calls within it look for their plan; the others repeat a launch."""
     found = []
-    original = Fusion._plan
+    original = FusedFunction._plan
     with monkeypatch.context() as patch:
-        patch.setattr(Fusion, "_plan", lambda *args: found.append(1) or original(*args))
+        patch.setattr(FusedFunction, "_plan", lambda *args: found.append(1) or original(*args))
         yield
     assert len(found) == expected
 

@@ -10,17 +10,17 @@ from programs import SMALL_TILES, Lowering, each_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 INF = float("inf")
 
 
 def rounded(lowering: Lowering, *sources: Tensor) -> list[Tensor]:
     """Each source, rounded by fused maths."""
-    targets = Elements(torch.empty_like(s, dtype=torch.bfloat16, device=lowering.device) for s in sources)
+    targets = TensorColumn(torch.empty_like(s, dtype=torch.bfloat16, device=lowering.device) for s in sources)
     with lowering.running():
-        Fusion(st.stochastic_round_, SMALL_TILES)(targets, Elements(s.to(lowering.device) for s in sources))
+        FusedFunction(st.stochastic_round_, SMALL_TILES)(targets, TensorColumn(s.to(lowering.device) for s in sources))
     return [t.cpu() for t in targets]
 
 
@@ -88,12 +88,12 @@ def test_each_call_element_tensor_and_rounding_draws_bits_of_its_own(lowering: L
         st.stochastic_round_(b, x)
 
     x = torch.full((128,), 1 + 2.0**-8, device=lowering.device)
-    fusion = Fusion(twice, SMALL_TILES)
+    fusion = FusedFunction(twice, SMALL_TILES)
     drawn = []
     for _ in range(2):
-        a, b = (Elements(torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2)) for _ in range(2))
+        a, b = (TensorColumn(torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2)) for _ in range(2))
         with lowering.running():
-            fusion(a, b, Elements([x, x]))
+            fusion(a, b, TensorColumn([x, x]))
         drawn += [*a, *b]
     tiles = [part for t in drawn for part in t.cpu().float().split(64)]
     patterns = {tuple(t.tolist()) for t in tiles}
@@ -117,10 +117,10 @@ def test_updates_below_half_a_step_are_not_lost(lowering: Lowering) -> None:
         st.stochastic_round_(p, p.float() + lr)
 
     p = torch.ones(640, dtype=torch.bfloat16, device=lowering.device)
-    fusion = Fusion(step, SMALL_TILES)
+    fusion = FusedFunction(step, SMALL_TILES)
     with lowering.running():
         for _ in range(32):
-            fusion(Elements([p]), 2.0**-10)
+            fusion(TensorColumn([p]), 2.0**-10)
     # Rounded to nearest, p would never leave 1. A step moves it with probability 1/8, by 1/128.
     deviation = 2.0**-7 * math.sqrt(32 * 1 / 8 * 7 / 8 / 640)
     assert abs(p.double().mean().item() - (1 + 32 * 2.0**-10)) < 5 * deviation

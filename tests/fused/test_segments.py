@@ -13,18 +13,18 @@ from programs import Lowering, check, each_kernel_lowering
 from test_fused_programs import programs
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.fused.trace import Trace
-from subtensors.kernels.fused.program import Extent, Instruction, Program, Ref, Scalar, _run, interpret
+from subtensors.kernels.fused.program import Instruction, Program, Ref, Scalar, Shape, _run, interpret
 from subtensors.kernels.fused.segments import Segment, plan_segments, slot_count
 
-ELEMENT, TENSOR = Extent.ELEMENT, Extent.TENSOR
+ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR
 
 
 def traced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
     """What the function does, from a call that has happened."""
-    fusion = Fusion(function)
+    fusion = FusedFunction(function)
     fusion(*args, **kwargs)
     (found,) = fusion._traces.values()
     return found
@@ -91,7 +91,7 @@ def traced_programs(draw: some.DrawFn) -> tuple[Trace, list[Tensor], list[float]
     written = draw(programs(names, numbers, with_extremes=True))
     tensors = [torch.arange(1.0, 7) if n not in numbers else torch.tensor(2.0) for n in names]
     tensors = [t.to(d) for t, d in zip(tensors, names.values(), strict=True)]
-    trace = traced(written.function(), *(Elements([t.clone()]) for t in tensors), f0=0.5, f1=0.9, n0=3)
+    trace = traced(written.function(), *(TensorColumn([t.clone()]) for t in tensors), f0=0.5, f1=0.9, n0=3)
     return trace, tensors, [0.5, 0.9, 3]
 
 
@@ -191,7 +191,7 @@ def test_a_value_is_never_read_back_where_its_memory_holds_another(
     function: Callable[..., Any], kinds: str, kernels: int
 ) -> None:
     keywords = {"lr": 0.5} if function is lamb else {}
-    trace = traced(function, *(Elements([t.clone()]) for t in arguments(kinds)), **keywords)
+    trace = traced(function, *(TensorColumn([t.clone()]) for t in arguments(kinds)), **keywords)
     assert_segments_agree(trace, arguments(kinds), list(keywords.values()))
     assert len(plan_segments(trace.program)) == kernels
 
@@ -202,7 +202,7 @@ def test_kernels_keep_what_later_ones_need(
     function: Callable[..., Any], kinds: str, kernels: int, lowering: Lowering
 ) -> None:
     keywords = {"lr": 0.5} if function is lamb else {}
-    columns = [Elements([t, t[:2, :1].clone() if t.dim() else t.clone()]) for t in arguments(kinds)]
+    columns = [TensorColumn([t, t[:2, :1].clone() if t.dim() else t.clone()]) for t in arguments(kinds)]
     check(lowering, function, *columns, **keywords)
 
 
@@ -215,7 +215,7 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, counts: bool)
 
 
 def segments_of(function: Callable[..., Any], kinds: str, *more: Any) -> list[Segment]:
-    return plan_segments(traced(function, *(Elements([t]) for t in arguments(kinds)), *more).program)
+    return plan_segments(traced(function, *(TensorColumn([t]) for t in arguments(kinds)), *more).program)
 
 
 def test_adam_is_one_sweep_over_elements_after_one_over_step_counts() -> None:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.fused.trace import Trace, trace
-from subtensors.kernels.fused.program import Extent, Parameter, Program, interpret
+from subtensors.kernels.fused.program import Parameter, Program, Shape, interpret
 from subtensors.kernels.fused.torch_codegen import operands, write_torch
 
-ELEMENT, TENSOR = Extent.ELEMENT, Extent.TENSOR
+ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR
 
 
-def traced(function: Any, *parameters: tuple[torch.dtype, Extent], scalars: int = 0) -> Program:
+def traced(function: Any, *parameters: tuple[torch.dtype, Shape], scalars: int = 0) -> Program:
     declared = tuple(Parameter(f"x{i}", *p) for i, p in enumerate(parameters))
     place = lambda tensors, numbers: ((*tensors, *numbers), {})  # noqa: E731
     return trace(function, declared, [float] * scalars, place, torch.device("cpu")).program

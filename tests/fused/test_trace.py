@@ -13,15 +13,15 @@ from programs import LOWERINGS, Lowering, check, each_lowering
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 F = torch.nn.functional
 
 
-def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Elements:
+def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> TensorColumn:
     generator = torch.Generator().manual_seed(0)
-    return Elements(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    return TensorColumn(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
 
 
 OUTSIDE = torch.ones(3)
@@ -99,7 +99,7 @@ def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do_instead(
     x = lists((3, 5), (4,))
     before = [t.clone() for t in x]
     with pytest.raises(st.RuleError) as refusal:
-        Fusion(maths)(x, 0.5)
+        FusedFunction(maths)(x, 0.5)
     message = str(refusal.value)
     assert advice in message
     line = inspect.getsource(maths).splitlines()[0].strip()
@@ -114,7 +114,7 @@ def test_a_number_assigned_by_a_mask_is_written_or_refused() -> None:
     x = lists((3, 5), (4,))
     before, expected = [t.clone() for t in x], [torch.where(t > 0, 1.0, t) for t in x]
     try:
-        Fusion(maths)(x)  # some versions of torch make it an index_put_, others a masked_fill_
+        FusedFunction(maths)(x)  # some versions of torch make it an index_put_, others a masked_fill_
     except st.RuleError:
         expected = before
     assert all(map(torch.equal, x, expected))
@@ -125,16 +125,16 @@ def test_a_refusal_inside_a_called_function_names_its_line() -> None:
         return x * x.shape[0]
 
     with pytest.raises(st.RuleError, match=rf"test_trace.py:{inner.__code__.co_firstlineno + 1}: return x \* x.shape"):
-        Fusion(lambda x: inner(x) + 1)(lists((3,)))
+        FusedFunction(lambda x: inner(x) + 1)(lists((3,)))
 
 
 def test_a_result_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(st.RuleError, match="returns tensors, got float"):
-        Fusion(lambda x: (x, 1.5))(lists((3,)))
+        FusedFunction(lambda x: (x, 1.5))(lists((3,)))
 
 
 def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
-    fusion = Fusion(lambda x, flag: x * x.shape[0] if flag else x * 2)
+    fusion = FusedFunction(lambda x, flag: x * x.shape[0] if flag else x * 2)
     with pytest.raises(st.RuleError):
         fusion(lists((3,)), True)
     assert torch.equal(fusion(lists((3,)), False)[0], lists((3,))[0] * 2)
@@ -163,7 +163,7 @@ def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
 )
 @each_lowering
 def test_what_torch_refuses_is_refused(maths: Callable[..., Any], lowering: Lowering) -> None:
-    x, i = lists((3,)), Elements([torch.tensor([1, 2, 3])])
+    x, i = lists((3,)), TensorColumn([torch.tensor([1, 2, 3])])
     with pytest.raises((RuntimeError, TypeError)):
         maths(x[0].clone(), i[0].clone())
     assert check(lowering, maths, x, i) is None
@@ -174,13 +174,13 @@ def test_views_that_keep_any_shape_are_their_input_under_another_name() -> None:
         for alias in (x[:], x[...], x.detach(), x.view_as(y), x.expand_as(y), x.reshape_as(y), x.transpose(0, 0)):
             alias.add_(1)
 
-    x = Elements(map(torch.zeros_like, lists((3, 5), (4,), (1, 7))))
-    Fusion(maths)(x, lists((3, 5), (4,), (1, 7)))
+    x = TensorColumn(map(torch.zeros_like, lists((3, 5), (4,), (1, 7))))
+    FusedFunction(maths)(x, lists((3, 5), (4,), (1, 7)))
     assert all((t == 7).all() for t in x)
 
 
 def program_of(maths: Callable[..., Any], *args: Any) -> Any:
-    fusion = Fusion(maths)
+    fusion = FusedFunction(maths)
     fusion(*args)
     (traced,) = fusion._traces.values()
     return traced.program
@@ -204,7 +204,7 @@ def test_a_write_reaches_every_alias_and_no_copy() -> None:
 
     x = lists((3,))
     before = x[0].clone()
-    alias, copy = Fusion(maths)(x)
+    alias, copy = FusedFunction(maths)(x)
     assert torch.equal(alias[0], before + 1)
     assert torch.equal(copy[0], before)
 
@@ -234,8 +234,8 @@ def test_what_is_computed_from_live_numbers_alone_is_one_number() -> None:
 def test_live_numbers_are_computed_as_python_computes_them(
     host: Callable[[float, int], float], lowering: Lowering
 ) -> None:
-    x = Elements([torch.ones(3, dtype=torch.float64, device=lowering.device)])
-    fusion = Fusion(lambda x, a, n: x * host(a, n))
+    x = TensorColumn([torch.ones(3, dtype=torch.float64, device=lowering.device)])
+    fusion = FusedFunction(lambda x, a, n: x * host(a, n))
     with lowering.running():
         for a, n in ((0.999, 7), (0.1, 1), (0.37, 100)):
             result = fusion(x, a, n)[0]
@@ -250,7 +250,7 @@ def test_live_numbers_are_computed_as_python_computes_them(
 def test_a_live_number_in_where_has_the_type_a_plain_one_has(
     dtype: torch.dtype, number: float, shape: tuple[int, ...], lowering: Lowering
 ) -> None:
-    x = Elements([torch.ones(shape).to(dtype)])
+    x = TensorColumn([torch.ones(shape).to(dtype)])
     check(lowering, lambda x, n: (torch.where(x > 5, x, n), torch.where(x > 5, n, x)), x, number)
     check(lowering, lambda x, n: torch.where(x > 5, n, 0), x, number)
     check(lowering, lambda x, n: torch.where(x > 5, n, x.to(torch.float64)), x, number)

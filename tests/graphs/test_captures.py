@@ -13,8 +13,8 @@ import torch
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.graphs.fused_graph import Recording
 from subtensors.kernels.memory.host_reservation import HostRange
@@ -31,7 +31,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_on[0])
     yield is_on
     is_on[0] = False
-    deferred_finalizers.catch_up()
+    deferred_finalizers.run_deferred()
     assert deferred_finalizers.waiting() == 0
 
 
@@ -89,7 +89,7 @@ def test_many_arenas_that_die_in_a_capture_leave_nothing(capture: list[bool], mo
     gc.enable()
     assert open_ranges == [40]
     capture[0] = False
-    deferred_finalizers.catch_up()
+    deferred_finalizers.run_deferred()
     assert open_ranges == [0]
 
 
@@ -102,8 +102,8 @@ def test_work_that_fails_waits_and_goes_on_later(capture: list[bool]) -> None:
             raise RuntimeError("another library captures")
         done.append("first")
 
-    deferred_finalizers.when_idle(work)
-    deferred_finalizers.when_idle(lambda: done.append("second"))
+    deferred_finalizers.run_or_defer(work)
+    deferred_finalizers.run_or_defer(lambda: done.append("second"))
     assert done == []
     is_possible.append(True)
     gc.collect()
@@ -113,10 +113,10 @@ def test_work_that_fails_waits_and_goes_on_later(capture: list[bool]) -> None:
 def test_no_garbage_is_collected_and_nothing_done_while_a_capture_of_ours_is_on_in_any_thread() -> None:
     done: list[int] = []
     assert gc.isenabled()
-    with deferred_finalizers.undisturbed():
+    with deferred_finalizers.no_gc_during_capture():
         assert not gc.isenabled()
-        with deferred_finalizers.undisturbed():
-            thread = threading.Thread(target=lambda: deferred_finalizers.when_idle(lambda: done.append(1)))
+        with deferred_finalizers.no_gc_during_capture():
+            thread = threading.Thread(target=lambda: deferred_finalizers.run_or_defer(lambda: done.append(1)))
             thread.start()
             thread.join()
         assert not gc.isenabled()
@@ -125,7 +125,7 @@ def test_no_garbage_is_collected_and_nothing_done_while_a_capture_of_ours_is_on_
     assert done == [1]
     gc.disable()
     try:
-        with deferred_finalizers.undisturbed():
+        with deferred_finalizers.no_gc_during_capture():
             pass
         assert not gc.isenabled()
     finally:
@@ -229,8 +229,8 @@ def test_a_capture_of_the_users_survives_optimizers_with_graphs_that_die_in_it(m
 
 @pytest.mark.gpu
 def test_after_a_recording_that_failed_torch_is_as_before() -> None:
-    p = Elements([torch.ones(1000, device="cuda")])
-    add = Fusion(lambda p, *, by: p.add_(by))
+    p = TensorColumn([torch.ones(1000, device="cuda")])
+    add = FusedFunction(lambda p, *, by: p.add_(by))
     is_broken = [True]
 
     def calls() -> None:

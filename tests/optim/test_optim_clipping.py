@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.kernels.fused.grad_norm import Prelude
+from subtensors.kernels.fused.grad_norm import FusedGradNorm
 from subtensors.kernels.fused.launch import LANES
 
 
@@ -259,14 +259,14 @@ def test_a_step_that_counts_nothing_is_one_reduction_kernel_and_one_update_kerne
 
 def test_the_counts_of_the_first_group_follow_the_norm_in_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     together = []
-    followed_by = Prelude.followed_by
+    followed_by = FusedGradNorm.followed_by
 
-    def counted(prelude: Prelude, *args: Any) -> None:
+    def counted(prelude: FusedGradNorm, *args: Any) -> None:
         together.append(prelude)
         followed_by(prelude, *args)
 
-    monkeypatch.setattr(Prelude, "followed_by", counted)
-    monkeypatch.setattr(Prelude, "alone", None)
+    monkeypatch.setattr(FusedGradNorm, "followed_by", counted)
+    monkeypatch.setattr(FusedGradNorm, "alone", None)
     groups = [{"params": ones(LANES + 2)}, {"params": ones(2), "lr": 0.5}]
     optimizer = st.optim.AdamW(groups, lr=0.1, max_norm=0.5)
     with kernels_on_cpu():

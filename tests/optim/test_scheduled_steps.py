@@ -9,11 +9,11 @@ import torch
 from torch.optim import lr_scheduler
 
 import subtensors as st
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 
-def made(fusion: Fusion) -> dict[str, Any]:
+def made(fusion: FusedFunction) -> dict[str, Any]:
     """What there is of each thing that a step could make anew."""
     groups = [group for plans in fusion._plans.values() for plan in plans for _, group in plan.groups]
     kernels = [kernel for built in fusion._kernels.values() for kernel in built.kernels]
@@ -23,7 +23,7 @@ def made(fusion: Fusion) -> dict[str, Any]:
         "kernels": [kernel.name for kernel in kernels],
         # The interpreter compiles nothing.
         "compiled": [len(k.run.device_caches[0][0]) for k in kernels if hasattr(k.run, "device_caches")],
-        "tables": [group.tables for group in groups if isinstance(group, KernelGroup)],
+        "tables": [group.tables for group in groups if isinstance(group, TritonExecutor)],
     }
 
 

@@ -13,7 +13,7 @@ from programs import Lowering
 from test_masked_kernels import check_reduction
 
 from subtensors.kernels.padded import masked_layout
-from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
 
 
 @given(any_padded([torch.float32]))
@@ -52,4 +52,4 @@ def test_a_view_with_gaps_and_one_that_repeats_are_walked_as_copies() -> None:
 
 def test_sizes_of_another_number_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the sizes of dim 1 are one or one a row, \(\) or \(3,\); got \(2,\)"):
-        masked_layout.plan(torch.zeros(3, 4), [1], [Extent(1, torch.tensor([1, 2]))])
+        masked_layout.plan(torch.zeros(3, 4), [1], [ValidLength(1, torch.tensor([1, 2]))])

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
 from subtensors.kernels.padded.masked_reduction import KINDS
-from subtensors.kernels.runtime.valid_lengths import Extent, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
 
 ORDERS = {"norm": (1.0, 2.0, 3.0, math.inf)}
 
 
-def extents(device: str, least: int = 0) -> list[Extent]:
+def extents(device: str, least: int = 0) -> list[ValidLength]:
     """Of a (3, 5, 8) tensor: ragged along 1, padded along 2."""
-    return [Extent(1, torch.tensor([5, least, 2], device=device)), Extent(2, torch.tensor(6, device=device))]
+    return [ValidLength(1, torch.tensor([5, least, 2], device=device)), ValidLength(2, torch.tensor(6, device=device))]
 
 
-def few(device: str) -> list[Extent]:
+def few(device: str) -> list[ValidLength]:
     """Of a (2, 3, 4) tensor: ragged along 1, padded along 2."""
-    return [Extent(1, torch.tensor([3, 2], device=device)), Extent(2, torch.tensor(3, device=device))]
+    return [ValidLength(1, torch.tensor([3, 2], device=device)), ValidLength(2, torch.tensor(3, device=device))]
 
 
 def leaf(device: str, *size: int) -> Tensor:
@@ -125,7 +125,7 @@ def test_the_ops_keep_the_rules_of_torch_ops() -> None:
 def test_one_compilation_serves_every_length(device: str) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def loss(x: Tensor, lengths: Tensor) -> Tensor:
-        extent = [Extent(1, lengths)]
+        extent = [ValidLength(1, lengths)]
         y = masked_softmax(x, 1, extent)
         return masked_reduction(y * x, "mean", [0, 1], extent).out
 
@@ -148,7 +148,7 @@ def test_one_captured_graph_serves_every_length() -> None:
     weight = torch.randn(64, device="cuda")
 
     def run() -> list[Tensor]:
-        extent = [Extent(1, lengths)]
+        extent = [ValidLength(1, lengths)]
         return [
             masked_softmax(x, 1, extent),
             *(masked_reduction(x, kind, [1], extent).out for kind in KINDS),
@@ -172,7 +172,7 @@ def test_one_captured_graph_serves_every_length() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_op_waits_for_the_device() -> None:
     x = torch.randn(4, 32, 32, device="cuda", requires_grad=True)
-    extent = [Extent(1, torch.tensor([3, 32, 0, 9], device="cuda"))]
+    extent = [ValidLength(1, torch.tensor([3, 32, 0, 9], device="cuda"))]
 
     def run() -> None:
         y = masked_norm(masked_softmax(x, 1, extent), 1, None, None, 1e-5, extent).y

@@ -91,14 +91,14 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
     made: list[list[Any]] = []
     run, run_call = interpreter.run, interpreter.run_call
 
-    def noted(call: interpreter.Call) -> None:
+    def noted(call: interpreter.PaddedCall) -> None:
         made[-1].append((call.op, {name: _described(x) for name, x in call.named.items()}))
 
     def noted_run(op: Any, args: Any, kwargs: Any) -> Any:
-        noted(interpreter.Call(op, args, kwargs))
+        noted(interpreter.PaddedCall(op, args, kwargs))
         return run(op, args, kwargs)
 
-    def noted_run_call(call: interpreter.Call) -> Any:
+    def noted_run_call(call: interpreter.PaddedCall) -> Any:
         noted(call)
         return run_call(call)
 

@@ -52,8 +52,8 @@ def test_the_counts_on_the_pages_are_those_of_the_table() -> None:
 
 
 def test_the_sweep_notices_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    from subtensors.dispatch.padded.padded_value import Padded
+    from subtensors.dispatch.padded.padded_value import PaddedValue
 
-    monkeypatch.setattr(Padded, "filled", lambda self, value, only=None: self.dense)
+    monkeypatch.setattr(PaddedValue, "filled", lambda self, value, only=None: self.dense)
     (op,) = [op for op in op_db if op.name == "sum"]
     assert any(o.how == "wrong" for o in outcomes(op, 8))

@@ -18,7 +18,7 @@ from demo.timing import count_kernels
 from subtensors.kernels.padded import padding
 from subtensors.kernels.padded.padding_kernel import AT_ONCE
 from subtensors.kernels.padded.padding_ops import pad_list, pad_to, pad_values, unpad_to, unpad_values
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 each_on_cpu = pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_shape_that_cannot_hold_the_tensor_is_refused(size: tuple[int, ...], s
 
 
 def check_ragged(shape: Sequence[int], sizes: dict[int, list[int]], dtype: torch.dtype, lowering: Lowering) -> None:
-    extents = [Extent(d, torch.tensor(n, device=lowering.device)) for d, n in sizes.items()]
+    extents = [ValidLength(d, torch.tensor(n, device=lowering.device)) for d, n in sizes.items()]
     row_sizes = [[sizes[d][b] if d in sizes else shape[d] for d in range(1, len(shape))] for b in range(shape[0])]
     rows, start = [], 0
     for size in row_sizes:
@@ -123,7 +123,7 @@ def check_ragged(shape: Sequence[int], sizes: dict[int, list[int]], dtype: torch
         strided = [torch.stack([row, row], -1)[..., 0] for row in rows]
         assert torch.equal(padding.pad_rows(strided, shape, extents, 1), padded)
     assert torch.equal(padded.cpu(), expected)
-    assert torch.equal(padded.cpu()[mask_of(shape, [Extent(d, s.cpu(), b) for d, s, b in extents])], flat.cpu())
+    assert torch.equal(padded.cpu()[mask_of(shape, [ValidLength(d, s.cpu(), b) for d, s, b in extents])], flat.cpu())
     assert torch.equal(back, flat)
 
 
@@ -152,7 +152,7 @@ def test_any_ragged_batch_is_padded_and_comes_back(lowering: Lowering, shape: li
 
 
 def test_each_is_the_gradient_of_the_other(device: str) -> None:
-    extents = [Extent(d, torch.tensor(n, device=device)) for d, n in ((1, [1, 3, 0]), (2, [2, 2, 1]))]
+    extents = [ValidLength(d, torch.tensor(n, device=device)) for d, n in ((1, [1, 3, 0]), (2, [2, 2, 1]))]
     shape = (3, 4, 2)
 
     def leaf(*size: int) -> Tensor:
@@ -190,7 +190,7 @@ def test_the_ops_keep_the_rules_of_torch_ops() -> None:
 @pytest.mark.gpu
 def test_a_captured_batch_is_padded_again_at_each_replay() -> None:
     rows = [torch.ones(n, device="cuda") for n in (3, 5)]
-    extents = [Extent(1, torch.tensor([3, 5], device="cuda"))]
+    extents = [ValidLength(1, torch.tensor([3, 5], device="cuda"))]
     pad_list(rows, (2, 8), extents)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from subtensors.kernels.runtime.gc_pause import uncollected
+from subtensors.kernels.runtime.gc_pause import gc_paused
 
 
 def test_the_collector_comes_back_when_the_last_one_is_done() -> None:
-    first, second = uncollected(), uncollected()
+    first, second = gc_paused(), gc_paused()
     with first:
         second.__enter__()
     assert not gc.isenabled()
@@ -21,10 +21,10 @@ def test_the_collector_comes_back_when_the_last_one_is_done() -> None:
 
 def test_another_thread_that_is_done_does_not_bring_it_back() -> None:
     def ask() -> None:
-        with uncollected():
+        with gc_paused():
             pass
 
-    with uncollected():
+    with gc_paused():
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
@@ -33,7 +33,7 @@ def test_another_thread_that_is_done_does_not_bring_it_back() -> None:
 
 
 def test_it_comes_back_after_an_error() -> None:
-    with pytest.raises(ValueError, match="an error"), uncollected():
+    with pytest.raises(ValueError, match="an error"), gc_paused():
         raise ValueError("an error")
     assert gc.isenabled()
 
@@ -41,7 +41,7 @@ def test_it_comes_back_after_an_error() -> None:
 def test_one_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

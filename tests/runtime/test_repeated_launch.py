@@ -13,8 +13,8 @@ import torch
 
 from subtensors.kernels.padded import masked_norm, masked_norm_kernel, masked_ops
 from subtensors.kernels.runtime import async_compile, cached_launcher
-from subtensors.kernels.runtime.cached_launcher import BeingCompiled, RepeatedLaunch, not_waiting
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.cached_launcher import CompilePending, RepeatedLaunch, use_reference_while_compiling
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 ON_GPU = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, data_ptr=lambda: 64)
 """What a launch asks of a tensor there."""
@@ -94,16 +94,16 @@ def test_a_kernel_is_compiled_and_launched_on_the_device_of_its_tensors(kernel: 
 
 def test_a_thread_that_does_not_wait_has_kernels_compiled_beside(kernel: PretendKernel) -> None:
     launch = RepeatedLaunch(kernel, has_reference=True)
-    with not_waiting():
+    with use_reference_while_compiling():
         for _ in range(2):
-            with pytest.raises(BeingCompiled):
+            with pytest.raises(CompilePending):
                 launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
     assert not kernel.launched
     launch(2, [ON_GPU], 7, (3, 5), BLOCK=8)
     launch(4, [ON_GPU], 5, (3, 5), BLOCK=8)
     assert kernel.launched == [(2, 7, (3, 5), 8, "stream"), (4, 5, (3, 5), 8, "stream")]
     assert [name.startswith("subtensors-compiler") for _, name in kernel.compiled] == [True]
-    with not_waiting():
+    with use_reference_while_compiling():
         launch(2, [ON_GPU], 9, (3, 5), BLOCK=8)
     assert len(kernel.launched) == 3
 
@@ -114,7 +114,7 @@ def test_what_the_compiler_says_of_a_kernel_is_raised_by_who_launches_it(kernel:
 
     kernel.warmup = refuse  # type: ignore[method-assign]
     launch = RepeatedLaunch(kernel, has_reference=True)
-    with not_waiting(), pytest.raises(BeingCompiled):
+    with use_reference_while_compiling(), pytest.raises(CompilePending):
         launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
     with pytest.raises(ValueError, match="too large"):
         launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
@@ -122,7 +122,7 @@ def test_what_the_compiler_says_of_a_kernel_is_raised_by_who_launches_it(kernel:
 
 def test_a_kernel_without_a_reference_is_waited_for(kernel: PretendKernel) -> None:
     launch = RepeatedLaunch(kernel)
-    with not_waiting():
+    with use_reference_while_compiling():
         launch(2, [ON_GPU], 5, (3, 5), BLOCK=8)
     assert kernel.launched == [(2, 5, (3, 5), 8, "by Triton")]
 
@@ -133,8 +133,8 @@ def test_a_norm_is_its_reference_until_its_kernel_is_compiled(monkeypatch: pytes
     monkeypatch.setattr(masked_norm, "launch_norm", lambda: launch)
     x = torch.randn(3, 7, 24, device="cuda", dtype=torch.float64)
     w, b = torch.randn(2, 24, device="cuda", dtype=torch.float64)
-    extents = [Extent(1, torch.tensor(5, device="cuda")), Extent(0, torch.tensor([0, 2], device="cuda")[1])]
-    with not_waiting():
+    extents = [ValidLength(1, torch.tensor(5, device="cuda")), ValidLength(0, torch.tensor([0, 2], device="cuda")[1])]
+    with use_reference_while_compiling():
         first = masked_ops.masked_norm(x, 1, w, b, 1e-5, extents)
     assert not launch._launchers
     for _ in range(2):

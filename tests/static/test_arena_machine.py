@@ -116,12 +116,12 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def captured(self, tensor: Tensor) -> Callable[[], Any]:
         # The address alone, as a graph has it: nothing that would keep the tensor, or tell that it sleeps.
-        from subtensors.kernels.memory.from_address import bytes_at
+        from subtensors.kernels.memory.from_address import tensor_from_address
 
         address, size, dtype = tensor.data_ptr(), tensor.nbytes, tensor.dtype
 
         def replay() -> None:
-            double_and_add(bytes_at(address, size, torch.device(self.device), None).view(dtype))
+            double_and_add(tensor_from_address(address, size, torch.device(self.device), None).view(dtype))
 
         return replay
 

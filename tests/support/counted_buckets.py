@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from subtensors.bucketed import bucket as bucket_module
-from subtensors.bucketed.graph_cache import Recorder
+from subtensors.bucketed.graph_cache import GraphCache
 
 
 class Counted:
@@ -15,7 +15,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.recorded = self.replayed = 0
-        record, replay, first = bucket_module.Bucket.record, bucket_module.Bucket.replay, Recorder.first_answer
+        record, replay, first = bucket_module.Bucket.record, bucket_module.Bucket.replay, GraphCache.first_answer
 
         def counting_record(bucket: Any) -> None:
             self.recorded += 1
@@ -33,7 +33,7 @@ class Counted:
 
         patch.setattr(bucket_module.Bucket, "record", counting_record)
         patch.setattr(bucket_module.Bucket, "replay", counting_replay)
-        patch.setattr(Recorder, "first_answer", uncounted_first)
+        patch.setattr(GraphCache, "first_answer", uncounted_first)
 
     def take(self) -> tuple[int, int]:
         """Recordings and replays since the last time."""

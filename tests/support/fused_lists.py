@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
-from subtensors.dispatch.fused.triton_executor import KernelGroup
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 
-def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Elements:
+def lists(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> TensorColumn:
     generator = torch.Generator().manual_seed(seed)
     wide = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    return Elements(t.to(dtype).to(device) for t in wide)
+    return TensorColumn(t.to(dtype).to(device) for t in wide)
 
 
 def sgd(p: Tensor, g: Tensor, lr: float) -> None:
@@ -31,9 +33,9 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *, lr: float,
     p.addcdiv_(m, denominator * ((1 - beta1**step) / lr), value=-1)
 
 
-def groups(fusion: Fusion) -> list[Any]:
+def groups(fusion: FusedFunction) -> list[Any]:
     return [group for plans in fusion._plans.values() for plan in plans for _, group in plan.groups]
 
 
-def tables(fusion: Fusion) -> int:
-    return sum(g.tables for g in groups(fusion) if isinstance(g, KernelGroup))
+def tables(fusion: FusedFunction) -> int:
+    return sum(g.tables for g in groups(fusion) if isinstance(g, TritonExecutor))

@@ -17,14 +17,14 @@ from hypothesis import strategies as some
 from programs import Lowering
 from torch import Tensor
 
-from subtensors.kernels.runtime.valid_lengths import Extent
+from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 POISON = (float("nan"), float("inf"), float("-inf"), 3e38)
 
 Op = Callable[[Tensor], Tensor]
 
 
-def mask_of(shape: Sequence[int], extents: Sequence[Extent]) -> Tensor:
+def mask_of(shape: Sequence[int], extents: Sequence[ValidLength]) -> Tensor:
     """Which elements are real, index by index: the definition of extents."""
     sizes = [(e.dim, e.sizes.tolist(), e.batch_dim) for e in extents]
     inside = [
@@ -39,7 +39,7 @@ class Padded:
     """A tensor with poison where it is padded."""
 
     x: Tensor
-    extents: list[Extent]
+    extents: list[ValidLength]
 
     @property
     def mask(self) -> Tensor:
@@ -48,7 +48,7 @@ class Padded:
     def on(self, lowering: Lowering) -> Padded:
         """A copy on the lowering's device, of the same strides."""
         device = lowering.device
-        return Padded(self.x.to(device), [Extent(d, s.to(device), b) for d, s, b in self.extents])
+        return Padded(self.x.to(device), [ValidLength(d, s.to(device), b) for d, s, b in self.extents])
 
     def like(self, values: Tensor) -> Padded:
         """Other values, of a shape that broadcasts to this one's, with poison where this is padded."""
@@ -100,7 +100,7 @@ def padded(
     memory = memory.round().to(dtype) if not dtype.is_floating_point else memory.to(dtype)
     x = memory.permute([order.index(d) for d in range(len(shape))])
     extents = [
-        Extent(d, torch.tensor(n)) if isinstance(n, int) else Extent(d, torch.tensor(n[0]), n[1])
+        ValidLength(d, torch.tensor(n)) if isinstance(n, int) else ValidLength(d, torch.tensor(n[0]), n[1])
         for d, n in sizes.items()
     ]
     return Padded(poisoned(x, mask_of(shape, extents)), extents)

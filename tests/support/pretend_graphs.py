@@ -14,7 +14,7 @@ from aten_tape import Tape, taped
 from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.graph_cache import Recorder
+from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.report.statistics import BucketStatistics
 
 
@@ -106,7 +106,7 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = Fa
         The pools, one a runner, as they come to be.
     """
     pools: list[PretendPool] = []
-    plain = Recorder._new
+    plain = GraphCache._new
 
     def new(recorder: Any, is_followed: bool, *arguments: Any) -> Any:
         bucket: Any = plain(recorder, is_followed, *arguments)
@@ -118,6 +118,6 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = Fa
             bucket.pool.buckets.append(bucket)
         return bucket
 
-    patch.setattr(Recorder, "_new", new)
+    patch.setattr(GraphCache, "_new", new)
     patch.setattr(BucketStatistics, "is_sampled", lambda self: False)
     return pools

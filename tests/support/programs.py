@@ -24,8 +24,8 @@ from kernels_on_cpu import kernels_on_cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.kernels.fused.launch import Tiling
 
 
@@ -224,11 +224,11 @@ def same_strides(tensor: Tensor) -> Tensor:
 
 
 def fresh(arguments: Any) -> Any:
-    """Arguments with copies for tensors; lists of tensors become `Elements`."""
+    """Arguments with copies for tensors; lists of tensors become `TensorColumn`."""
 
     def copied(value: Any) -> Any:
-        if isinstance(value, Elements):
-            return Elements(map(same_strides, value))
+        if isinstance(value, TensorColumn):
+            return TensorColumn(map(same_strides, value))
         return same_strides(value) if isinstance(value, Tensor) else value
 
     return optree.tree_map(copied, arguments, none_is_leaf=True)
@@ -236,10 +236,10 @@ def fresh(arguments: Any) -> Any:
 
 def each_element(arguments: Any) -> list[Any]:
     """The arguments of the call for each element."""
-    lists = [v for v in optree.tree_leaves(arguments, none_is_leaf=True) if isinstance(v, Elements)]
+    lists = [v for v in optree.tree_leaves(arguments, none_is_leaf=True) if isinstance(v, TensorColumn)]
     count = len(lists[0]) if lists else 1
     return [
-        optree.tree_map(lambda v: v[i] if isinstance(v, Elements) else v, arguments, none_is_leaf=True)  # noqa: B023
+        optree.tree_map(lambda v: v[i] if isinstance(v, TensorColumn) else v, arguments, none_is_leaf=True)  # noqa: B023
         for i in range(count)
     ]
 
@@ -247,7 +247,7 @@ def each_element(arguments: Any) -> list[Any]:
 def tensors_of(nest: Any) -> list[Tensor]:
     """The tensors among the leaves of a nest, lists taken apart."""
     leaves = optree.tree_leaves(nest, none_is_leaf=True)
-    return [t for v in leaves for t in (v if isinstance(v, Elements) else [v]) if isinstance(t, Tensor)]
+    return [t for v in leaves for t in (v if isinstance(v, TensorColumn) else [v]) if isinstance(t, Tensor)]
 
 
 def expected(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Expected]:
@@ -279,17 +279,17 @@ def check(
     lowering: Lowering,
     function: Callable[..., Any],
     *args: Any,
-    fusion: Fusion | None = None,
+    fusion: FusedFunction | None = None,
     tiling: Tiling = SMALL_TILES,
     per_element: bool = False,
     **kwargs: Any,
-) -> Fusion | None:
+) -> FusedFunction | None:
     """Fused maths equals the same maths element by element; where that raises, so does it.
 
     Args:
         lowering: how the fused call runs.
         function: the maths.
-        args, kwargs: its arguments, `Elements` for lists; they are copied first.
+        args, kwargs: its arguments, `TensorColumn` for lists; they are copied first.
         fusion: what to call; by default the function, fused.
         tiling: how that is cut up; by default into small tiles.
         per_element: whether each element may only err as far as rounding pushes that element.
@@ -298,12 +298,12 @@ def check(
         What was called; None where the maths was refused, by torch too.
     """
     args, kwargs = optree.tree_map(
-        lambda v: Elements(t.to(lowering.device) for t in v) if isinstance(v, Elements) else v,
+        lambda v: TensorColumn(t.to(lowering.device) for t in v) if isinstance(v, TensorColumn) else v,
         (args, kwargs),
         none_is_leaf=True,
     )
     arguments, keywords = fresh((args, kwargs))
-    fusion = fusion or Fusion(function, tiling)
+    fusion = fusion or FusedFunction(function, tiling)
     try:
         wanted = expected(function, args, kwargs)
     except Exception as error:  # whatever torch raises, the fused call must raise something too

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.kernels.fused import tuning, tuning_cache
 from subtensors.kernels.fused.launch import Tiling
-from subtensors.kernels.fused.program import Extent, Instruction, Parameter, Program, Ref
+from subtensors.kernels.fused.program import Instruction, Parameter, Program, Ref, Shape
 
 aten = torch.ops.aten
 
@@ -22,8 +22,8 @@ FASTEST = Tiling(1024, 8)
 
 def program(op: Any = aten.mul.Tensor, dtype: torch.dtype = torch.float32, literal: float = 2.0) -> Program:
     """Writes `op(x, literal)` to `x`."""
-    step = Instruction(op, (Ref(0), literal), dtype, dtype, Extent.ELEMENT)
-    return Program("f", (Parameter("x0", dtype, Extent.ELEMENT),), (step,), stores={0: 1})
+    step = Instruction(op, (Ref(0), literal), dtype, dtype, Shape.PER_ELEMENT)
+    return Program("f", (Parameter("x0", dtype, Shape.PER_ELEMENT),), (step,), stores={0: 1})
 
 
 class FakeGPU:
@@ -47,7 +47,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning_cache._warn_once.cache_clear()
 
 
-def tilings(fusion: Fusion) -> list[Tiling]:
+def tilings(fusion: FusedFunction) -> list[Tiling]:
     """Those of the kernels that this fusion has made."""
     return [kernels.tiling for kernels in fusion._kernels.values()]
 
@@ -56,5 +56,5 @@ def halve(p: Any) -> None:
     p.mul_(0.5)
 
 
-def pair(device: str = "cpu") -> Elements:
-    return Elements([torch.arange(4.0, device=device), torch.ones(3, 5, device=device)])
+def pair(device: str = "cpu") -> TensorColumn:
+    return TensorColumn([torch.arange(4.0, device=device), torch.ones(3, 5, device=device)])

@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import subtensors as st
 from subtensors.bucketed.compilation import compiled
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
-from subtensors.kernels.graph_inputs.grouped_linear import Tiling, launched, products, reference
+from subtensors.kernels.graph_inputs.grouped_linear import LinearTiling, launched, products, reference
 
-SMALL = Tiling(16, 32, 16, 2, 4)
+SMALL = LinearTiling(16, 32, 16, 2, 4)
 
 
 def made(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, along, extent, largest, whole, wrapped
-from subtensors.dispatch.chunked.lazy_graph import Join, Value, emit, infer
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, extent, largest, whole, wrapped
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, emit, infer
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.chunked.rules.table import RULES, record
 from subtensors.dispatch.chunked.tree import tensors_of
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @RULES.register(OpClass.SCAN, OpClass.SORT_SELECT, OpClass.NORMALISATION, aten.flip, aten.roll, aten.glu)
-def sliced(call: Call) -> Any:
+def sliced(call: BoundCall) -> Any:
     """A slice along the op's dims becomes a slice of the result, whatever the other slices hold."""
     if "dim" not in call and "dims" not in call:
         raise call.unchunkable("it has no dim to go along")
@@ -47,7 +47,7 @@ def sliced(call: Call) -> Any:
 _SOFTMAX = {aten._softmax.default: False, aten._log_softmax.default: True}
 
 
-def _softmax_along(call: Call, value: Value) -> Value:
+def _softmax_along(call: BoundCall, value: LazyValue) -> LazyValue:
     """exp(x - M) / S with the rows' maximum M and S = sum exp(x - M), which a pass of its own finds.
 
     A chunk gives its maximum m and s = sum exp(x - m); then M = max m and S = sum s exp(m - M).
@@ -66,7 +66,7 @@ def _softmax_along(call: Call, value: Value) -> Value:
         return top, (sums * (tops - top).exp()).sum(0)
 
     meta = infer(aten.amax.default, (accurate, [dim], True), {})
-    stacks = emit(statistics, (accurate,), {}, (meta, meta), [Join.STACK, Join.STACK], layout.axis)
+    stacks = emit(statistics, (accurate,), {}, (meta, meta), [Combine.STACK, Combine.STACK], layout.axis)
     top, total = emit(merged, tuple(stacks), {}, (meta, meta), [None, None], None)
     below = record(aten.sub.Tensor, accurate, record(aten.detach.default, top))
     if _SOFTMAX[call.op]:
@@ -75,9 +75,9 @@ def _softmax_along(call: Call, value: Value) -> Value:
 
 
 @RULES.register(aten.native_layer_norm, aten._fused_rms_norm)
-def layer_norm(call: Call) -> Any:
+def layer_norm(call: BoundCall) -> Any:
     """The last dims are normalised, and weights are read whole."""
-    value: Value = call["input"]
+    value: LazyValue = call["input"]
     layout = value.layout
     if layout is None or layout.dim >= value.ndim - len(call["normalized_shape"]):
         raise call.unchunkable("it normalises the rows, or they are not its input's")
@@ -88,9 +88,9 @@ def layer_norm(call: Call) -> Any:
 
 
 @RULES.register(aten.native_group_norm)
-def group_norm(call: Call) -> Any:
+def group_norm(call: BoundCall) -> Any:
     """Samples are normalised one by one, and weights are read whole."""
-    value: Value = call["input"]
+    value: LazyValue = call["input"]
     layout = value.layout
     if layout is None or layout.dim != 0:
         raise call.unchunkable("it normalises the rows, or they are not its input's")

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.chunked.bound_call import Call, along, broadcast, whole
-from subtensors.dispatch.chunked.lazy_graph import Join, Value, emit
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, broadcast, whole
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, emit
 from subtensors.dispatch.chunked.rules.table import RULES, record
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ PRODUCTS: dict[Any, tuple[tuple[str, ...], str, str | None]] = {
 
 
 @RULES.register(*PRODUCTS)
-def product(call: Call) -> Any:
+def product(call: BoundCall) -> Any:
     """A product is chunked along the dim that its chunked factor brings to it.
 
     A factor that lacks that dim is read whole. Where the chunked dim is summed over, every chunk gives a part of the
@@ -40,7 +40,7 @@ def product(call: Call) -> Any:
         return _scaled(call, names, added)
     letter = _letter(call, letters)
     if letter is None:
-        return record(call.op, *(whole(x) if isinstance(x, Value) else x for x in call.positional))
+        return record(call.op, *(whole(x) if isinstance(x, LazyValue) else x for x in call.positional))
     leader = next(n for n in names if _brings(call[n]) == letters[n].find(letter) >= 0)
     layout = call[leader].layout
     brought: dict[int, Any] = {}
@@ -53,13 +53,13 @@ def product(call: Call) -> Any:
     if letter not in result:
         if added is not None:
             return record(aten.add.Tensor, record(_bare(call), *(call[n] for n in names)), call[added])
-        return call.emit([Join.SUM], layout.axis, lambda v: brought[id(v)])
+        return call.emit([Combine.SUM], layout.axis, lambda v: brought[id(v)])
     out = layout.at(result.index(letter))
     ndim = len(result)
     return call.emit([out], layout.axis, lambda v: brought[id(v)] if id(v) in brought else broadcast(v, ndim, out))
 
 
-def linear_layer(rows: Value, weight: Value, bias: Value | None, grad: bool) -> Value:
+def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, grad: bool) -> LazyValue:
     """Record `F.linear` of rows by a weight as `product` would, without asking torch or the table: it is in every step.
 
     Args:
@@ -77,15 +77,15 @@ def linear_layer(rows: Value, weight: Value, bias: Value | None, grad: bool) -> 
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
     factors = (rows, across) if bias is None else (bias, rows, across)
     op = aten.mm.default if bias is None else aten.addmm.default
-    out: Value = emit(op, factors, {}, meta, [layout], layout.axis, grad)
+    out: LazyValue = emit(op, factors, {}, meta, [layout], layout.axis, grad)
     return out
 
 
-def _brings(value: Value) -> int:
+def _brings(value: LazyValue) -> int:
     return -1 if value.layout is None else value.layout.dim
 
 
-def _letter(call: Call, letters: dict[str, str]) -> str | None:
+def _letter(call: BoundCall, letters: dict[str, str]) -> str | None:
     """The name of the dim that the product is chunked along; None to have its factors whole."""
     brought = [(n, letters[n][call[n].layout.dim]) for n in letters if call[n].layout is not None]
     if not brought:
@@ -97,19 +97,19 @@ def _letter(call: Call, letters: dict[str, str]) -> str | None:
     return max(brought, key=lambda pair: call[pair[0]].meta.numel())[1]
 
 
-def _bare(call: Call) -> Any:
+def _bare(call: BoundCall) -> Any:
     return {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}.get(
         call.op, aten.mv.default if call.op is aten.addmv.default else aten.ger.default
     )
 
 
-def _squared(call: Call, names: tuple[str, ...]) -> Any:
+def _squared(call: BoundCall, names: tuple[str, ...]) -> Any:
     """One value in both places: an alias makes them two, each with a layout of its own."""
     call[names[1]] = record(aten.alias.default, call[names[1]])
     return product(call)
 
 
-def _scaled(call: Call, names: tuple[str, ...], added: str) -> Any:
+def _scaled(call: BoundCall, names: tuple[str, ...], added: str) -> Any:
     """beta * added + alpha * product, in ops that are chunked one by one."""
     scaled = record(aten.mul.Scalar, record(_bare(call), *(call[n] for n in names)), call["alpha"])
     if call["beta"] == 0:

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, along, largest, wrapped
-from subtensors.dispatch.chunked.lazy_graph import PerChunk, Value, emit
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, largest, wrapped
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, emit
 from subtensors.dispatch.chunked.rules.table import RULES, record
 
 aten = torch.ops.aten
 
 
 @RULES.register(aten.cat, aten.stack)
-def side_by_side(call: Call) -> Any:
+def side_by_side(call: BoundCall) -> Any:
     """Tensors with the same rows, laid side by side along another dim."""
-    tensors: list[Value] = [v for v in call["tensors"] if v.shape != (0,)]
+    tensors: list[LazyValue] = [v for v in call["tensors"] if v.shape != (0,)]
     call["tensors"] = tensors
     leader = largest(call.chunked)
     layout = leader.layout
@@ -34,7 +34,7 @@ def side_by_side(call: Call) -> Any:
 
 
 @RULES.register(aten.constant_pad_nd, aten.reflection_pad1d, aten.replication_pad1d)
-def padded(call: Call) -> Any:
+def padded(call: BoundCall) -> Any:
     """Padding of other dims."""
     (value,) = call.chunked
     layout = value.layout
@@ -47,7 +47,7 @@ def padded(call: Call) -> Any:
 
 
 @RULES.register(aten.repeat)
-def repeat(call: Call) -> Any:
+def repeat(call: BoundCall) -> Any:
     """Other dims laid out again and again."""
     (value,) = call.chunked
     layout = value.layout
@@ -59,7 +59,7 @@ def repeat(call: Call) -> Any:
 
 
 @RULES.register(aten.tril, aten.triu)
-def triangle(call: Call) -> Any:
+def triangle(call: BoundCall) -> Any:
     """A triangle of the last two dims: a chunk of rows, or of columns, has its diagonal that much lower or higher."""
     (value,) = call.chunked
     layout = value.layout
@@ -75,7 +75,7 @@ def triangle(call: Call) -> Any:
 
 
 @RULES.register(aten.diagonal, aten.diagonal_copy)
-def diagonal(call: Call) -> Any:
+def diagonal(call: BoundCall) -> Any:
     """A diagonal of other dims; where the rows are one of its dims, each chunk has its piece of it."""
     (value,) = call.chunked
     layout = value.layout
@@ -93,9 +93,9 @@ def diagonal(call: Call) -> Any:
 
 
 @RULES.register(aten.select_scatter, aten.slice_scatter)
-def put_back(call: Call) -> Any:
+def put_back(call: BoundCall) -> Any:
     """A part of another dim replaced."""
-    value: Value = call["self"]
+    value: LazyValue = call["self"]
     leader = largest(call.chunked)
     selects = call.op.overloadpacket is aten.select_scatter
     dim = wrapped(call["dim"], value.ndim)
@@ -109,7 +109,7 @@ def put_back(call: Call) -> Any:
     return call.emit([layout], layout.axis, lambda v: along(v, layout if v is value else source))
 
 
-def _rows_replaced(call: Call, value: Value, selects: bool) -> Any:
+def _rows_replaced(call: BoundCall, value: LazyValue, selects: bool) -> Any:
     """Each chunk replaces those of the rows that it has."""
     layout, source = value.layout, call["src"]
     if layout is None or layout.outer != 1:
@@ -134,7 +134,7 @@ def _rows_replaced(call: Call, value: Value, selects: bool) -> Any:
 
 
 @RULES.register(aten.one_hot)
-def one_hot(call: Call) -> Any:
+def one_hot(call: BoundCall) -> Any:
     """A row for each index, of a given number of classes."""
     (value,) = call.chunked
     if call["num_classes"] < 0:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, along, broadcast, largest, whole, wrapped
-from subtensors.dispatch.chunked.lazy_graph import Join, PerChunk, Value, constant, emit, gathered, infer, known
-from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, broadcast, largest, whole, wrapped
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, constant, emit, gathered, infer, known
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.table import RULES, record
 
 aten = torch.ops.aten
 
 
 @RULES.register(aten.gather)
-def gather(call: Call) -> Any:
+def gather(call: BoundCall) -> Any:
     """Index and values have the same rows, and each chunk reads its own."""
     leader = largest(call.chunked)
     layout = leader.layout
@@ -35,7 +35,7 @@ def gather(call: Call) -> Any:
     aten.scatter_add,
     aten.scatter_reduce,
 )
-def scatter(call: Call) -> Any:
+def scatter(call: BoundCall) -> Any:
     """Destination, index and source have the same rows, and each chunk writes its own."""
     leader = largest(call.chunked)
     layout = leader.layout
@@ -47,9 +47,9 @@ def scatter(call: Call) -> Any:
 
 
 @RULES.register(aten.embedding)
-def embedding(call: Call) -> Any:
+def embedding(call: BoundCall) -> Any:
     """Each chunk looks its own indices up in the whole table."""
-    indices: Value = call["indices"]
+    indices: LazyValue = call["indices"]
     layout = indices.layout
     if layout is None:
         raise call.unchunkable("the table is chunked")
@@ -57,28 +57,28 @@ def embedding(call: Call) -> Any:
 
 
 @RULES.register(aten.index_select)
-def index_select(call: Call) -> Any:
+def index_select(call: BoundCall) -> Any:
     """Positions of another dim; rows are picked by the chunk that has them."""
     value, index = call["self"], call["index"]
-    layout: Layout | None = value.layout
+    layout: RowLayout | None = value.layout
     if layout is None or index.layout is not None:
         raise call.unchunkable("the index is chunked")
     dim = wrapped(call["dim"], value.ndim)
     if dim != layout.dim:
         return call.emit([layout], layout.axis, lambda v: v)
-    places: list[Value | None] = [None] * dim + [index]
+    places: list[LazyValue | None] = [None] * dim + [index]
     return record(aten.index.Tensor, value, places)
 
 
 @RULES.register(aten.index.Tensor)
-def index(call: Call) -> Any:
+def index(call: BoundCall) -> Any:
     """`x[:, i, j]` of other dims by each chunk; `x[i, j]` with rows among them by whichever chunk has row `i`.
 
     A chunk reads the rows that it has and 0 for others, so that the sum over chunks is what was asked for.
     """
-    value: Value = call["self"]
+    value: LazyValue = call["self"]
     layout = value.layout
-    places: list[Value | None] = list(call["indices"])
+    places: list[LazyValue | None] = list(call["indices"])
     given = [d for d, i in enumerate(places) if i is not None]
     if layout is not None and (without_masks := _positions(places, layout.dim)) is not None:
         return record(call.op, value, without_masks)
@@ -97,7 +97,7 @@ def index(call: Call) -> Any:
     return _whole_result(call, places, given[0], adjacent)
 
 
-def _whole_result(call: Call, places: list[Value | None], first: int, adjacent: bool) -> Any:
+def _whole_result(call: BoundCall, places: list[LazyValue | None], first: int, adjacent: bool) -> Any:
     """`x[i, j]` with rows among what is indexed, whole: each chunk reads the rows that it has.
 
     Args:
@@ -106,7 +106,7 @@ def _whole_result(call: Call, places: list[Value | None], first: int, adjacent: 
         first: the first dim that is indexed.
         adjacent: are those dims side by side?
     """
-    value: Value = call["self"]
+    value: LazyValue = call["self"]
     layout = value.layout
     assert layout is not None
     if layout.outer != 1:
@@ -132,10 +132,10 @@ def _whole_result(call: Call, places: list[Value | None], first: int, adjacent: 
 
     whole_indices = [None if i is None else gathered(i) for i in places]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(read, (value, whole_indices, start), {}, metas, [Join.SUM], layout.axis)
+    return emit(read, (value, whole_indices, start), {}, metas, [Combine.SUM], layout.axis)
 
 
-def _checked(rows: Tensor, layout: Layout, device: torch.device) -> Tensor:
+def _checked(rows: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
     """An index of rows, counted from the front; one that is out of range is torch's own error."""
     positions = torch.arange(layout.size, device=rows.device)
     try:
@@ -144,9 +144,9 @@ def _checked(rows: Tensor, layout: Layout, device: torch.device) -> Tensor:
         raise IndexError(str(error).replace("dimension 0", f"dimension {layout.dim}")) from None
 
 
-def _positions(places: list[Value | None], dim: int) -> list[Value | None] | None:
+def _positions(places: list[LazyValue | None], dim: int) -> list[LazyValue | None] | None:
     """Indices with the positions where masks are true in place of the masks, if some of other dims than `dim` are."""
-    out: list[Value | None] = []
+    out: list[LazyValue | None] = []
     for place in places:
         mask = None if place is None or place.layout is not None else known(place)
         if mask is None or mask.dtype != torch.bool or len(out) <= dim < len(out) + mask.ndim:
@@ -157,7 +157,7 @@ def _positions(places: list[Value | None], dim: int) -> list[Value | None] | Non
 
 
 @RULES.register(aten.index_put)
-def index_put(call: Call) -> Any:
+def index_put(call: BoundCall) -> Any:
     """Elements of other dims replaced: each chunk writes to its own rows, and so it does where an index names rows."""
     value, new = call["self"], call["values"]
     layout, places = value.layout, list(call["indices"])
@@ -182,7 +182,7 @@ def index_put(call: Call) -> Any:
     )
 
 
-def _put_in_rows(call: Call, layout: Layout, places: list[Value | None]) -> Any:
+def _put_in_rows(call: BoundCall, layout: RowLayout, places: list[LazyValue | None]) -> Any:
     """`x[i, j] = y` with rows among them: what is for another chunk goes to a row behind this one's, and away."""
     value, new, accumulate = call["self"], call["values"], call["accumulate"]
     if layout.outer != 1 or new.meta.numel() >= value.meta.numel():
@@ -204,7 +204,7 @@ def _put_in_rows(call: Call, layout: Layout, places: list[Value | None]) -> Any:
     return emit(written, (value, whole_indices, start, gathered(new)), {}, value.meta, [layout], layout.axis)
 
 
-def _rows_of_a_table(call: Call, places: list[Value | None], given: list[int]) -> Any:
+def _rows_of_a_table(call: BoundCall, places: list[LazyValue | None], given: list[int]) -> Any:
     """A whole table looked up by chunked indices: each chunk looks up its own."""
     chunked = largest(call.chunked)
     layout = chunked.layout

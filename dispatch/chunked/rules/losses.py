@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, along, broadcast, largest, whole
-from subtensors.dispatch.chunked.lazy_graph import Value, constant, emit, known
-from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, broadcast, largest, whole
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.reductions import cast, total
 from subtensors.dispatch.chunked.rules.table import RULES, record
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
@@ -27,7 +27,7 @@ NONE, MEAN = 0, 1
     aten.binary_cross_entropy_with_logits,
     aten.soft_margin_loss,
 )
-def elementwise(call: Call) -> Any:
+def elementwise(call: BoundCall) -> Any:
     """The loss of each element of broadcast operands."""
     reduction = call["reduction"]
     call["reduction"] = NONE
@@ -43,12 +43,12 @@ def elementwise(call: Call) -> Any:
 
 
 @RULES.register(aten.nll_loss_forward, aten.nll_loss2d_forward)
-def nll_loss(call: Call) -> Any:
+def nll_loss(call: BoundCall) -> Any:
     """-weight[target] * x[target], its mean taken over the weights of all valid targets of all chunks."""
     log_probs, target, weight = call["self"], call["target"], call["weight"]
     reduction, call["reduction"] = call["reduction"], NONE
     metas = call.infer()
-    layout: Layout | None = log_probs.layout
+    layout: RowLayout | None = log_probs.layout
     if layout is not None and layout.dim == 1 and log_probs.ndim == 2 and target.layout is None:
         return _picked_from_chunks(call, reduction)
     if layout is None or layout.dim == 1 or log_probs.ndim == 1:
@@ -67,8 +67,8 @@ def nll_loss(call: Call) -> Any:
 
 
 def reduced(
-    losses: Value, target: Value, weight: Value | None, ignored: int, mean: bool, dtype: torch.dtype
-) -> tuple[Value, Value]:
+    losses: LazyValue, target: LazyValue, weight: LazyValue | None, ignored: int, mean: bool, dtype: torch.dtype
+) -> tuple[LazyValue, LazyValue]:
     """The sum of losses of hard targets, or their mean over the weights of those that count, and these weights."""
     summed = total(losses, list(range(losses.ndim)), False, arithmetic_dtype(dtype))
     weights = _total_weight(target, weight, ignored, arithmetic_dtype(dtype), losses.device)
@@ -76,7 +76,7 @@ def reduced(
     return cast(out, dtype), cast(weights, dtype)
 
 
-def _picked_from_chunks(call: Call, reduction: int) -> Any:
+def _picked_from_chunks(call: BoundCall, reduction: int) -> Any:
     """The classes are chunked: each sample's target is in one chunk."""
     log_probs, target, weight = call["self"], call["target"], call["weight"]
     dtype, ignored = log_probs.dtype, call["ignore_index"]
@@ -103,7 +103,9 @@ def _losses_of(op: Any) -> Any:
     return losses
 
 
-def _total_weight(target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, device: torch.device) -> Value:
+def _total_weight(
+    target: LazyValue, weight: LazyValue | None, ignored: int, dtype: torch.dtype, device: torch.device
+) -> LazyValue:
     """The weights of all targets that are not ignored, summed."""
 
     def summed(target: Tensor, weight: Tensor | None) -> Tensor:
@@ -121,5 +123,5 @@ def _total_weight(target: Value, weight: Value | None, ignored: int, dtype: torc
     meta = torch.empty((), dtype=dtype, device="meta")
     whole_target = whole(target)
     out = emit(summed, (whole_target, weight if weight is None else whole(weight)), {}, meta, [None], None)
-    assert isinstance(out, Value)
+    assert isinstance(out, LazyValue)
     return out

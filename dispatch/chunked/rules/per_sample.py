@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.chunked.bound_call import Call, along, whole
-from subtensors.dispatch.chunked.lazy_graph import Value
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, whole
+from subtensors.dispatch.chunked.lazy_graph import LazyValue
 from subtensors.dispatch.chunked.rules.table import RULES
 from subtensors.dispatch.chunked.tree import tensors_of
 
@@ -43,10 +43,10 @@ SAMPLES: dict[Any, tuple[int, tuple[str, ...]]] = {
 
 
 @RULES.register(*SAMPLES)
-def samples(call: Call) -> Any:
+def samples(call: BoundCall) -> Any:
     """Each chunk of samples by itself."""
     ndim, names = SAMPLES.get(call.op) or SAMPLES[call.op.overloadpacket]
-    value: Value = call[names[0]]
+    value: LazyValue = call[names[0]]
     layout = value.layout
     # A convolution has as many dims as its weight where its input is a batch.
     ndim = ndim or call["weight"].ndim

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from subtensors.dispatch.chunked.bound_call import Call, broadcast, extent, largest, wrapped
+from subtensors.dispatch.chunked.bound_call import BoundCall, broadcast, extent, largest, wrapped
 from subtensors.dispatch.chunked.rules.table import RULES, record
 from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.ops.op_classes import OpClass
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 @RULES.register(OpClass.POINTWISE)
-def pointwise(call: Call) -> Any:
+def pointwise(call: BoundCall) -> Any:
     """out[i] is a function of the broadcast operands at i, so a chunk of it needs their parts at the chunk's rows."""
     metas = call.infer()
     ndim = max(m.ndim for m in tensors_of(metas))
@@ -31,13 +31,13 @@ def pointwise(call: Call) -> Any:
 @RULES.register(
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.scalar_tensor, aten.new_empty_strided
 )
-def like(call: Call) -> Any:
+def like(call: BoundCall) -> Any:
     """A factory that takes sizes from a chunked operand is as chunked as that."""
     return pointwise(call)
 
 
 @RULES.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
-def new(call: Call) -> Any:
+def new(call: BoundCall) -> Any:
     """A factory with sizes of its own: chunked like its operand if they are the operand's.
 
     Its values depend on no chunk; chunked, it doesn't take the memory of the whole.

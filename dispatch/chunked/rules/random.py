@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, along, largest
-from subtensors.dispatch.chunked.lazy_graph import PerChunk, Span, Value, constant, emit
-from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.bound_call import BoundCall, along, largest
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, Span, constant, emit
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.table import RULES, record
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.op_classes import OpClass
@@ -32,9 +32,9 @@ _OF_SIZES = frozenset(
 
 
 @RULES.register(OpClass.RANDOM)
-def random(call: Call) -> Any:
+def random(call: BoundCall) -> Any:
     """Numbers of the sizes of the first operand."""
-    value: Value = largest(call.chunked) if call.chunked else call.values[0]
+    value: LazyValue = largest(call.chunked) if call.chunked else call.values[0]
     layout, meta = value.layout, call.infer()
     if not isinstance(meta, Tensor) or meta.shape != value.shape or any(v.shape != value.shape for v in call.values):
         raise call.unchunkable("its numbers have other sizes than its operand")
@@ -48,9 +48,9 @@ def random(call: Call) -> Any:
 
 
 @RULES.register(aten.native_dropout)
-def dropout(call: Call) -> Any:
+def dropout(call: BoundCall) -> Any:
     """The mask of few elements is drawn for all rows; what it is multiplied with stays chunked."""
-    value: Value = call["input"]
+    value: LazyValue = call["input"]
     layout, metas = value.layout, call.infer()
     if layout is not None and value.meta.numel() > layout.axis.elements:
         return _by_seed(call, layout, lambda v: v, metas, [layout, layout])
@@ -63,7 +63,7 @@ MOST_DRAWN = 64
 """Rows of a block, where memory says how many a chunk has."""
 
 
-def _by_seed(call: Call, layout: Layout, brought: Any, metas: Any, layouts: list[Layout]) -> Any:
+def _by_seed(call: BoundCall, layout: RowLayout, brought: Any, metas: Any, layouts: list[RowLayout]) -> Any:
     seed = int(torch.randint(1 << 48, ()))
     op, axis = call.op, layout.axis
     axis.coarsen(axis.rows(partial(_rows_within, largest(call.chunked).meta, axis.size)))
@@ -72,7 +72,7 @@ def _by_seed(call: Call, layout: Layout, brought: Any, metas: Any, layouts: list
     def drawn(span: Span, *args: Any, **kwargs: Any) -> Any:
         device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
         start = layout.window(span)[0]
-        chunk = Layout(axis, layout.dim, layout.window(span)[1] - start, layout.outer)
+        chunk = RowLayout(axis, layout.dim, layout.window(span)[1] - start, layout.outer)
         parts = []
         place = capture.random_place(device)
         try:
@@ -97,7 +97,7 @@ def _rows_within(meta: Tensor, rows: int, limit: int | None) -> int:
     return MOST_DRAWN if limit is None else max(1, min(MOST_DRAWN, limit // (32 * row)))
 
 
-def _side_by_side(parts: list[Any], layout: Layout) -> Any:
+def _side_by_side(parts: list[Any], layout: RowLayout) -> Any:
     """The parts of a chunk, in their order, as one; of several results, each."""
     if not isinstance(parts[0], Tensor):
         return tuple(_side_by_side(list(results), layout) for results in zip(*parts, strict=True))

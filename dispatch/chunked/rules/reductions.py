@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, wrapped
-from subtensors.dispatch.chunked.lazy_graph import Join, PerChunk, Value, emit, infer
+from subtensors.dispatch.chunked.bound_call import BoundCall, wrapped
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit, infer
 from subtensors.dispatch.chunked.rules.table import RULES, record
 from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.ops.op_classes import OpClass
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @RULES.register(OpClass.REDUCTION, aten.argmax, aten.argmin, aten.max.dim, aten.min.dim)
-def reduction(call: Call) -> Any:
+def reduction(call: BoundCall) -> Any:
     """A dim that isn't chunked is reduced by each chunk; the chunked one as `ALONG` says of the op."""
     if len(call.values) > 1:
         raise call.unchunkable("it reduces several operands")
@@ -40,7 +40,7 @@ def reduction(call: Call) -> Any:
     return call.emit([out] * len(tensors_of(metas)), layout.axis, lambda v: v, metas=metas)
 
 
-def reduced_dims(call: Call, value: Value) -> list[int]:
+def reduced_dims(call: BoundCall, value: LazyValue) -> list[int]:
     """The dims that a call reduces, counted from the front."""
     dims = call["dim"]
     if dims is None or dims == []:
@@ -48,48 +48,48 @@ def reduced_dims(call: Call, value: Value) -> list[int]:
     return sorted({wrapped(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
 
 
-def total(value: Value, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Value:
+def total(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
     """The sum over dims that hold the rows, added up in a wide dtype."""
     layout = value.layout
     assert layout is not None
-    call = Call(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
-    summed = call.emit([Join.SUM], layout.axis, lambda v: v)
+    call = BoundCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
+    summed = call.emit([Combine.SUM], layout.axis, lambda v: v)
     return cast(summed, dtype)
 
 
-def cast(value: Value, dtype: torch.dtype) -> Value:
+def cast(value: LazyValue, dtype: torch.dtype) -> LazyValue:
     """The value in a dtype."""
-    out: Value = value if value.dtype == dtype else record(aten._to_copy.default, value, dtype=dtype)
+    out: LazyValue = value if value.dtype == dtype else record(aten._to_copy.default, value, dtype=dtype)
     return out
 
 
-def _sum(call: Call, value: Value, dims: list[int]) -> Value:
+def _sum(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     return total(value, dims, bool(call["keepdim"]), call.infer().dtype)
 
 
-def _mean(call: Call, value: Value, dims: list[int]) -> Value:
+def _mean(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     dtype = call.infer().dtype
     summed = total(value, dims, bool(call["keepdim"]), arithmetic_dtype(dtype))
     count = math.prod(value.shape[d] for d in dims)
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
 
-def _added(call: Call, value: Value, dims: list[int]) -> Value:
+def _added(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     assert value.layout is not None
-    part: Value = call.emit([Join.SUM], value.layout.axis, lambda v: v)
+    part: LazyValue = call.emit([Combine.SUM], value.layout.axis, lambda v: v)
     return part
 
 
 Merge = Callable[[Tensor], Tensor]
 
 
-def _stacked(call: Call, value: Value, merge: Merge) -> Value:
+def _stacked(call: BoundCall, value: LazyValue, merge: Merge) -> LazyValue:
     """Each chunk's result, stacked, and a merge of the stack."""
     assert value.layout is not None
     meta = call.infer()
-    parts = call.emit([Join.STACK], value.layout.axis, lambda v: v, metas=meta)
+    parts = call.emit([Combine.STACK], value.layout.axis, lambda v: v, metas=meta)
     merged = emit(merge, (parts,), {}, meta, [None], None)
-    assert isinstance(merged, Value)
+    assert isinstance(merged, LazyValue)
     return merged
 
 
@@ -109,11 +109,11 @@ def _logsumexp(stack: Tensor) -> Tensor:
     return stack.logsumexp(0)
 
 
-def _merged_by(merge: Merge) -> Callable[[Call, Value, list[int]], Value]:
+def _merged_by(merge: Merge) -> Callable[[BoundCall, LazyValue, list[int]], LazyValue]:
     return lambda call, value, dims: _stacked(call, value, merge)
 
 
-def _norm(call: Call, value: Value, dims: list[int]) -> Value:
+def _norm(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     order = call["ord"] if "ord" in call else call["p"]
     order = 2.0 if order is None else float(order)
 
@@ -123,12 +123,12 @@ def _norm(call: Call, value: Value, dims: list[int]) -> Value:
     dtype = call.infer().dtype
     wide = arithmetic_dtype(dtype)
     if wide != dtype:
-        wider = Call(aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide})
+        wider = BoundCall(aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide})
         return cast(_stacked(wider, value, merge), dtype)
     return _stacked(call, value, merge)
 
 
-def _keepdim(call: Call) -> bool:
+def _keepdim(call: BoundCall) -> bool:
     return bool(call["keepdim"]) if "keepdim" in call else False
 
 
@@ -150,7 +150,7 @@ class _Extreme(torch.autograd.Function):
         return grads[0] * (ties / ties.sum(0)).to(grads[0].dtype), None, None
 
 
-def _extreme(call: Call, value: Value, dims: list[int], largest: bool) -> Value:
+def _extreme(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> LazyValue:
     assert value.layout is not None
     keepdim = _keepdim(call)
     meta = call.infer()
@@ -161,7 +161,7 @@ def _extreme(call: Call, value: Value, dims: list[int], largest: bool) -> Value:
         return (best if keepdim else best.squeeze(dims)), ties
 
     metas = (meta, torch.empty(meta.shape, dtype=torch.int64, device="meta"))
-    best, ties = emit(parts, (value,), {}, metas, [Join.STACK, Join.STACK], value.layout.axis)
+    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK], value.layout.axis)
 
     def merge(stack: Tensor, ties: Tensor) -> Tensor:
         if not stack.dtype.is_floating_point:
@@ -170,11 +170,11 @@ def _extreme(call: Call, value: Value, dims: list[int], largest: bool) -> Value:
         return out
 
     merged = emit(merge, (best, ties), {}, meta, [None], None)
-    assert isinstance(merged, Value)
+    assert isinstance(merged, LazyValue)
     return merged
 
 
-def _selected(call: Call, value: Value, dims: list[int], largest: bool) -> Any:
+def _selected(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> Any:
     """The extreme of the rows and its position: of the first chunk that has it."""
     layout = value.layout
     assert layout is not None
@@ -191,7 +191,7 @@ def _selected(call: Call, value: Value, dims: list[int], largest: bool) -> Any:
         return best.values, best.indices + start
 
     start = PerChunk(lambda span: layout.window(span)[0])
-    stacks = emit(parts, (value, start), {}, metas, [Join.STACK, Join.STACK], layout.axis)
+    stacks = emit(parts, (value, start), {}, metas, [Combine.STACK, Combine.STACK], layout.axis)
 
     def merge(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         which = (values.argmax(0) if largest else values.argmin(0))[None]
@@ -201,7 +201,7 @@ def _selected(call: Call, value: Value, dims: list[int], largest: bool) -> Any:
     return positions if only_positions else (best, positions)
 
 
-def _variance(call: Call, value: Value, dims: list[int]) -> Any:
+def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> Any:
     """Two passes: the mean, then the squares of what is left of it."""
     keepdim, packet = bool(call["keepdim"]), call.op.overloadpacket
     correction = call["correction"] if "correction" in call else (1 if call["unbiased"] in (None, True) else 0)
@@ -218,7 +218,7 @@ def _variance(call: Call, value: Value, dims: list[int]) -> Any:
     return spread, mean
 
 
-ALONG: dict[Any, Callable[[Call, Value, list[int]], Any]] = {
+ALONG: dict[Any, Callable[[BoundCall, LazyValue, list[int]], Any]] = {
     aten.sum: _sum,
     aten.nansum: lambda call, value, dims: _sum(
         call, record(aten.nan_to_num.default, value, 0.0, math.inf, -math.inf), dims
@@ -244,5 +244,5 @@ ALONG: dict[Any, Callable[[Call, Value, list[int]], Any]] = {
 }
 
 
-def _max(call: Call, value: Value, dims: list[int], largest: bool) -> Any:
+def _max(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> Any:
     return (_selected if "dim" in call else _extreme)(call, value, dims, largest)

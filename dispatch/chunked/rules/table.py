@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.bound_call import Call
-from subtensors.dispatch.chunked.lazy_graph import NeedsValues, constant, emit, infer
+from subtensors.dispatch.chunked.bound_call import BoundCall
+from subtensors.dispatch.chunked.lazy_graph import NeedsMaterialize, constant, emit, infer
 from subtensors.dispatch.chunked.tree import replace_leaves, tensors_of
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
@@ -31,12 +31,12 @@ def record(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         NeedsValues: the op has no rule, or its rule doesn't hold for these arguments.
     """
     args, kwargs = replace_leaves((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
-    call = Call(op, args, kwargs)
+    call = BoundCall(op, args, kwargs)
     if not call.chunked and op_class(op) is not OpClass.RANDOM:
         metas = infer(op, args, kwargs)
         return emit(op, args, kwargs, metas, [None] * len(tensors_of(metas)), None)
     try:
         rule = RULES.lookup(op)
     except RuleError as error:
-        raise NeedsValues(op, str(error)) from None
+        raise NeedsMaterialize(op, str(error)) from None
     return rule(call)

@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import Call, extent, wrapped
-from subtensors.dispatch.chunked.lazy_graph import PerChunk, Value, emit, gathered
-from subtensors.dispatch.chunked.row_layout import Layout
+from subtensors.dispatch.chunked.bound_call import BoundCall, extent, wrapped
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, emit, gathered
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.table import RULES, record
 
 aten = torch.ops.aten
 
 
-def _one(call: Call) -> tuple[Value, Layout]:
+def _one(call: BoundCall) -> tuple[LazyValue, RowLayout]:
     (value,) = call.chunked
     assert value.layout is not None
     return value, value.layout
 
 
-def _moved(call: Call, dim: int) -> Any:
+def _moved(call: BoundCall, dim: int) -> Any:
     """The same op on each chunk, its rows now in another dim."""
     _, layout = _one(call)
     return call.emit([layout.at(dim)], layout.axis, lambda v: v)
 
 
 @RULES.register(aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_copy, aten.view_copy.default)
-def reshaped(call: Call) -> Any:
+def reshaped(call: BoundCall) -> Any:
     """Rows stay chunked where one dim of the result holds them in order.
 
     Where the result groups rows, as in `x.view(B, T)` of `B * T` rows, chunks would have to hold whole groups. A small
@@ -53,20 +53,20 @@ def _reshape(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 @RULES.register(aten.alias, aten.detach, aten.contiguous, aten.lift_fresh, aten.view_as_real, aten.real, aten.imag)
-def unmoved(call: Call) -> Any:
+def unmoved(call: BoundCall) -> Any:
     """The rows stay where they are."""
     return _moved(call, _one(call)[1].dim)
 
 
 @RULES.register(aten.t)
-def t(call: Call) -> Any:
+def t(call: BoundCall) -> Any:
     """Dims 0 and 1 change places."""
     value, layout = _one(call)
     return _moved(call, value.ndim - 1 - layout.dim)
 
 
 @RULES.register(aten.transpose.int, aten.transpose_copy.int)
-def transpose(call: Call) -> Any:
+def transpose(call: BoundCall) -> Any:
     """Two dims change places."""
     value, layout = _one(call)
     a, b = wrapped(call["dim0"], value.ndim), wrapped(call["dim1"], value.ndim)
@@ -74,21 +74,21 @@ def transpose(call: Call) -> Any:
 
 
 @RULES.register(aten.permute)
-def permute(call: Call) -> Any:
+def permute(call: BoundCall) -> Any:
     """Dims in another order."""
     value, layout = _one(call)
     return _moved(call, [wrapped(d, value.ndim) for d in call["dims"]].index(layout.dim))
 
 
 @RULES.register(aten.unsqueeze)
-def unsqueeze(call: Call) -> Any:
+def unsqueeze(call: BoundCall) -> Any:
     """A dim of one is put in."""
     value, layout = _one(call)
     return _moved(call, layout.dim + (wrapped(call["dim"], value.ndim + 1) <= layout.dim))
 
 
 @RULES.register(aten.squeeze)
-def squeeze(call: Call) -> Any:
+def squeeze(call: BoundCall) -> Any:
     """Dims of one go; they are named, as the rows of a short chunk may be one too."""
     value, layout = _one(call)
     dims = call["dim"] if "dim" in call else range(value.ndim)
@@ -96,12 +96,12 @@ def squeeze(call: Call) -> Any:
     dims = [d for d in dims if value.shape[d] == 1]
     if layout.dim in dims:
         return record(aten.squeeze.dims, gathered(value), dims)
-    named = Call(aten.squeeze.dims, (value, dims), {})
+    named = BoundCall(aten.squeeze.dims, (value, dims), {})
     return _moved(named, layout.dim - sum(d < layout.dim for d in dims))
 
 
 @RULES.register(aten.expand)
-def expand(call: Call) -> Any:
+def expand(call: BoundCall) -> Any:
     """Dims of one are repeated, and new ones put in front."""
     value, layout = _one(call)
     meta = call.infer()
@@ -114,7 +114,7 @@ def expand(call: Call) -> Any:
 
 
 @RULES.register(aten.select.int)
-def select(call: Call) -> Any:
+def select(call: BoundCall) -> Any:
     """One position of a dim; of the chunked dim it is in one chunk, and the others add nothing."""
     value, layout = _one(call)
     dim = wrapped(call["dim"], value.ndim)
@@ -127,24 +127,24 @@ def select(call: Call) -> Any:
     return record(aten.select.int, gathered(one), dim, 0)
 
 
-def narrowed(value: Value, layout: Layout, start: int, length: int) -> Value:
+def narrowed(value: LazyValue, layout: RowLayout, start: int, length: int) -> LazyValue:
     """Positions `start .. start + length` of a chunked dim of one run: each chunk keeps those that it has."""
-    new = Layout(layout.axis, layout.dim, length, 1, layout.unit, layout.low + start)
+    new = RowLayout(layout.axis, layout.dim, length, 1, layout.unit, layout.low + start)
 
     def range_of_rows(part: Tensor, window: tuple[tuple[int, int], tuple[int, int]]) -> Tensor:
         (old_start, _), (new_start, new_stop) = window
         first = min(new_start + start - old_start, part.shape[layout.dim]) if new_stop > new_start else 0
         return part.narrow(layout.dim, first, new_stop - new_start)
 
-    whole = Call(aten.slice.Tensor, (value, layout.dim, start, start + length), {})
+    whole = BoundCall(aten.slice.Tensor, (value, layout.dim, start, start + length), {})
     placed = PerChunk(lambda span: (layout.window(span), new.window(span)))
     out = emit(range_of_rows, (value, placed), {}, whole.infer(), [new], layout.axis)
-    assert isinstance(out, Value)
+    assert isinstance(out, LazyValue)
     return out
 
 
 @RULES.register(aten.slice.Tensor)
-def slice_(call: Call) -> Any:
+def slice_(call: BoundCall) -> Any:
     """A range of a dim; of the chunked dim, each chunk keeps the rows that it has."""
     value, layout = _one(call)
     dim = wrapped(call["dim"], value.ndim)
@@ -161,7 +161,7 @@ def slice_(call: Call) -> Any:
 
 
 @RULES.register(aten.split.Tensor, aten.split_with_sizes, aten.unbind.int, aten.unsafe_split, aten.unsafe_chunk)
-def split(call: Call) -> Any:
+def split(call: BoundCall) -> Any:
     """Parts of another dim; of the chunked dim, ranges of rows."""
     value, layout = _one(call)
     dim = wrapped(call["dim"], value.ndim)

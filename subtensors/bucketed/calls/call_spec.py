@@ -1,7 +1,7 @@
 """What a call's arguments are to a bucketed program: sources of static inputs, fixed state, or part of the graph's key.
 
 A call is first known by its *key*: the true shapes and dtypes of its tensors, and its other arguments themselves. What
-a key means is worked out once, as a `Reading`: which Dims have which size, which bucket that is, and where each tensor
+a key means is worked out once, as a `CallSpec`: which Dims have which size, which bucket that is, and where each tensor
 goes.
 """
 
@@ -37,7 +37,7 @@ FIXED = (torch.nn.Parameter, StaticAddressTensor)
 _LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
-class Unreadable(Exception):
+class NotCacheable(Exception):
     """These arguments have no bucket.
 
     Args:
@@ -51,7 +51,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSpec:
     """One tensor that goes into a static input.
 
     Args:
@@ -92,7 +92,7 @@ class CallerSizes:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CallSpec:
     """What the arguments of one key are.
 
     Args:
@@ -109,7 +109,7 @@ class Reading:
     dims: tuple[Dim, ...]
     sizes: tuple[int, ...]
     buckets: tuple[int, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[InputSpec, ...]
     caller: tuple[CallerSizes, ...]
     host: dict[sympy.Symbol, HostSize]
     bucket_key: Any
@@ -167,7 +167,7 @@ def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(found.index, found))
 
 
-def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> Reading:
+def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> CallSpec:
     """Work out what the leaves of a call are.
 
     Args:
@@ -203,7 +203,7 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
     open_sources = tuple(
         replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
     )
-    return Reading(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
+    return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
 
 
 def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
@@ -218,7 +218,7 @@ def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
     return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
 
 
-def padded_leaves(leaves: Sequence[Any], reading: Reading, device: torch.device) -> list[Any]:
+def padded_leaves(leaves: Sequence[Any], reading: CallSpec, device: torch.device) -> list[Any]:
     """A call's leaves with the padding of their bucket; their true sizes are in one place, as those of a graph are."""
     dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
     values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
@@ -230,7 +230,7 @@ def padded_leaves(leaves: Sequence[Any], reading: Reading, device: torch.device)
     return found
 
 
-def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
+def device_of(reading: CallSpec, state: Iterable[Tensor]) -> torch.device:
     """Where a call runs: on the device of its arguments, else on that of what the program reads beside them.
 
     Raises:
@@ -238,7 +238,7 @@ def device_of(reading: Reading, state: Iterable[Tensor]) -> torch.device:
     """
     devices = {source.device for source in reading.sources} or {t.device for t in state}
     if len(devices) > 1:
-        raise Unreadable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
+        raise NotCacheable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
     return devices.pop() if devices else torch.device("cpu")
 
 
@@ -256,7 +256,7 @@ def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAg
 
 def _source(
     leaf: int, x: Any, padded: Mapping[int, Dim], dims: tuple[Dim, ...], buckets: tuple[int, ...], order: dict[int, int]
-) -> Source | None:
+) -> InputSpec | None:
     """What is copied of a leaf into a static input; None where it is part of the key.
 
     Args:
@@ -268,19 +268,19 @@ def _source(
     """
     if isinstance(x, PaddedTensor):
         n = order[id(x._sizes)] if x._sizes is not None else -1
-        return Source(leaf, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad)
+        return InputSpec(leaf, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad)
     if isinstance(x, Tensor) and not isinstance(x, FIXED):
         if type(x) is not Tensor:
-            raise Unreadable(f"an argument is a {type(x).__name__}")
+            raise NotCacheable(f"an argument is a {type(x).__name__}")
         if x.layout is not torch.strided:
-            raise Unreadable(f"an argument has the layout {x.layout}")
+            raise NotCacheable(f"an argument has the layout {x.layout}")
         which = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
         shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
-        return Source(leaf, shape, x.dtype, x.device, which, requires_grad=x.requires_grad)
+        return InputSpec(leaf, shape, x.dtype, x.device, which, requires_grad=x.requires_grad)
     if getattr(x, "is_compileable", True) is False:
-        raise Unreadable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
+        raise NotCacheable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
     if isinstance(x, Iterator):
-        raise Unreadable(f"an argument is a {type(x).__name__}, which gives its values once: give a list")
+        raise NotCacheable(f"an argument is a {type(x).__name__}, which gives its values once: give a list")
     return None
 
 
@@ -291,7 +291,7 @@ def _is_padded(dim: Dim, size: int, place: str, agreed: SizeAgreement) -> bool:
             dim.bucket(size)  # which refuses or notes it
         except SizeError as error:
             # Without the size: one reason for all of them.
-            raise Unreadable(re.sub(r" is \d+,", " is", str(error)), error) from None
+            raise NotCacheable(re.sub(r" is \d+,", " is", str(error)), error) from None
         return False
     return agreed.bind(dim, size, place) and not _is_exact(dim, size)
 

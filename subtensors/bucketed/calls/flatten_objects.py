@@ -13,18 +13,18 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.calls.object_snapshot import attributes_of
 
 
-class Opened:
+class FlattenedObject:
     """An object by its attributes, as pytrees see it; put together it is a new object of its kind."""
 
     def __init__(self, kind: type, attributes: dict[str, Any]) -> None:
         self.kind, self.attributes = kind, attributes
 
 
-def _parts(x: Opened) -> tuple[list[Any], Any]:
+def _parts(x: FlattenedObject) -> tuple[list[Any], Any]:
     return list(x.attributes.values()), (x.kind, tuple(x.attributes))
 
 
-def _named_parts(x: Opened) -> tuple[list[tuple[Any, Any]], Any]:
+def _named_parts(x: FlattenedObject) -> tuple[list[tuple[Any, Any]], Any]:
     return [(pytree.GetAttrKey(name), part) for name, part in x.attributes.items()], _parts(x)[1]
 
 
@@ -36,7 +36,7 @@ def _made(attributes: Iterable[Any], context: Any) -> Any:
     return made
 
 
-pytree.register_pytree_node(Opened, _parts, _made, flatten_with_keys_fn=_named_parts)
+pytree.register_pytree_node(FlattenedObject, _parts, _made, flatten_with_keys_fn=_named_parts)
 
 
 def opened_results(result: Any, given: Collection[int]) -> Any:
@@ -80,6 +80,6 @@ def _opened(tree: Any, is_open: Callable[[Any, list[Any]], bool]) -> Any:
             return x
         attributes = {name: pytree.tree_map(visit, value) for name, value in held.items()}
         parts = [part for value in attributes.values() for part in pytree.tree_leaves(value)]
-        return Opened(type(x), attributes) if is_open(x, parts) else x
+        return FlattenedObject(type(x), attributes) if is_open(x, parts) else x
 
     return pytree.tree_map(visit, tree)

@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.calls.cache_key import has_parts, parts_of
 from subtensors.bucketed.calls.call_spec import flatten, unflatten
 from subtensors.bucketed.calls.flatten_objects import opened_arguments
-from subtensors.bucketed.calls.object_snapshot import KeptObjects
+from subtensors.bucketed.calls.object_snapshot import ObjectSnapshot
 from subtensors.dispatch.ops.errors import RuleError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class CallStyle:
+class CallFormat:
     """How a call gives its arguments.
 
     Args:
@@ -39,7 +39,7 @@ class CallStyle:
     names: tuple[str, ...]
 
     @staticmethod
-    def of(parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> CallStyle:
+    def of(parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> CallFormat:
         """That of a call.
 
         Args:
@@ -48,7 +48,7 @@ class CallStyle:
             spec: the structure that `flatten` found.
 
         Example:
-            >>> CallStyle.of(["x", "y"], (), {"y": 1, "x": 2}, None).order
+            >>> CallFormat.of(["x", "y"], (), {"y": 1, "x": 2}, None).order
             (1, 0)
         """
         names = [*parameters[: len(args)], *range(len(parameters), len(args)), *kwargs]
@@ -67,7 +67,7 @@ class CallStyle:
         ranked = sorted(range(len(names)), key=rank)
         order = tuple(leaf for i in ranked for leaf in range(ends[i] - counts[i], ends[i]))
         key = tuple((names[i], structures[i]) for i in ranked)
-        return CallStyle(None if order == tuple(range(len(order))) else order, key, spec, len(args), tuple(kwargs))
+        return CallFormat(None if order == tuple(range(len(order))) else order, key, spec, len(args), tuple(kwargs))
 
     def ordered(self, leaves: list[T]) -> list[T]:
         """What `flatten` found, in the order of the parameters."""
@@ -87,7 +87,7 @@ class CallStyle:
         if self.order is not None:
             leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
         args, kwargs = unflatten(leaves, self.spec, self.count, self.names)
-        objects = KeptObjects(x.__self__ if isinstance(x, types.MethodType) else x for x in leaves if has_parts(x))
+        objects = ObjectSnapshot(x.__self__ if isinstance(x, types.MethodType) else x for x in leaves if has_parts(x))
         try:
             result = program(*args, **kwargs)
         except BaseException:  # who comes here may run the program otherwise
@@ -115,5 +115,5 @@ def _hides_tensors(x: Any) -> bool:
     return isinstance(x, (set, frozenset)) and any(isinstance(part, Tensor) for part in x)
 
 
-AS_GIVEN = CallStyle(None, None, None, 0, ())
+AS_GIVEN = CallFormat(None, None, None, 0, ())
 """Where it doesn't matter how a call is written: nothing is put in another order."""

@@ -37,12 +37,12 @@ def attributes_of(x: Any) -> dict[str, Any]:
     return found | getattr(x, "__dict__", {})
 
 
-class KeptObjects:
+class ObjectSnapshot:
     """The attributes of some objects as they are now, and the contents of the lists and dicts among these.
 
     Example:
         >>> cache = types.SimpleNamespace(steps=[1])
-        >>> kept = KeptObjects([cache])
+        >>> kept = ObjectSnapshot([cache])
         >>> cache.steps.append(2)
         >>> kept.put_back()
         'SimpleNamespace'

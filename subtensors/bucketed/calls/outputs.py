@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.flatten_objects import opened_results
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
@@ -62,7 +62,7 @@ class Output:
             contiguous = torch.contiguous_format
             return lambda: value.as_strided(shape, stride, offset).clone(memory_format=contiguous)
         sizes = self._sizes(known)
-        whole = Padded(value, self.dims, sizes)
+        whole = PaddedValue(value, self.dims, sizes)
 
         def general() -> Any:
             part = logical(whole)

@@ -15,7 +15,7 @@ B = TypeVar("B", bound="Bucket")
 C = TypeVar("C", Compiled, CompiledGradients)
 
 
-class CodeOfFamilies:
+class CompileCache:
     """The code of each family that was met.
 
     Args:

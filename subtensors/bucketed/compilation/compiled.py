@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.outputs import Output, Outputs
-from subtensors.bucketed.compilation.size_polymorphic import OneOrEach, OpenCode
+from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic
 from subtensors.dispatch.sizes.dim_factors import Factor
 from subtensors.dispatch.tracing.shape_template import Template
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from subtensors.bucketed.bucket import Bucket
 
 
-class Compiled(OneOrEach[tuple[Template, OpenCode]]):
-    """A program as compiled code; arguments as of `OneOrEach`."""
+class Compiled(SizePolymorphic[tuple[Template, DynamicCode]]):
+    """A program as compiled code; arguments as of `SizePolymorphic`."""
 
     _written: frozenset[int] = frozenset()
 
@@ -38,12 +38,12 @@ class Compiled(OneOrEach[tuple[Template, OpenCode]]):
         bucket.written |= self._written
         return assembled(tensors, template.extra(sizes))
 
-    def traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> tuple[Template, OpenCode]:
-        """See `OneOrEach`."""
+    def traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> tuple[Template, DynamicCode]:
+        """See `SizePolymorphic`."""
         made = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
         self._written |= bucket.written
         share_inputs(made.module)
-        return made, OpenCode(made.module, self.options)
+        return made, DynamicCode(made.module, self.options)
 
 
 def taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:

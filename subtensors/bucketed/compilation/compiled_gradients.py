@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import assembled, taken_apart
-from subtensors.bucketed.compilation.size_polymorphic import OneOrEach, OpenCode, places_of
+from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic, places_of
 from subtensors.bucketed.state.program_state import leaves_behind
 from subtensors.dispatch.graphs.capture import NotFunctional
 from subtensors.dispatch.ops.plain_types import detached
@@ -52,12 +52,12 @@ class Joint:
         )
         *_, self.is_present, self.roots_at, self.count = self.template.extra(points[0])
         self.halves = Halves(self.template.module, self.count, sum(self.is_present), self.template.traces)
-        self.forward = OpenCode(self.halves.forward, options)
-        self.backward = OpenCode(self.halves.backward, options)
+        self.forward = DynamicCode(self.halves.forward, options)
+        self.backward = DynamicCode(self.halves.backward, options)
 
 
-class CompiledGradients(OneOrEach[Joint]):
-    """A program that autograd follows as compiled code; arguments as of `OneOrEach`."""
+class CompiledGradients(SizePolymorphic[Joint]):
+    """A program that autograd follows as compiled code; arguments as of `SizePolymorphic`."""
 
     refusal = ""
     """Why it runs uncompiled."""
@@ -78,7 +78,7 @@ class CompiledGradients(OneOrEach[Joint]):
             _log.warning("it runs uncompiled where autograd follows: %s", why)
 
     def traced(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]]) -> Joint:
-        """See `OneOrEach`."""
+        """See `SizePolymorphic`."""
         return Joint(bucket, points, self.options)
 
     def forward(self, bucket: TrainedBucket, given: Sequence[Tensor]) -> tuple[Outputs, list[int], list[Tensor]]:

@@ -24,14 +24,14 @@ from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
     from subtensors.bucketed.bucket import Bucket
-    from subtensors.bucketed.calls.call_spec import Reading
+    from subtensors.bucketed.calls.call_spec import CallSpec
 
 _log = logging.getLogger("subtensors.bucketed")
 
 T = TypeVar("T")
 
 
-class OpenCode:
+class DynamicCode:
     """A graph as compiled code for many sizes: one compilation for all that it serves.
 
     Args:
@@ -64,7 +64,7 @@ class OpenCode:
         return found
 
 
-class OneOrEach(ABC, Generic[T]):
+class SizePolymorphic(ABC, Generic[T]):
     """What is traced of a program: once for all buckets, which differ in nothing but sizes, or once a bucket.
 
     Args:
@@ -124,7 +124,7 @@ class OneOrEach(ABC, Generic[T]):
         return [(i, d) for i, source in enumerate(bucket.reading.sources) for d, k in enumerate(source.which) if k >= 0]
 
 
-def places_of(reading: Reading) -> list[Place]:
+def places_of(reading: CallSpec) -> list[Place]:
     """For each size of some calls where it can be read: which of their inputs has it, in which of its dims."""
     found: dict[int, Place] = {}
     for i, source in enumerate(reading.sources):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.fallbacks import said_in_a_line
+from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.sizes.bucket_policies import Sizes
@@ -148,7 +148,7 @@ class Generation:
             try:
                 self.model.generate(token, **once)
             except Exception as error:  # whatever a model says of a cache that it doesn't know
-                self._refusal = f"{type(self.model).__name__} takes no cache of fixed length: {said_in_a_line(error)}"
+                self._refusal = f"{type(self.model).__name__} takes no cache of fixed length: {summarize_error(error)}"
                 raise RuleError(self._refusal) from error
             self._caches[rows] = cache
         return self._caches[rows]

@@ -9,7 +9,7 @@ from typing import Any
 
 from subtensors.byte_sizes import in_units
 
-SAMPLED = 64
+TIMING_SAMPLE_EVERY = 64
 """Every so many replays one is timed."""
 
 
@@ -60,7 +60,7 @@ class BucketStatistics:
 
     def is_sampled(self) -> bool:
         """Is the next replay one to be timed?"""
-        return self.hits % SAMPLED == 0
+        return self.hits % TIMING_SAMPLE_EVERY == 0
 
     def note_timed(self, begin: Any, end: Any) -> None:
         """A replay lies between these events; what earlier ones tell is read, so that no more than a few are kept."""
@@ -70,7 +70,7 @@ class BucketStatistics:
     def _read_events(self) -> None:
         done = [pair for pair in self._events if pair[1].query()]
         self._events = self._events[len(done) :]
-        self._replay_ms = (self._replay_ms + [begin.elapsed_time(end) for begin, end in done])[-SAMPLED:]
+        self._replay_ms = (self._replay_ms + [begin.elapsed_time(end) for begin, end in done])[-TIMING_SAMPLE_EVERY:]
 
     @property
     def replay_ms(self) -> float | None:

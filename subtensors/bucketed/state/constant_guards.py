@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from subtensors.bucketed.state.locations import Place
+from subtensors.bucketed.state.locations import Location
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of values that Python code computes with, or decides by."""
@@ -38,18 +38,18 @@ class Constants:
 
     Example:
         >>> options = {"scale": 2.0}
-        >>> found = Constants([(Place(options, "scale"), 2.0)], [])
+        >>> found = Constants([(Location(options, "scale"), 2.0)], [])
         >>> options["scale"] = 3.0
         >>> found.first_other()
         'scale'
     """
 
-    def __init__(self, values: Iterable[tuple[Place, Any]], modules: Sequence[nn.Module]) -> None:
+    def __init__(self, values: Iterable[tuple[Location, Any]], modules: Sequence[nn.Module]) -> None:
         self._hooks = [getattr(m, kind) for m in modules for kind in HOOKS]
         self._hooked = self._hooks_now()
         self._watch(values)
 
-    def _watch(self, values: Iterable[tuple[Place, Any]]) -> None:
+    def _watch(self, values: Iterable[tuple[Location, Any]]) -> None:
         pairs = list(values)
         self._places, self._values = [place for place, _ in pairs], [value for _, value in pairs]
         names: dict[int, tuple[dict[Any, Any], list[Any]]] = {}

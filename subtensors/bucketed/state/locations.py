@@ -8,7 +8,7 @@ CELL = object()
 """The key of what a cell of a closure holds."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where something stands: under a key of a dict or list, or in a cell of a closure.
 
     Args:

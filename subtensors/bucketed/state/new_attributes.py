@@ -22,7 +22,7 @@ class Holder(NamedTuple):
     is_object: bool
 
 
-class Additions:
+class NewAttributes:
     """Some holders as they are now, to be compared with what is there later.
 
     Args:
@@ -30,7 +30,7 @@ class Additions:
         names: in the code of the program.
 
     Example:
-        >>> found = Additions([Holder(held := {"scale": 2}, True)], {"scale", "shift"})
+        >>> found = NewAttributes([Holder(held := {"scale": 2}, True)], {"scale", "shift"})
         >>> held["other"] = 1
         >>> found.first()
         ''

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.state.tensor_snapshot import Held
+from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
 from subtensors.dispatch.graphs.live_scalars import GraphNumbers
 from subtensors.optim.hyperparameters import step_signature
 from subtensors.optim.optimizer import Optimizer
@@ -38,7 +38,7 @@ class Optimizers:
         entries = self._entries()
         self._is_tensor = [isinstance(x, Tensor) for x in entries]
         self._tensors = list(compress(entries, self._is_tensor))
-        self._held = Held(self._tensors)
+        self._held = TensorSnapshot(self._tensors)
         self._options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
 
     def are_there(self) -> bool:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.state.constant_guards import Constants
-from subtensors.bucketed.state.new_attributes import Additions
+from subtensors.bucketed.state.new_attributes import NewAttributes
 from subtensors.bucketed.state.optimizers import Optimizers
-from subtensors.bucketed.state.reachable_state import Reached
-from subtensors.bucketed.state.tensor_snapshot import Held
-from subtensors.dispatch.graphs.released_tensors import refuse_sleepers
+from subtensors.bucketed.state.reachable_state import ReachableState
+from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
+from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
 
 _ITS_VALUES = methodcaller("values")
@@ -33,7 +33,7 @@ class State:
     """The state of a program: that of the modules in it, and the tensors that it closes over.
 
     Args:
-        program: as `Reached` takes it.
+        program: as `ReachableState` takes it.
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
@@ -44,7 +44,7 @@ class State:
 
     def look(self) -> None:
         """Take what is there now for what is recorded."""
-        self.reached = Reached(self._program)
+        self.reached = ReachableState(self._program)
         parts = self.reached.parts
         self.roots = [x for x in parts if isinstance(x, nn.Module)]
         self.modules = list(dict.fromkeys(module for root in self.roots for module in root.modules()))
@@ -57,10 +57,10 @@ class State:
         self._training = {self.training(): self._trained()}
         """Which modules train, by which of the outermost do: graphs are recorded for each."""
         self.constants = Constants(self.reached.plain, self.modules)
-        self.additions = Additions(self.reached.holders, self.reached.names)
+        self.additions = NewAttributes(self.reached.holders, self.reached.names)
         self.loose = [x for x in parts if isinstance(x, Tensor)]
         self._tensors = _distinct(self.tensors())
-        self._held = Held(self._tensors)
+        self._held = TensorSnapshot(self._tensors)
         self.optimizers = Optimizers([x for x in parts if isinstance(x, torch.optim.Optimizer)])
 
     def tensors(self) -> list[Tensor]:
@@ -134,7 +134,7 @@ class State:
 
     def refuse_sleepers(self) -> None:
         """AddressError where the memory of a tensor is away."""
-        refuse_sleepers((self._tensors,))
+        check_resident((self._tensors,))
 
     def versions(self) -> list[int] | None:
         """How often each tensor was written to; None where torch doesn't count."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.state.constant_guards import is_plain
-from subtensors.bucketed.state.locations import CELL, Place
+from subtensors.bucketed.state.locations import CELL, Location
 from subtensors.bucketed.state.new_attributes import Holder
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -49,12 +49,12 @@ _FEW = 100
 
 class _Found(NamedTuple):
     value: Any
-    place: Place | None
+    place: Location | None
     """None where it can't become another, as the function of a partial."""
     within: _Found | None
 
 
-class Reached:
+class ReachableState:
     """The parts of a program.
 
     Args:
@@ -62,7 +62,7 @@ class Reached:
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
-        self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        self._places: dict[tuple[int, Any], tuple[Location, Any]] = {}
         every, plain = _walked(program)
         names, functions = _names_used([x.value for x in every])
         named = [(place, value) for f in functions for place, value in _named_by(f) if not _is_result(value)]
@@ -132,11 +132,11 @@ def _holders(x: Any) -> Iterator[Holder]:
         yield Holder(vars(x), True)
 
 
-def _plain_of_classes(x: Any, names: Collection[str]) -> Iterator[tuple[Place, Any]]:
+def _plain_of_classes(x: Any, names: Collection[str]) -> Iterator[tuple[Location, Any]]:
     """Where classes that are not torch's have plain values that code of the program names."""
     for kind in _classes(x):
         held = vars(kind)
-        yield from ((Place(held, name), value) for name, value in held.items() if name in names and is_plain(value))
+        yield from ((Location(held, name), value) for name, value in held.items() if name in names and is_plain(value))
 
 
 def _classes(x: Any) -> set[type]:
@@ -147,12 +147,12 @@ def _classes(x: Any) -> set[type]:
     return {kind for kind in kinds if not f"{kind.__module__}.".startswith(("builtins.", "torch."))}
 
 
-def _is_constant(x: Any, place: Place | None) -> bool:
+def _is_constant(x: Any, place: Location | None) -> bool:
     """Is it a plain value, or a function that is an attribute?"""
     return is_plain(x) or (isinstance(x, _FUNCTIONS) and place is not None and place.is_attribute)
 
 
-def _is_one_of_few(within: Any, place: Place | None) -> bool:
+def _is_one_of_few(within: Any, place: Location | None) -> bool:
     """Is a plain value that stands there one of its own, which code may be written for?"""
     if isinstance(within, types.FunctionType):
         return place is not None and (place.key is CELL or place.is_attribute)
@@ -201,7 +201,7 @@ def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType
             return names, seen
 
 
-def _named_by(function: types.FunctionType) -> Iterator[tuple[Place, Any]]:
+def _named_by(function: types.FunctionType) -> Iterator[tuple[Location, Any]]:
     """What a function names of its file, and of the classes and files named there; torch's own files are torch's."""
     function = inspect.unwrap(function)
     held, code = function.__globals__, function.__code__
@@ -209,12 +209,14 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[Place, Any]]:
         return
     for name in _globals_read(code) & held.keys():
         value = held[name]
-        yield Place(held, name), value
+        yield Location(held, name), value
         if isinstance(value, types.ModuleType):
             yield from _of_file(value, code)
         elif isinstance(value, (type, types.FunctionType)):
             for within in _classes(value) if isinstance(value, type) else [value]:
-                yield from ((Place(vars(within), at), vars(within)[at]) for at in _names_in(code) & vars(within).keys())
+                yield from (
+                    (Location(vars(within), at), vars(within)[at]) for at in _names_in(code) & vars(within).keys()
+                )
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -235,7 +237,7 @@ def _functions(x: Any) -> list[Any]:
     return [f for f in parts if isinstance(f, types.FunctionType)]
 
 
-def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
+def _below(x: Any) -> Iterator[tuple[Location | None, Any]]:
     """What something leads to, and where that stands."""
     if isinstance(x, nn.Module):
         for module in x.modules():
@@ -246,10 +248,10 @@ def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
             if isinstance(value := x.__globals__.get(name), types.ModuleType):
                 yield from _of_file(value, x.__code__)
             elif value is not None:
-                yield Place(x.__globals__, name), value
+                yield Location(x.__globals__, name), value
         yield from _attributes(x, frozenset())
         for cell in x.__closure__ or ():
-            place = Place(cell, CELL)
+            place = Location(cell, CELL)
             yield place, place.now()
         for default in (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()):
             yield None, default
@@ -263,7 +265,7 @@ def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
         if len(x) <= _MANY:
             items = list(x.items() if isinstance(x, dict) else enumerate(x))
             kept = [(key, part) for key, part in items if not _is_result(part)]
-            yield from ((None if isinstance(x, tuple) else Place(x, key), part) for key, part in kept)
+            yield from ((None if isinstance(x, tuple) else Location(x, key), part) for key, part in kept)
     elif isinstance(x, type):
         yield from _of_classes(x)
     elif not isinstance(x, types.ModuleType) and hasattr(x, "__dict__"):
@@ -274,19 +276,19 @@ def _below(x: Any) -> Iterator[tuple[Place | None, Any]]:
             yield from _of_classes(x)
 
 
-def _of_classes(x: Any) -> Iterator[tuple[Place, Any]]:
+def _of_classes(x: Any) -> Iterator[tuple[Location, Any]]:
     """Tensors, modules and containers that are attributes of classes; `_plain_of_classes` finds the rest."""
     for kind in _classes(x):
         held = vars(kind)
         kept = [(name, value) for name, value in held.items() if isinstance(value, (Tensor, nn.Module, list, dict))]
-        yield from ((Place(held, name, True), value) for name, value in kept if not name.startswith("__"))
+        yield from ((Location(held, name, True), value) for name, value in kept if not name.startswith("__"))
 
 
-def _of_file(file: types.ModuleType, code: types.CodeType) -> Iterator[tuple[Place, Any]]:
+def _of_file(file: types.ModuleType, code: types.CodeType) -> Iterator[tuple[Location, Any]]:
     """What a function's code may name of another file; nothing of a library."""
     if not _is_of_library(file.__name__):
         held = vars(file)
-        yield from ((Place(held, name, is_attribute=True), held[name]) for name in _names_in(code) & held.keys())
+        yield from ((Location(held, name, is_attribute=True), held[name]) for name in _names_in(code) & held.keys())
 
 
 def _is_of_library(name: str | None) -> bool:
@@ -299,10 +301,10 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has, its parameters, buffers and modules among them: `State` looks after those."""
 
 
-def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[Place, Any]]:
+def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[Location, Any]]:
     held = vars(x)
     kept = [(name, value) for name, value in held.items() if name not in but and not _is_result(value)]
-    yield from ((Place(held, name, is_attribute=True), value) for name, value in kept)
+    yield from ((Location(held, name, is_attribute=True), value) for name, value in kept)
 
 
 def _is_result(x: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rng_state import RandomPlaces
-from subtensors.dispatch.graphs.released_tensors import Asleep
+from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
 from subtensors.dispatch.torch_internals import autograd
 
 _log = logging.getLogger("subtensors.bucketed")
@@ -21,7 +21,7 @@ ROOM = 256 << 20
 
 
 @contextmanager
-def kept_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
+def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
     """Some buffers of a program's state, and random generators, are afterwards as they were before.
 
     Args:
@@ -41,7 +41,7 @@ def kept_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.
 
 
 @contextmanager
-def kept_whole(state: State, others: Iterable[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
+def restore_all(state: State, others: Iterable[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
     """All that a program may write to is afterwards as it was before, a whole training step's as well.
 
     Args:
@@ -57,7 +57,7 @@ def kept_whole(state: State, others: Iterable[Tensor], devices: Iterable[torch.d
 
 
 @contextmanager
-def undone_where_it_raises(state: State, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+def rollback_on_error(state: State, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """A run that raises leaves all that it may write to as it was: it will be made again in another way.
 
     Args:
@@ -91,12 +91,12 @@ class _Before:
         self._state, self._held = state, state.held()
         self._random = RandomPlaces([*devices, *[t.device for t in state.tensors()]])
         self._optimizers = state.optimizers.places()
-        leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, Asleep)]
+        leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         self._gradients = [(t, t.grad) for t in leaves]
         gradients = [g for _, g in self._gradients if g is not None]
         found = {id(t): t for t in [*state.at_risk(), *state.buffers(), *gradients, *state.stepped(), *others]}
         kept, self._left_out, room = {id(t): t for t in whatever}, list[Tensor](), ROOM
-        awake = [t for t in found.values() if id(t) not in kept and not isinstance(t, Asleep)]
+        awake = [t for t in found.values() if id(t) not in kept and not isinstance(t, ReleasedTensor)]
         for t in sorted(awake, key=_nbytes):
             if (room := room - _nbytes(t)) >= 0:
                 kept[id(t)] = t
@@ -124,7 +124,7 @@ class _Values:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         # What has no memory, what sleeps, and what is of inference outside of it, nobody can write to.
         can_all = torch.is_inference_mode_enabled()
-        self.tensors = [t for t in tensors if not isinstance(t, Asleep) and (can_all or not t.is_inference())]
+        self.tensors = [t for t in tensors if not isinstance(t, ReleasedTensor) and (can_all or not t.is_inference())]
         with torch.no_grad():
             self._kept = [t.clone() for t in self.tensors]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.graphs.guards import SameGuard
+from subtensors.dispatch.graphs.guards import IdentityGuard
 
 HELD: dict[str, Callable[[Tensor], Any]] = {
     "address": Tensor.data_ptr,
@@ -34,7 +34,7 @@ def held_of(t: Tensor) -> tuple[Any, ...] | None:
         return None
 
 
-class Held:
+class TensorSnapshot:
     """Some tensors as they are now, to be compared with what is there later.
 
     A guard in C++ compares all of them at once; where it says no, the table decides.
@@ -44,7 +44,7 @@ class Held:
 
     Example:
         >>> w = torch.ones(2, 2)
-        >>> held = Held([w])
+        >>> held = TensorSnapshot([w])
         >>> w.data = w.data.t()
         >>> held.are([w]), held.first_other([w])
         (False, (0, 'strides'))
@@ -52,7 +52,7 @@ class Held:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._held = [held_of(t) for t in tensors]
-        self._guard = SameGuard(tensors, _MODES) if None not in self._held else None
+        self._guard = IdentityGuard(tensors, _MODES) if None not in self._held else None
         with torch.no_grad():
             # Keeps the memory, also where `.data` is replaced.
             self._memory = [t.detach() for t, held in zip(tensors, self._held, strict=True) if held is not None]

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.outputs import Outputs
-from subtensors.bucketed.state.rollback import kept_state
+from subtensors.bucketed.state.rollback import restore_state
 from subtensors.dispatch.graphs import capture
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.calls.call_spec import Reading
-    from subtensors.bucketed.graph_cache import Recorder
+    from subtensors.bucketed.calls.call_spec import CallSpec
+    from subtensors.bucketed.graph_cache import GraphCache
     from subtensors.bucketed.training.trained_bucket import TrainedBucket
 
 
@@ -35,11 +35,11 @@ def refuse_second_order() -> None:
         )
 
 
-class Replayed(torch.autograd.Function):
+class ReplayFunction(torch.autograd.Function):
     """A call of a recorded bucket as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: TrainedCall, *wanted: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: TrainingCall, *wanted: Tensor) -> tuple[Tensor, ...]:
         """The results' tensors."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -53,11 +53,11 @@ class Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """The gradients of what wanted one."""
         refuse_second_order()
-        call: TrainedCall = ctx.call
+        call: TrainingCall = ctx.call
         return None, *call.backward(ctx.saved_tensors[: len(call.reading.sources)], gradients)
 
 
-class TrainedCall:
+class TrainingCall:
     """One call of a bucket that autograd follows.
 
     Args:
@@ -72,9 +72,9 @@ class TrainedCall:
         self,
         bucket: TrainedBucket,
         leaves: list[Any],
-        reading: Reading,
+        reading: CallSpec,
         lock: Any,
-        recorder: Recorder,
+        recorder: GraphCache,
     ) -> None:
         self.bucket, self.reading, self.lock, self.recorder = bucket, reading, lock, recorder
         self.clock = recorder.replays
@@ -126,13 +126,13 @@ class TrainedCall:
             leaves[source.leaf] = x
         state = self.bucket.state
         with ExitStack() as kept:
-            kept.enter_context(kept_state(state, state.at_risk(), [self.bucket.device]))
+            kept.enter_context(restore_state(state, state.at_risk(), [self.bucket.device]))
             capture.go_to_random_place(self.bucket.device, self.random)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1
 
 
-class ReplayClock:
+class ReplayCounter:
     """Counts what overwrites the memory of graphs."""
 
     now = 0

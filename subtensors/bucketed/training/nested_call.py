@@ -19,7 +19,7 @@ from subtensors.bucketed.calls.outputs import Output, Outputs
 from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
 from subtensors.bucketed.training.autograd_node import refuse_second_order
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
-from subtensors.dispatch.padded.padded_value import Padded
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import autograd
@@ -75,7 +75,7 @@ class _Compiled(torch.autograd.Function):
     """The compiled halves of a program as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: InsideCall, *wanted: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: NestedCall, *wanted: Tensor) -> tuple[Tensor, ...]:
         """The results' tensors."""
         ctx.set_materialize_grads(False)
         ctx.run = run
@@ -91,7 +91,7 @@ class _Compiled(torch.autograd.Function):
         return None, *ctx.run.backward(autograd.taken_from(ctx), gradients)
 
 
-class InsideCall:
+class NestedCall:
     """One call of compiled code on tensors of a bucket's size.
 
     Args:
@@ -121,7 +121,7 @@ class InsideCall:
         )
 
     def _leaf(self, output: Output, value: Tensor) -> Tensor:
-        return value if output.dims is None else wrap(Padded(value, output.dims, self.sizes))
+        return value if output.dims is None else wrap(PaddedValue(value, output.dims, self.sizes))
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """The results' tensors, and what is left for the backward."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.tensor_snapshot import Held
+from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
 from subtensors.dispatch.graphs.live_scalars import GraphNumbers
 
 
-class StepsTaken:
+class TrainingDetector:
     """Tells whether a program computes gradients, or takes a step, by itself.
 
     Args:
@@ -51,7 +51,7 @@ class SideEffects:
         self.numbers = GraphNumbers()
         self._accumulated: dict[Tensor, Tensor] = {}
         """Parameters whose gradient the graph reads, or adds to, where it lies, and that gradient."""
-        self._held = Held([])
+        self._held = TensorSnapshot([])
         self._dropped: list[Tensor] = []
         """Parameters whose gradient is in the graph's memory."""
         self._written: list[Tensor] = []
@@ -82,7 +82,7 @@ class SideEffects:
                 p.grad = None
             elif before is not None and not (leaves_gradients and before._version == version):
                 self._accumulated[p] = before
-        self._held = Held(list(self._accumulated.values()))
+        self._held = TensorSnapshot(list(self._accumulated.values()))
         self._written = [t for t, version in zip(counted, versions, strict=True) if t._version != version]
 
     def obstacle(self) -> str:

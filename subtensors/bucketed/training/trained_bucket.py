@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from subtensors.bucketed.bucket import Bucket, recording_modes
 from subtensors.bucketed.calls.outputs import Outputs
-from subtensors.bucketed.compilation.compile_cache import CodeOfFamilies
+from subtensors.bucketed.compilation.compile_cache import CompileCache
 from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
 from subtensors.bucketed.state.program_state import leaves_behind
-from subtensors.bucketed.state.rollback import kept_state
+from subtensors.bucketed.state.rollback import restore_state
 from subtensors.bucketed.training.side_effects import SideEffects
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
@@ -33,7 +33,7 @@ from subtensors.dispatch.torch_internals import autograd
 from subtensors.kernels.graph_inputs.inputs import InputLoad
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.calls.call_spec import Reading
+    from subtensors.bucketed.calls.call_spec import CallSpec
     from subtensors.bucketed.state.program_state import State
     from subtensors.dispatch.graphs.pool import GraphPool
 
@@ -69,7 +69,7 @@ class TrainedBucket(Bucket):
     met: frozenset[int] = frozenset()
     """Ids of parameters that the program reads from elsewhere too, as a list of a module's own: they get no alias."""
 
-    def take_code(self, code: CodeOfFamilies) -> None:
+    def take_code(self, code: CompileCache) -> None:
         """See `Bucket`."""
         self.gradients_code = code.of(self, CompiledGradients)
 
@@ -99,7 +99,7 @@ class TrainedBucket(Bucket):
         """What stands for `wanted` in the recorded program."""
         return [*[s for s in self.statics if s.requires_grad], *[self.own.get(id(t), t) for t in self.fixed()]]
 
-    def _make_inputs(self, reading: Reading) -> None:
+    def _make_inputs(self, reading: CallSpec) -> None:
         super()._make_inputs(reading)
         for source, static in zip(reading.sources, self.statics, strict=True):
             static.requires_grad_(source.requires_grad)
@@ -168,7 +168,7 @@ class TrainedBucket(Bucket):
             if self.pool is None and not self.is_differentiable:
                 self.roots_at, self.outputs = [], Outputs.of(None)
             elif self.pool is None:
-                with kept_state(self.state, self.state.at_risk(), [self.device]):
+                with restore_state(self.state, self.state.at_risk(), [self.device]):
                     self._take(self._forward())
                     self._backward_by_host()
             else:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.bound_call import Call
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.lists.stacking import run_by_shape
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
@@ -137,17 +137,17 @@ class ListStep:
         # It has the methods of the class and none of an instance's values, as in `single_tensor`.
         self._rules: Any = object.__new__(cls)
 
-    def run(self, call: Call, prelude: None = None) -> None:
+    def run(self, call: FusedCall, prelude: None = None) -> None:
         """One step; of DTensors, that of the whole tensors, of which each process then keeps its part."""
         (p, g, master, entries, *rest), _ = call.arguments()
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
             return
-        kept = [(column, Elements(map(whole, column))) for column in (p, master, *entries) if column is not None]
+        kept = [(column, TensorColumn(map(whole, column))) for column in (p, master, *entries) if column is not None]
         gathered = {id(column): result for column, result in kept}
         self(
             gathered[id(p)],
-            Elements(map(whole, g)),
+            TensorColumn(map(whole, g)),
             gathered.get(id(master)),
             tuple([gathered.get(id(column)) for column in entries]),
             *rest,
@@ -161,10 +161,10 @@ class ListStep:
 
     def __call__(
         self,
-        p: Elements,
-        g: Elements,
-        master: Elements | None,
-        entries: tuple[Elements | None, ...],
+        p: TensorColumn,
+        g: TensorColumn,
+        master: TensorColumn | None,
+        entries: tuple[TensorColumn | None, ...],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         maximize: bool,

@@ -7,8 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 from subtensors.optim.state import MASTER
@@ -158,7 +158,9 @@ class AdamWScheduleFree(Optimizer):
                 continue
             entries = [self.state[p] for p in params]
             held = [entry.get(MASTER, p) for p, entry in zip(params, entries, strict=True)]
-            _approach(Elements(held), Elements(e["z"] for e in entries), 1 - beta1 if to_train else 1 - 1 / beta1)
+            _approach(
+                TensorColumn(held), TensorColumn(e["z"] for e in entries), 1 - beta1 if to_train else 1 - 1 / beta1
+            )
             for p, holder in zip(params, held, strict=True):
                 if holder is not p:
                     p.copy_(holder)
@@ -168,4 +170,4 @@ def _towards(p: Tensor, z: Tensor, share: float) -> None:
     p.add_(share * (z - p))
 
 
-_approach = Fusion(_towards)
+_approach = FusedFunction(_towards)

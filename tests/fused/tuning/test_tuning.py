@@ -20,11 +20,11 @@ from tuned import (
     program,
 )
 
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.kernels.fused import tuning, tuning_cache
 from subtensors.kernels.fused.launch import Tiling
-from subtensors.kernels.fused.program import Extent, Instruction, Parameter, Program, Ref, Scalar
+from subtensors.kernels.fused.program import Instruction, Parameter, Program, Ref, Scalar, Shape
 from subtensors.kernels.fused.tuning import CANDIDATES, tune, tuned_tiling
 
 
@@ -61,21 +61,25 @@ def test_scratch_memory_holds_every_kind_of_argument(gpu: FakeGPU) -> None:
         return p.norm(), p * 2
 
     ones = torch.ones(3, 5)
-    columns = [pair(), Elements([torch.zeros(()), torch.zeros(())]), Elements([torch.ones(4).bool(), ones.bool()])]
-    columns += [Elements([torch.ones(4, dtype=torch.int32), ones.int()])]
+    columns = [
+        pair(),
+        TensorColumn([torch.zeros(()), torch.zeros(())]),
+        TensorColumn([torch.ones(4).bool(), ones.bool()]),
+    ]
+    columns += [TensorColumn([torch.ones(4, dtype=torch.int32), ones.int()])]
     with kernels_on_cpu():
-        (chosen,) = Fusion(maths).tune(*columns, torch.tensor(0.5), torch.tensor(2), 0.1, 1).values()
+        (chosen,) = FusedFunction(maths).tune(*columns, torch.tensor(0.5), torch.tensor(2), 0.1, 1).values()
     assert chosen == FASTEST
 
 
 def test_scratch_memory_stands_in_for_numbers_on_the_host(gpu: FakeGPU) -> None:
     steps = (
-        Instruction(aten.mul.Tensor, (Ref(0), Ref(1)), torch.float32, torch.float32, Extent.ELEMENT),
-        Instruction(aten.mul.Tensor, (Ref(2), Scalar(0, int)), torch.float32, torch.float32, Extent.ELEMENT),
+        Instruction(aten.mul.Tensor, (Ref(0), Ref(1)), torch.float32, torch.float32, Shape.PER_ELEMENT),
+        Instruction(aten.mul.Tensor, (Ref(2), Scalar(0, int)), torch.float32, torch.float32, Shape.PER_ELEMENT),
     )
     parameters = (
-        Parameter("x0", torch.float32, Extent.ELEMENT),
-        Parameter("x1", torch.float32, Extent.TENSOR, on_host=True),
+        Parameter("x0", torch.float32, Shape.PER_ELEMENT),
+        Parameter("x1", torch.float32, Shape.PER_TENSOR, on_host=True),
     )
     assert tune(Program("f", parameters, steps, scalars=(int,), stores={0: 3}), CPU) == FASTEST
 

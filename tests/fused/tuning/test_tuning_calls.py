@@ -28,16 +28,16 @@ from tuned import (
 import subtensors as st
 from subtensors.dispatch.fused import fused_function as fusion_module
 from subtensors.dispatch.fused.backend_selection import route_of
-from subtensors.dispatch.fused.bound_call import Call
-from subtensors.dispatch.fused.fused_function import Fusion
-from subtensors.dispatch.fused.tensor_columns import Elements
-from subtensors.kernels.fused.launch import Kernels, Tiling
+from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.kernels.fused.launch import KernelSet, Tiling
 from subtensors.kernels.fused.program import Program
 from subtensors.kernels.fused.tuning import CANDIDATES, tune, tuned_tiling
 
 
 def test_calls_after_a_tune_use_the_choice(gpu: FakeGPU) -> None:
-    decay, tensors = Fusion(halve), pair()
+    decay, tensors = FusedFunction(halve), pair()
     with kernels_on_cpu():
         decay(tensors)
         assert tilings(decay) == [Tiling()]
@@ -51,7 +51,7 @@ def test_calls_after_a_tune_use_the_choice(gpu: FakeGPU) -> None:
 
 
 def test_plans_are_kept_when_the_choice_is_what_they_use(gpu: FakeGPU) -> None:
-    decay, tensors = Fusion(halve), pair()
+    decay, tensors = FusedFunction(halve), pair()
     gpu.times[Tiling()] = [1.0]
     with kernels_on_cpu():
         decay(tensors)
@@ -61,8 +61,8 @@ def test_plans_are_kept_when_the_choice_is_what_they_use(gpu: FakeGPU) -> None:
 
 
 def test_plans_of_other_programs_are_kept(gpu: FakeGPU) -> None:
-    decay = Fusion(halve)
-    whole, half = pair(), Elements([torch.ones(3).half()])
+    decay = FusedFunction(halve)
+    whole, half = pair(), TensorColumn([torch.ones(3).half()])
     with kernels_on_cpu():
         decay(whole)
         decay(half)
@@ -73,9 +73,9 @@ def test_plans_of_other_programs_are_kept(gpu: FakeGPU) -> None:
 
 
 def test_a_list_of_several_dtypes_has_a_choice_for_each(gpu: FakeGPU) -> None:
-    decay = Fusion(halve)
+    decay = FusedFunction(halve)
     with kernels_on_cpu():
-        chosen = decay.tune(Elements([torch.ones(3), torch.ones(3).half(), torch.ones(5)]))
+        chosen = decay.tune(TensorColumn([torch.ones(3), torch.ones(3).half(), torch.ones(5)]))
     assert len(chosen) == 2
     assert set(chosen.values()) == {FASTEST}
 
@@ -84,13 +84,13 @@ def test_tuning_leaves_the_tensors_as_they_are(gpu: FakeGPU) -> None:
     tensors = pair()
     before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
     with kernels_on_cpu():
-        Fusion(halve).tune(tensors)
+        FusedFunction(halve).tune(tensors)
     assert all(map(torch.equal, tensors, before))
     assert [t._version for t in tensors] == versions
 
 
 def test_nothing_is_measured_unless_asked_for(gpu: FakeGPU) -> None:
-    decay = Fusion(halve)
+    decay = FusedFunction(halve)
     with kernels_on_cpu():
         decay(pair())
     assert tilings(decay) == [Tiling()]
@@ -101,12 +101,12 @@ def test_the_environment_can_ask_for_it_at_the_first_call(gpu: FakeGPU, monkeypa
     monkeypatch.setenv("SUBTENSORS_TUNE", "1")
     tensors = pair()
     with kernels_on_cpu():
-        first = Fusion(halve)
+        first = FusedFunction(halve)
         first(tensors)
         count = len(gpu.measured)
         first(tensors)
         another_process(monkeypatch)
-        second = Fusion(halve)
+        second = FusedFunction(halve)
         second(tensors)
     assert tilings(first) == tilings(second) == [FASTEST]
     assert len(gpu.measured) == count > 0
@@ -125,7 +125,7 @@ def test_the_environment_can_ask_for_nothing(gpu: FakeGPU, monkeypatch: pytest.M
 def test_a_tiling_that_was_given_wins(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBTENSORS_TUNE", "1")
     given = Tiling(64, 2)
-    decay = Fusion(halve, tiling=given)
+    decay = FusedFunction(halve, tiling=given)
     with kernels_on_cpu():
         decay(pair())
         chosen = decay.tune(pair())
@@ -143,10 +143,10 @@ def test_devices_of_two_kinds_have_kernels_of_their_own(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fusion_module, "tuned_tiling", record)
     monkeypatch.setattr(fusion_module, "KernelGroup", lambda trace, kernels, *rest: kernels)
-    decay, columns = Fusion(halve), [pair()]
-    call = Call((columns[0],), {})
+    decay, columns = FusedFunction(halve), [pair()]
+    call = FusedCall((columns[0],), {})
     route = replace(route_of([columns[0][0]], columns), triton=True)
-    kernels: list[Kernels] = [
+    kernels: list[KernelSet] = [
         decay._make_group(call, replace(route, device=device), columns)  # type: ignore[misc]
         for device in ("meta", "cpu", "meta")
     ]
@@ -177,10 +177,10 @@ def adam(p: Any, g: Any, m: Any, v: Any, *, lr: float, step: int) -> None:
 def test_a_measured_choice_is_a_candidate_and_later_processes_use_it(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    columns = [Elements(torch.rand(n, device="cuda") for n in (5, 4096)) for _ in range(4)]
+    columns = [TensorColumn(torch.rand(n, device="cuda") for n in (5, 4096)) for _ in range(4)]
     before = [[t.clone() for t in column] for column in columns]
     random = torch.cuda.get_rng_state()
-    fusion = Fusion(adam)
+    fusion = FusedFunction(adam)
     (chosen,) = fusion.tune(*columns, lr=0.1, step=1).values()
     assert chosen in CANDIDATES
     assert all(torch.equal(t, b) for c, k in zip(columns, before, strict=True) for t, b in zip(c, k, strict=True))
@@ -191,7 +191,7 @@ def test_a_measured_choice_is_a_candidate_and_later_processes_use_it(
     # Another choice than the default, to be sure that it is read.
     path.write_text(json.dumps({**row, "block": 2048, "warps": 8}))
     another_process(monkeypatch)
-    later = Fusion(adam)
+    later = FusedFunction(adam)
     later(*columns, lr=0.1, step=1)
     assert tilings(later) == [Tiling(2048, 8)]
 
@@ -209,8 +209,8 @@ def test_every_kind_of_argument_can_be_measured_on_a_gpu() -> None:
         lambda: torch.ones(7, device="cuda", dtype=torch.bool),
         lambda: torch.ones(7, device="cuda", dtype=torch.int64),
     ]
-    columns = [Elements([new(), new()]) for new in make]
-    (chosen,) = Fusion(maths).tune(*columns, torch.tensor(0.5), 0.1, 1).values()
+    columns = [TensorColumn([new(), new()]) for new in make]
+    (chosen,) = FusedFunction(maths).tune(*columns, torch.tensor(0.5), 0.1, 1).values()
     assert chosen in CANDIDATES
 
 
