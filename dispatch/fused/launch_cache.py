@@ -3,7 +3,7 @@
 A step of an optimizer is the same fused call as the last one, with gradients and numbers of its own. Its lists are the
 same objects, and the promises of their holders (`columns.Elements`) leave the addresses of parameters and gradients,
 and how matrices lie there, as all that can have changed. So when a call has ended in one launch, the call that follows
-it in the same form compares those, and nothing else of what `Fusion` looks at in general.
+it in the same form compares those, and nothing else of what `FusedFunction` looks at in general.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class Recording:
     Example:
         >>> import torch
         >>> from subtensors.dispatch.fused.fused_function import FusedFunction
-        >>> from subtensors.dispatch.fused.tensor_columns import Elements
+        >>> from subtensors.dispatch.fused.tensor_columns import TensorColumn
         >>> add = FusedFunction(lambda p, n: p.add_(n))
-        >>> Recording(torch.device("cpu")).record(lambda: add(Elements([torch.ones(2)]), 1.0), [])
+        >>> Recording(torch.device("cpu")).record(lambda: add(TensorColumn([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):
         ...
         subtensors.dispatch.graphs.protocols.NotRecordable: 1 torch ops an element
@@ -85,7 +85,7 @@ class Recording:
         """Set by the calls' maker before each: what to name in `set_numbers`."""
         self.launches: list[Launch] = []
         self.written: list[Tensor] = []
-        """What autograd must be told of: see `KernelGroup.observed`."""
+        """What autograd must be told of: see `TritonExecutor.observed`."""
         self._key = next(_keys)
         self._grids: list[Swept] = []
         self._pending: Iterator[Launch] | None = None

@@ -55,7 +55,7 @@ class Swept(Protocol):
 
 
 class Numbered(Protocol):
-    """What makes a launch with live numbers: `KernelGroup`."""
+    """What makes a launch with live numbers: `TritonExecutor`."""
 
     @property
     def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
@@ -69,7 +69,7 @@ class Numbered(Protocol):
 
 
 class Recordable(Numbered, Protocol):
-    """What makes a launch that can be recorded: `KernelGroup` and its like."""
+    """What makes a launch that can be recorded: `TritonExecutor` and its like."""
 
     @property
     def grid(self) -> Swept:

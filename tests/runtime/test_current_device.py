@@ -17,7 +17,7 @@ from subtensors.kernels.runtime import current_device
 from subtensors.kernels.runtime.current_device import launching_on, on_stream
 
 BY_THEIR_CALLER = {"launch.py", "launcher.py"}
-"""Of fused maths, where `KernelGroup` takes its device for the whole of a call; and what others launch with."""
+"""Of fused maths, where `TritonExecutor` takes its device for the whole of a call; and what others launch with."""
 
 
 def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
