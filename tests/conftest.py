@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,10 @@ if not CUDA:
         from triton_interpreter import mend_interpreter
 
         mend_interpreter()
+
+# Inductor keeps code on disk, and does not tell apart for which of a CPU's instruction sets it was made.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{capability}")))
 
 # One thread a worker: the suite runs two workers on two cores.
 torch.set_num_threads(1)
