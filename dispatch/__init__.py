@@ -1,1 +1,1 @@
-"""What happens to an aten op: the class table, the rule tables, graphs; a folder for what each type needs of that."""
+"""The behaviour of aten ops on each type: op classes, rule tables, sizes, graphs, and a folder for each type."""

@@ -8,8 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest

@@ -1,1 +1,1 @@
-"""Regions: ops on chunked values, recorded, and run chunk by chunk when a value is asked for."""
+"""Chunked tensors: ops are recorded in a lazy graph (a region), and run chunk by chunk when a value is needed."""

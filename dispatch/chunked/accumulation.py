@@ -1,9 +1,9 @@
 """Gradients of whole operands, added up over chunks.
 
-In its own 16-bit dtype a sum over C chunks is rounded C times. Exact sums of 16-bit gradients are float32 sums that
-live half in the gradient's own memory and half beside it, and are rounded into place at the end; those of float32 keep
-what rounding takes in bfloat16 (`kernels/cross_entropy/compensated_sum.py`). Either costs two bytes an element beside
-it.
+In its own 16-bit dtype a sum over C chunks is rounded C times. Exact sums of 16-bit gradients are float32 sums, half in
+the gradient's own memory and half beside it, that are rounded into place at the end. Exact sums of float32 gradients
+keep the rounding errors in bfloat16 (`kernels/cross_entropy/compensated_sum.py`). Either takes two more bytes an
+element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradientSum:
 
     Args:
         like: the tensor; the sum has its sizes and dtype, and where it is dense its strides.
-        exact: keep what rounding takes.
+        exact: compensate rounding errors.
 
     Example:
         >>> one, small = torch.ones(1, dtype=torch.bfloat16), torch.full((1,), 2.0**-9, dtype=torch.bfloat16)
@@ -44,8 +44,8 @@ class GradientSum:
 
     def __init__(self, like: Tensor, exact: bool) -> None:
         self.used = False
-        """Was anything added?"""
-        # Sums go row after row of memory, so a transposed tensor is summed as what it is the transpose of.
+        """True once anything was added."""
+        # Sums go row after row of memory, so for a transposed tensor its transpose is summed.
         self._transposed = like.ndim == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0] > 1
         sizes = (like.shape[1], like.shape[0]) if self._transposed else like.shape
         memory = torch.zeros(sizes, dtype=like.dtype, device=like.device)
@@ -99,7 +99,7 @@ class GradientSum:
             self._matrix.addmm_(left, right)
 
     def take(self, scale: Tensor | None = None) -> Tensor:
-        """The sum, times a number, in the memory of the sum: it can't be added to or taken again.
+        """Return the sum times a number, in its own memory: afterwards it can't be added to or taken again.
 
         Args:
             scale: 0-d, or None for one.
@@ -120,7 +120,7 @@ class GradientSum:
         add(part, self._matrix[place], self._lost[place], False)
 
     def _pieces(self) -> list[slice]:
-        """Rows of the sum that are added to at one time."""
+        """Slices of rows of the sum that are added to one at a time."""
         rows, columns = self._matrix.shape
         step = max(1, PIECE_BYTES // (4 * max(columns, 1)))
         return [slice(start, start + step) for start in range(0, rows, step)]
@@ -145,7 +145,7 @@ class GradientSum:
 class ProductInto(torch.autograd.Function):
     """a @ b (+ added) where one factor is the same for every chunk: its gradient goes straight into a sum.
 
-    What has a sum gets no gradient of its own here; the others do.
+    Operands with a sum get no gradient from this function; the others do.
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ class ProductInto(torch.autograd.Function):
         second: bool,
         added_into: GradientSum | None,
     ) -> Tensor:
-        """The product; `second` says that `b` is the factor with the sum."""
+        """Compute the product; `second` says that `b` is the factor with the sum."""
         ctx.save_for_backward(a, b)
         ctx.sums = into, second, added_into
         ctx.added_shape = None if added is None else added.shape
@@ -166,7 +166,7 @@ class ProductInto(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        """Add to the sums, and give the others their gradients."""
+        """Add to the sums, and return the gradients of the operands without one."""
         a, b = ctx.saved_tensors
         needs_a, needs_b, needs_added = ctx.needs_input_grad[:3]
         into, second, added_into = ctx.sums
@@ -189,6 +189,6 @@ class ProductInto(torch.autograd.Function):
 
 
 def _summed_to(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of what was broadcast from `shape`."""
+    """The gradient of an operand that was broadcast from `shape`."""
     dims = [d for d in range(2) if d < 2 - len(shape) or (shape[d - 2 + len(shape)] == 1 and grad.shape[d] != 1)]
     return grad.sum(dims, dtype=dtype).reshape(shape) if dims else grad

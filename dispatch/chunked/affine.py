@@ -1,4 +1,8 @@
-"""Is a number affine in sums over chunks? Then what flows into each part is known before the sums are."""
+"""Affine values: constants plus constant multiples of sums over chunks.
+
+The gradient of an affine value with respect to each sum is known before the sums are, so a chunk can be differentiated
+in the pass that computes it.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +42,25 @@ _TOGETHER: dict[OpOverloadPacket, Collection[int]] = {
     aten.clone: (0,),
 }
 
-# Of these, one at a time: the product of two sums is not affine.
+# op: the places of arguments of which one may depend on the sums: the product of two sums is not affine.
 _APART: dict[OpOverloadPacket, Collection[int]] = {aten.mul: (0, 1), aten.mv: (0, 1), aten.dot: (0, 1), aten.mm: (0, 1)}
 
 
 def is_affine(value: LazyValue, sums: Sequence[LazyValue]) -> bool:
-    """Whether a value is a constant plus multiples of the sums, whatever these are.
+    """Return whether a value is a constant plus constant multiples of the sums.
 
     Args:
         value: a whole value.
         sums: partials that it may depend on.
 
     Returns:
-        False also where it can't be told from the ops.
+        False also where the ops don't show it.
     """
     ids = {id(v) for v in sums}
     verdicts: dict[int, tuple[bool, bool]] = {}
 
     def look(v: LazyValue) -> tuple[bool, bool]:
-        """Does it depend on the sums, and is it affine in them?"""
+        """Return whether a value depends on the sums, and whether it is affine in them."""
         if id(v) in ids:
             return True, True
         if v.node is None or v.tensor is not None or v.join is not None:

@@ -1,4 +1,4 @@
-"""What a chunked tensor holds: a value that in-place ops replace, and views that follow it."""
+"""The value behind a chunked tensor: in-place ops replace it, and views of it see the change."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Geometry = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
 
 class AliasRef:
-    """A value under a name. A view's cell knows whose view it is: writing to one is seen through the other.
+    """A reference to a value that in-place ops replace. A view refers to its base: each sees writes to the other.
 
     Args:
-        value: what it holds.
-        borrowed: it stands for a plain tensor of the caller's, whose memory is not written by recording.
+        value: the value it refers to.
+        borrowed: whether it stands for a plain tensor of the caller, whose memory recording must not write.
     """
 
     __slots__ = ("_value", "base", "borrowed", "made", "stamp", "writes")
@@ -40,13 +40,13 @@ class AliasRef:
     def view_of(
         self, base: AliasRef, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
     ) -> AliasRef:
-        """Say whose view this is, and how it was taken: the op's arguments after the base, and which result."""
+        """Make this a view of a base: the op that took it, its arguments after the base, the place of its result."""
         self.base, self.made, self.stamp = base, (op, args, kwargs, place), base.writes
         return self
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a gradient flows through it."""
+        """Return whether the value requires grad."""
         return self.value.needs_grad
 
     def geometry(self) -> Geometry:
@@ -57,7 +57,7 @@ class AliasRef:
 
     @property
     def value(self) -> LazyValue:
-        """What it holds now."""
+        """The current value; a view is taken again once its base was written to."""
         if self.base is not None and self.made is not None:
             value = self.base.value
             if self.base.writes != self.stamp:
@@ -73,10 +73,10 @@ class AliasRef:
         return self._value
 
     def write(self, value: LazyValue) -> None:
-        """Put another value in its place, and into what it is a view of.
+        """Replace the value, and write it through to the base of a view.
 
         Raises:
-            NeedsValues: a plain tensor would have to be written to.
+            NeedsMaterialize: a plain tensor would have to be written to.
             RuleError: it is a view that can't be written through.
         """
         if self.borrowed:
@@ -89,7 +89,7 @@ class AliasRef:
             except NeedsMaterialize:
                 if base.layout is None:
                     raise
-                # What no chunk can write by itself is written to the whole.
+                # A write that no chunk can do by itself is done on the whole base.
                 written = _written_through(op, args, kwargs, place, gathered(base), gathered(value))
             if base.layout is not None and written.layout is None:
                 written = cut_again(written, base.layout)
@@ -100,15 +100,15 @@ class AliasRef:
 
 
 class LazyLinear(AliasRef):
-    """A linear layer of rows, recorded when something else is asked for than what kernels make of it.
+    """A linear layer of rows, recorded only when something other than the cross-entropy kernels reads it.
 
     Args:
         rows: (N, H), chunked along N.
         weight: (V, H), a constant of the same dtype and device.
         bias: (V,), such a constant, or None.
         grad: whether it is differentiable.
-        narrow: the layer of which this is a cast; None for the layer itself.
-        dtype: that it is cast to.
+        narrow: the layer that this is a cast of; None for the layer itself.
+        dtype: the dtype it is cast to; None for that of the rows.
     """
 
     __slots__ = ("_product", "bias", "dtype", "grad", "narrow", "rows", "weight")
@@ -128,24 +128,24 @@ class LazyLinear(AliasRef):
         self._product: LazyValue | None = None
 
     def to(self, dtype: torch.dtype, grad: bool) -> LazyLinear:
-        """A cast of it."""
+        """The layer, cast to a dtype."""
         return LazyLinear(self.rows, self.weight, self.bias, self.grad and grad, self, dtype)
 
     @property
     def is_recorded(self) -> bool:
-        """Is it an op of the region, or was it written over?"""
+        """Return whether the layer was recorded as an op, or overwritten."""
         return self._value is not self.rows
 
     @property
     def value(self) -> LazyValue:
-        """What it holds now."""
+        """The current value, recorded on first use."""
         if not self.is_recorded:
             self._value = self.product
         return self._value
 
     @property
     def product(self) -> LazyValue:
-        """The layer or its cast, recorded: what it holds unless it was written over."""
+        """The layer or its cast, recorded: its value unless it was overwritten."""
         if self._product is None:
             if self.narrow is None:
                 self._product = linear_layer(self.rows, self.weight, self.bias, self.grad)
@@ -156,7 +156,7 @@ class LazyLinear(AliasRef):
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a gradient flows through it."""
+        """Return whether the value requires grad."""
         if self.is_recorded:
             return self._value.needs_grad
         has_grad = self.rows.needs_grad or self.weight.needs_grad or (self.bias is not None and self.bias.needs_grad)
@@ -177,7 +177,7 @@ def _outputs(results: Any) -> list[LazyValue]:
 def _written_through(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, base: LazyValue, new: LazyValue
 ) -> LazyValue:
-    """The base whose view under `op` is `new`, and that is what it was elsewhere."""
+    """The base with `new` written into its view under `op`, and unchanged elsewhere."""
     call = BoundCall(op, (base, *args), kwargs)
     packet = op.overloadpacket
     out: Any = None

@@ -1,12 +1,11 @@
-"""A region as one function of autograd: `RecomputeChunks` for any results, `FusedForwardBackward` for one number.
+"""A pass as one autograd function: `RecomputeChunks` for any results, `FusedForwardBackward` for one scalar.
 
 `RecomputeChunks` runs the chunks forward, and in backward runs each again with its part of the gradient: right for any
 gradient, at the price of a second forward.
 
-`FusedForwardBackward` is for a result that is a number and a sum over chunks, f(sum of parts) with f affine in the
-sums. What flows into a part is then known before the loss is: df / d(sum). So each chunk runs forward and backward at
-once, and in backward what comes in is multiplied in. It gives its gradients away when backward first asks; a second
-backward runs the chunks again.
+`FusedForwardBackward` is for a scalar result f(sums over chunks) with f affine in the sums. The gradient of each part,
+df / d(sum), is then known before the loss is. So each chunk runs forward and backward at once, and backward multiplies
+the gradients by the incoming one. The first backward releases them; a second backward runs the chunks again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import RuleError
 
 Epilogue = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""From the sums over chunks and other tensors to the number."""
+"""A function from the sums over chunks and other tensors to the scalar."""
 
 
 def forward_only(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -53,11 +52,11 @@ def differentiate(
 
 
 class RecomputeChunks(torch.autograd.Function):
-    """The results of a pass; backward runs each chunk again."""
+    """The results of a pass; backward reruns each chunk."""
 
     @staticmethod
     def forward(ctx: Any, plan: ChunkSchedule, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Args: the pass, and what it reads."""
+        """Run the pass. Args: the pass, and the tensors that it reads."""
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -67,7 +66,7 @@ class RecomputeChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradients of what the pass reads."""
+        """Compute the gradients of the tensors that the pass reads."""
         tensors = ctx.saved_tensors
         gradients = differentiate(ctx.plan, tensors, ctx.needs_input_grad[1:], upstream)
         taken = gradients.take()
@@ -75,11 +74,11 @@ class RecomputeChunks(torch.autograd.Function):
 
 
 class FusedForwardBackward(torch.autograd.Function):
-    """One number, and its gradients with it."""
+    """A scalar that is affine in sums over chunks; forward computes its gradients, too."""
 
     @staticmethod
     def forward(ctx: Any, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
-        """Args: the pass, what makes the number of its sums, how many tensors the pass reads, those and the others."""
+        """Args: the pass, the function from its sums to the scalar, the number of its inputs, these and others."""
         ctx.plan, ctx.count = plan, count
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -102,7 +101,7 @@ class FusedForwardBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradients that forward made, times what comes in."""
+        """Scale the gradients that forward computed by the incoming gradient."""
         (grad,) = upstream
         tensors = ctx.saved_tensors
         if grad is None:
@@ -118,7 +117,7 @@ class FusedForwardBackward(torch.autograd.Function):
 
 
 def _factors(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
-    """The derivative of the number by each sum. It doesn't depend on the sums."""
+    """The derivative of the scalar by each sum. It doesn't depend on the sums."""
     with torch.enable_grad(), as_recorded():
         sums = [torch.zeros(v.shape, dtype=v.dtype, device=v.device, requires_grad=True) for v in plan.outputs]
         out = epilogue(sums, [t.detach() for t in others])
@@ -136,7 +135,7 @@ def _normalised(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _finished(ctx: Any, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The number; the gradients of what else it depends on are kept for backward."""
+    """Compute the scalar, and keep for backward the gradients of the other tensors that it depends on."""
     needed = ctx.needs_input_grad[3 + ctx.count :]
     leaves = [t.detach().requires_grad_(n) for t, n in zip(others, needed, strict=True)]
     with torch.set_grad_enabled(any(needed)), as_recorded():
@@ -148,7 +147,7 @@ def _finished(ctx: Any, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequ
 
 
 def once_differentiable(grads: Any) -> list[Tensor | None]:
-    """Gradients that can't be differentiated: a second derivative is refused where it is asked for."""
+    """Make gradients that can't be differentiated: a second backward through them raises RuleError."""
     if not torch.is_grad_enabled():
         return list(grads)
     return [None if g is None else _refusing(g) for g in grads]

@@ -1,4 +1,4 @@
-"""What rules are written with: a call by argument name, and operands brought to one layout."""
+"""Helpers that rules are written with: a call by argument name, and operands brought to one layout."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class BoundCall:
 
     @property
     def chunked(self) -> list[LazyValue]:
-        """Those that are chunked."""
+        """The chunked values among the arguments."""
         return [v for v in self.values if v.layout is not None]
 
     def unchunkable(self, reason: str) -> NeedsMaterialize:
-        """The error that has the operands realised."""
+        """The error that makes the caller materialize the operands."""
         return NeedsMaterialize(self.op, reason)
 
     def infer(self) -> Any:
-        """What the call returns, as tensors without memory."""
+        """The results of the call, as meta tensors."""
         return infer(self.op, tuple(self.positional), self.kwargs)
 
     def with_values(self, brought: Callable[[LazyValue], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +102,7 @@ class BoundCall:
 
 
 def largest(values: Sequence[LazyValue]) -> LazyValue:
-    """The chunked value whose layout the others follow: the largest."""
+    """The largest of the chunked values, whose layout the others take."""
     return max((v for v in values if v.layout is not None), key=lambda v: v.meta.numel())
 
 
@@ -121,7 +121,7 @@ def along(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
 
 
 def _has_own_rows(value: LazyValue) -> bool:
-    """Is it a whole value that isn't known yet, each element of which is a function of its operands' at its place?"""
+    """Return whether a value is whole, not computed yet, and the only result of a pointwise op."""
     node = value.node
     if value.layout is not None or value.tensor is not None or node is None or len(node.outputs) > 1:
         return False
@@ -129,7 +129,7 @@ def _has_own_rows(value: LazyValue) -> bool:
 
 
 def _by_rows(value: LazyValue, layout: RowLayout) -> LazyValue:
-    """What is read by rows is computed by rows, too: a constant made of others is never there in full."""
+    """Record a whole value's op chunk by chunk instead, so that its result is never in memory in full."""
     node = value.node
     assert node is not None
     args, kwargs = replace_leaves(

@@ -1,8 +1,8 @@
 """Runs of ops of a chunk's program, compiled: `st.chunk(..., compile=True)`.
 
-A program is cut at its matrix products, whose gradients go into sums, and at ops that can't be named. What lies between
-is written as a Python function of the tensors it reads, and handed to torch.compile. Functions are kept by their text:
-the next step records the same program, and finds it compiled.
+A program is cut at its matrix products, whose gradients go into sums, and at ops that can't be named. Each run of ops
+in between is written as a Python function of the tensors it reads, and handed to torch.compile. Functions are cached by
+their text: the next step records the same program, and finds it compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk
 from subtensors.dispatch.chunked.schedule import Input, ScheduledStep
 
 BACKEND = "inductor"
-"""Who compiles."""
+"""The backend of torch.compile."""
 
 SHORTEST = 2
 """Ops in a run that is worth a compilation."""
@@ -77,7 +77,7 @@ def compiled_program(
 
 
 def _named(step: ScheduledStep) -> bool:
-    """Can the op and its arguments be written down?"""
+    """Return whether a step, its op and all its arguments, can be written as source code."""
     op = step.op
     nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
     plain = (
@@ -130,7 +130,7 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Co
 
 
 class _Text(str):
-    """An argument as it is written."""
+    """An argument as source code."""
 
     __slots__ = ()
 

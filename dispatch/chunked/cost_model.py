@@ -1,12 +1,12 @@
-"""Which part of the logits to hold at once: chosen from the shapes and the memory, by a model fitted to measurements.
+"""The choice of how much of the logits to hold at once, from shapes and memory, by a model fitted to measurements.
 
 The model counts what each schedule of `kernels/cross_entropy/linear_cross_entropy.py` does:
 
-    bytes    the gradients, the logits in memory at once, what is kept beside a sum, and a few numbers a row
+    bytes    the gradients, the logits in memory at once, scratch beside a sum, and a few numbers a row
     seconds  flops / rate + bytes moved / bandwidth + launches
 
 A GEMM of N x H x V is 2 N H V flops. By rows there are three, and every chunk reads and writes all of dW. By columns
-there are three, and a share of a fourth for the logits that nobody keeps; every block reads and writes all of dX. The
+there are three, and a share of a fourth for logits that were not kept; every block reads and writes all of dX. The
 loss reads the logits twice and writes them once.
 """
 
@@ -23,7 +23,7 @@ ROW_BYTES = 56
 """Statistics, factors and targets of one row."""
 
 WASTE = 0.1
-"""How much slower than the fastest schedule one may be that takes less memory, where no limit was given."""
+"""The share by which a schedule that takes less memory may be slower than the fastest, where no limit was given."""
 
 SHARE_OF_FREE = 0.8
 """The share of the free memory that a schedule may take, where no limit was given."""
@@ -31,12 +31,12 @@ SHARE_OF_FREE = 0.8
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """The speed of a device.
 
     Args:
-        flops: of large 16-bit GEMMs.
-        bandwidth: bytes read or written by the passes between them.
-        launch: seconds a chunk or block takes beside its work: launches, and tiles of a GEMM that stand idle.
+        flops: of large 16-bit GEMMs, a second.
+        bandwidth: bytes a second, read or written by the passes between them.
+        launch: seconds of overhead a chunk or block: launches, and idle tiles of a GEMM.
     """
 
     flops: float
@@ -50,7 +50,7 @@ H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
 
 @dataclass(frozen=True)
 class LossShape:
-    """Linear + cross entropy, as far as its cost is concerned.
+    """The sizes that the cost of a linear layer + cross entropy depends on.
 
     Args:
         rows: N.
@@ -58,7 +58,7 @@ class LossShape:
         classes: V.
         itemsize: bytes an element of hidden states, weight and logits.
         weight_grad_itemsize: bytes an element of the weight's gradient.
-        needs_hidden, needs_weight: which gradients are wanted.
+        needs_hidden, needs_weight: which gradients are needed.
     """
 
     rows: int
@@ -71,28 +71,28 @@ class LossShape:
 
     @property
     def gemm_flops(self) -> float:
-        """Of one of the three products."""
+        """The flops of one of the three products."""
         return 2.0 * self.rows * self.width * self.classes
 
     @property
     def logits_bytes(self) -> int:
-        """Of all logits."""
+        """The bytes of all logits."""
         return self.rows * self.classes * self.itemsize
 
     @property
     def hidden_grad_bytes(self) -> int:
-        """Of dX, 0 where it is not wanted."""
+        """The bytes of dX, 0 where it is not needed."""
         return self.rows * self.width * self.itemsize * self.needs_hidden
 
     @property
     def weight_grad_bytes(self) -> int:
-        """Of dW, 0 where it is not wanted."""
+        """The bytes of dW, 0 where it is not needed."""
         return self.classes * self.width * self.weight_grad_itemsize * self.needs_weight
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A schedule, and what it is expected to take.
+    """A schedule, and its expected cost.
 
     Args:
         schedule: which part of the logits is in memory at once.
@@ -126,7 +126,7 @@ class ChunkPlan:
 
 
 def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = H200) -> ChunkPlan:
-    """What chunks of rows take.
+    """The schedule by chunks of rows, and its expected cost.
 
     Args:
         shape: of the loss.
@@ -149,7 +149,7 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
 
 
 def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -> ChunkPlan:
-    """What blocks of columns take.
+    """The schedule by blocks of columns, and its expected cost.
 
     Args:
         shape: of the loss.
@@ -165,7 +165,7 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     products = 1 + computed_again + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
     scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
-    # Where a block takes less than dX does, dX is rounded into the memory of its own sum.
+    # Where a block takes less memory than dX, dX is rounded into the memory of its own sum.
     at_the_end = 0 if columns < shape.width and shape.itemsize == 2 else shape.hidden_grad_bytes
     memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
     moved = (3 + computed_again) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
@@ -187,7 +187,7 @@ def plan_linear_cross_entropy(
     Args:
         shape: of the loss.
         accumulate: "exact", or "fast" where dW may be rounded after every chunk.
-        rows: a chunk asked for; the schedule takes no more memory than it would with chunks of so many rows.
+        rows: the requested rows of a chunk; the schedule takes no more memory than chunks of this size would.
         memory_limit: bytes at the peak, beside the inputs and with the gradients.
         free_bytes: of the device. Where neither `rows` nor a limit is given, a schedule within this that takes less
             memory is preferred to a faster one, unless that is faster by more than a tenth.
@@ -227,7 +227,7 @@ COLUMNS = (1056, 2112, 4224, 8448, 16896)
 def _candidates(
     shape: LossShape, accumulate: Accumulate, rows: int | None, memory_limit: int | None, rates: Rates
 ) -> Iterator[ChunkPlan]:
-    """Schedules worth a look."""
+    """The schedules to compare."""
     sizes = {min(shape.rows, 2**k * odd) for k in range(4, 32) for odd in (1, 3)} | {max(1, shape.rows)}
     for size in sorted(sizes | ({rows} if rows is not None else set())):
         yield by_rows(shape, size, accumulate, rates)

@@ -1,4 +1,4 @@
-"""From what was asked for to passes over chunks: partials level by level, and the ops between whole values once."""
+"""Evaluation of lazy values: passes over chunks compute partials level by level; ops on whole values run once."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def evaluate(value: LazyValue) -> Tensor:
 
 
 def passes_for(value: LazyValue) -> list[ChunkSchedule]:
-    """The passes over chunks that it would take to have a value whole, those that others need first."""
+    """The passes over chunks that evaluating a value takes, in the order in which they run."""
     return [plan for level in _levels(gathered(value)) for plan in _passes(level)]
 
 
 def _levels(asked: LazyValue) -> list[list[LazyValue]]:
-    """The partials that a value depends on and that aren't known, those that others depend on first."""
+    """The unknown partials that a value depends on, by level: each level depends on earlier ones only."""
     level_of: dict[int, int] = {}
     levels: list[list[LazyValue]] = []
     stack: list[tuple[LazyValue, bool]] = [(asked, False)]
@@ -73,9 +73,9 @@ def _levels(asked: LazyValue) -> list[list[LazyValue]]:
 
 
 def _passes(partials: Sequence[LazyValue]) -> list[ChunkSchedule]:
-    """One pass for the partials of each axis, those with a gradient apart: they alone are run again in backward.
+    """One pass for the partials of each axis, and another for those that require grad: only it is rerun in backward.
 
-    Results of one op are of one pass: passes with and without gradients may have other chunks.
+    The results of one op share a pass: passes with and without gradients may have different chunks.
     """
     groups: dict[tuple[int, bool], list[LazyValue]] = {}
     for value in partials:
@@ -87,7 +87,7 @@ def _passes(partials: Sequence[LazyValue]) -> list[ChunkSchedule]:
 
 
 class _Evaluation:
-    """One look at a region's values.
+    """One evaluation of a lazy value.
 
     Args:
         grad: whether the ops that were recorded with a gradient keep it.
@@ -96,7 +96,7 @@ class _Evaluation:
     def __init__(self, grad: bool) -> None:
         self.grad = grad
         self.without_gradient: list[LazyValue] = []
-        """Values computed here without the gradient they have: not to be found by whoever wants it."""
+        """Values computed here without their gradient; `evaluate` drops their tensors again."""
 
     def run(self, asked: LazyValue) -> Tensor:
         """The tensor of a whole value."""
@@ -151,7 +151,7 @@ class _Evaluation:
         return whole
 
     def _as_one_number(self, asked: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
-        """The value by one function that differentiates as it goes; None where it is no number, or not affine."""
+        """Compute a scalar that is affine in its sums, with gradients in the same pass; None for other values."""
         flowing = [v for v in partials if v.needs_grad]
         if asked.meta.numel() != 1 or any(v.join is not Combine.SUM for v in flowing) or not is_affine(asked, flowing):
             return None
@@ -191,7 +191,7 @@ def _depends(value: LazyValue, on: set[int], memo: dict[int, bool]) -> bool:
 
 
 def _others(asked: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
-    """What the ops after the sums read beside them."""
+    """The values other than the sums that the ops after the sums read."""
     ids, memo = {id(v) for v in sums}, dict[int, bool]()
     others: dict[int, LazyValue] = {}
     stack, seen = [asked], set[int]()
@@ -209,7 +209,7 @@ def _others(asked: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
 
 
 def _replayed(value: LazyValue, env: dict[int, Tensor]) -> Tensor:
-    """The value, by running the ops between what `env` knows and it."""
+    """Compute a value by running the ops between the tensors in `env` and it."""
     if id(value) not in env:
         node = value.node
         assert node is not None

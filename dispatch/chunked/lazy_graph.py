@@ -1,8 +1,8 @@
-"""What a region records: values, and the ops that make them.
+"""The lazy graph behind chunked tensors: values, and the ops that compute them.
 
-A value is *whole* (one tensor) or *chunked* (a `RowLayout` says where its rows are). An op between whole values is run
-once. An op on chunked values is run for each chunk, and each of its results is chunked or a *partial*: a part of a
-whole value that is added to, laid beside or stacked on the parts of other chunks. A partial is whole to its readers.
+A value is *whole* (one tensor) or *chunked* (a `RowLayout` says where its rows are). An op on whole values runs once.
+An op on chunked values runs for each chunk, and each of its results is chunked or a *partial*: every chunk computes a
+part, and the parts are summed, concatenated or stacked (`Combine`). The ops that read a partial see a whole value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _recording: ContextVar[bool] = ContextVar("recording", default=False)
 
 @contextmanager
 def recording(grad: bool) -> Iterator[None]:
-    """Ops recorded in here are differentiable, or not."""
+    """A context in which recorded ops are differentiable, or not."""
     token = _recording.set(grad)
     try:
         yield
@@ -40,7 +40,7 @@ def recording(grad: bool) -> Iterator[None]:
 
 
 class NeedsMaterialize(Exception):
-    """An op that can't be recorded: what it is given has to be realised."""
+    """An op that can't be recorded: its operands must be materialized first."""
 
     def __init__(self, op: object, reason: str) -> None:
         super().__init__(f"{op}: {reason}")
@@ -49,7 +49,7 @@ class NeedsMaterialize(Exception):
 
 
 class Combine(enum.Enum):
-    """How the parts of chunks become one value."""
+    """The way in which the parts of chunks are combined into one value."""
 
     SUM = "sum"
     CAT = "cat"
@@ -63,8 +63,8 @@ class LazyValue:
         meta: sizes, strides and dtype; None for an input, which has them itself.
         device: where it will live.
         layout: where its rows are; None for a whole value.
-        node: what computes it; None for an input.
-        needs_grad: whether a gradient flows through it.
+        node: the op that computes it; None for an input.
+        needs_grad: whether it requires grad.
     """
 
     __slots__ = (
@@ -86,18 +86,18 @@ class LazyValue:
         self.tensor: Tensor | None = None
         """The whole value, once it is known."""
         self.source: RowLayout | None = None
-        """Of a partial that lays chunks side by side: where they go; of one that stacks them: the rows of a part."""
+        """For a concatenated partial, the layout of its parts; for a stacked one, the rows that make a part."""
         self.version: int | None = None
 
     def bare(self) -> LazyValue:
-        """Its description, without what it is computed by or from: who keeps that keeps no tensor alive."""
+        """A copy of its metadata without node or tensor: keeping the copy keeps no tensor alive."""
         out = LazyValue(self.meta, self.device, self.layout, None, self.needs_grad)
         out.join, out.index, out.source = self.join, self.index, self.source
         return out
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its sizes, strides and dtype: perhaps itself."""
+        """A tensor of its sizes, strides and dtype: its own, or a meta tensor."""
         like = self.tensor if self._meta is None else self._meta
         assert like is not None
         return like
@@ -159,11 +159,11 @@ class LazyNode:
         # cycles.
         self._outputs: list[weakref.ref[LazyValue]] = []
         self.rows: RowLayout | None = None
-        """Of an op whose parts are stacked: the rows that a chunk must have some of to give a part."""
+        """For an op whose parts are stacked: the rows of which a chunk must hold some to have a part."""
 
     @property
     def outputs(self) -> list[LazyValue | None]:
-        """Its results, in order; None of what nobody reads."""
+        """Its results, in order; None for a result that nobody holds."""
         return [made() for made in self._outputs]
 
     def gives(self, value: LazyValue) -> None:
@@ -177,10 +177,10 @@ class LazyNode:
 
 
 def constant(tensor: Tensor) -> LazyValue:
-    """A whole value that is known.
+    """A whole value whose tensor is known.
 
     Raises:
-        NeedsValues: it has no strides to be read by.
+        NeedsMaterialize: it has no strides to be read by.
     """
     if tensor.layout != torch.strided:
         raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
@@ -227,10 +227,10 @@ MOST_INFERRED = 4096
 
 
 def infer(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What an op returns, as tensors without memory; nobody writes to those.
+    """The results of an op, as meta tensors; they are cached, so nobody may write to them.
 
     Raises:
-        NeedsValues: that can't be said without values, or the op refuses these arguments.
+        NeedsMaterialize: the results depend on values, or the op refuses these arguments.
     """
     call: Any = (args, kwargs)
     flat: list[Any]
@@ -275,15 +275,15 @@ def emit(
     """Record an op.
 
     Args:
-        op: what each chunk calls (or, for whole operands, what is called once).
+        op: the function called for each chunk (or once, for whole operands).
         args, kwargs: arguments of that call.
-        metas: what the whole call returns, as tensors without memory in the nest of the results.
-        layouts: for each tensor among the results, where its rows are, or how its parts join.
-        axis: what is run along; None for whole operands.
+        metas: the results of the whole call as meta tensors, in their pytree.
+        layouts: for each tensor among the results, the layout of its rows, or how its parts are combined.
+        axis: the rows that chunks are cut along; None for whole operands.
         grad: whether gradients flow through it, if its operands have any; by default where `recording` says so.
 
     Returns:
-        the nest of the results, with values in it.
+        the pytree of the results, with values in place of tensors.
     """
     node = LazyNode(op, args, kwargs, axis, grad=False)
     operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
@@ -322,7 +322,7 @@ VIEWS_OF_WHOLES = frozenset(
 
 
 def gathered(value: LazyValue) -> LazyValue:
-    """The whole of a chunked value, as a value that is whole."""
+    """A chunked value as a whole value; a whole value is returned unchanged."""
     layout = value.layout
     if layout is None:
         return value
@@ -332,7 +332,7 @@ def gathered(value: LazyValue) -> LazyValue:
         return whole
     node = value.node
     if node is not None and node.name in VIEWS_OF_WHOLES:
-        # The view of the whole costs nothing; where its operand is an input, all of it is there.
+        # A view of the whole costs nothing; where its operand is an input, that is in memory in full.
         (operand, *rest) = node.args
         rest = [list(value.shape)] if node.name == "reshape" else rest
         viewed = emit(node.op, (gathered(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
@@ -345,7 +345,7 @@ def gathered(value: LazyValue) -> LazyValue:
 
 
 def cut_again(whole: LazyValue, layout: RowLayout) -> LazyValue:
-    """A whole value, chunked."""
+    """A whole value, chunked as a layout says."""
     out = emit(_kept, (RowSlice(whole, layout),), {}, whole.meta, [layout], layout.axis, grad=True)
     assert isinstance(out, LazyValue)
     return out

@@ -1,4 +1,4 @@
-"""What was done to logits before their loss was asked for: casts, views of rows, a temperature, a softcap."""
+"""Transforms of logits ahead of their loss: casts, views of rows, a temperature, a softcap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TransformedLogits:
     """Logits as softcap * tanh(base / softcap) / temperature of some rows of a base.
 
     Args:
-        base: what was squashed.
+        base: the logits before softcap and temperature.
         softcap, temperature: see `CrossEntropy`.
         views: how the rows were taken of the base.
     """
@@ -32,10 +32,10 @@ class TransformedLogits:
     views: tuple[View, ...] = ()
 
     def rows(self) -> LazyValue:
-        """The rows of the base, recorded without what squashes them.
+        """Record the rows of the base, without softcap and temperature.
 
         Raises:
-            NeedsValues: a view of the base that its own layout does not have.
+            NeedsMaterialize: a view of the base that its own layout does not have.
         """
         value = self.base
         for view in self.views:
@@ -46,7 +46,7 @@ class TransformedLogits:
         return value
 
     def again(self, logits: LazyValue, dtype: torch.dtype) -> LazyValue:
-        """Other logits, squashed as these were, in a dtype."""
+        """Apply the same softcap and temperature to other logits, in a dtype."""
         out: LazyValue = logits if logits.dtype == dtype else record(aten._to_copy.default, logits, dtype=dtype)
         if self.softcap is not None:
             out = record(aten.tanh.default, record(aten.div.Tensor, out, self.softcap))
@@ -55,7 +55,7 @@ class TransformedLogits:
 
 
 def squashed_logits(logits: LazyValue) -> TransformedLogits:
-    """Logits, looked at backwards for as long as there is nothing but casts to a wider dtype, views and squashes."""
+    """Trace logits back through casts to a wider dtype, copies, views of rows, a temperature and a softcap."""
     temperature, softcap = 1.0, None
     views: list[View] = []
     value: LazyValue = logits
@@ -92,7 +92,7 @@ _COPIES = (aten.alias.default, aten.clone.default)
 
 
 def _of_rows(value: LazyValue, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> bool:
-    """Is a slice one of whole rows?"""
+    """Return whether a slice keeps all classes (the last dim) and has constant bounds."""
     return dim % value.ndim != value.ndim - 1 and all(x is None or isinstance(x, int) for x in (start, end, step))
 
 
@@ -101,7 +101,7 @@ def _scaled(op: Any) -> str | None:
 
 
 def _capped(value: LazyValue, factor: float) -> LazyValue | None:
-    """x, where the value is tanh(x * factor): with what it is divided by, a softcap of 1 / factor."""
+    """x, where the value is tanh(x * factor): divided by factor, that is a softcap of 1 / factor. Else None."""
     node = value.node
     if node is None or node.op is not aten.tanh.default:
         return None

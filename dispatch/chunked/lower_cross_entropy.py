@@ -30,12 +30,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LoweredPlan:
-    """What the kernels are asked to do.
+    """The plan of a cross entropy that kernels compute.
 
     Args:
         shape: of the logits and hidden states.
-        chunks: the schedule, and what it is expected to take.
-        options: which cross entropy.
+        chunks: the schedule, and its expected cost.
+        options: of the cross entropy.
     """
 
     shape: LossShape
@@ -64,7 +64,7 @@ def _equal(value: Any, default: Any) -> bool:
 def cross_entropy_of_layer(
     layer: LazyLinear, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Tensor | None:
-    """The cross entropy of a linear layer that nothing else was asked of, without class weights.
+    """The cross entropy of a linear layer that nothing else has read, without class weights.
 
     Args:
         layer: of an input of the region.
@@ -72,7 +72,7 @@ def cross_entropy_of_layer(
         ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
 
     Returns:
-        a number; None where it is for `lowered_cross_entropy` to say.
+        a number; None where `lowered_cross_entropy` has to decide.
     """
     rows, layout = layer.rows, layer.rows.layout
     if layer.is_recorded or layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
@@ -115,7 +115,7 @@ def lowered_cross_entropy(
         grad: whether gradients are recorded.
 
     Returns:
-        a number; None where the logits are something else than a linear layer of an input, or the options are.
+        a number; None where the logits are no linear layer of an input, or the kernels don't take the options.
     """
     layout = logits.layout
     if layout is None or logits.ndim != 2 or layout.dim != 0 or reduction not in ("mean", "sum"):
@@ -159,7 +159,7 @@ def linear_cross_entropy_loss(
         weight: (V, H).
         bias: (V,), or None.
         target: (N,) class indices, or (N, V) distributions.
-        options: which cross entropy.
+        options: of the cross entropy.
         layout: of the logits.
         flows: whether gradients are recorded.
         dtype: of the result.
@@ -187,7 +187,7 @@ def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
 
 
 def _transposed(weight: LazyValue) -> LazyValue:
-    """(V, H), from the weight itself where (H, V) was made of it."""
+    """The (V, H) weight: the original where the (H, V) weight is its transpose, else a recorded transpose."""
     node = weight.node
     if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], LazyValue):
         return node.args[0]
@@ -199,7 +199,7 @@ _MASTER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def _master(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
-    """The float32 weight of which autocast made this one: its gradient needs no rounding on the way."""
+    """The float32 weight that autocast cast to this one, whose gradient is not rounded; else the weight itself."""
     node = weight.node
     if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
         return weight
@@ -210,17 +210,17 @@ def _master(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
 
 
 def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
-    """How the logits are divided.
+    """The schedule of a loss: the policy's, or the one that the cost model chooses.
 
     Args:
         shape: of the loss.
-        policy: what was asked for.
+        policy: the limits that the user set.
         rows: rows of a chunk, where a number of them or of chunks was asked for.
         device: whose free memory counts, where nothing was asked for.
     """
     if rows is not None or policy.memory_limit is not None:
         limit = policy.memory_limit
-        # What was given is for chunks; the schedule's own limit counts the gradients, too.
+        # The user's limit is for chunks; the schedule's own limit counts the gradients, too.
         limit = None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes
         return _planned(shape, policy.exact, rows, limit, None)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
@@ -235,13 +235,13 @@ def _planned(shape: LossShape, exact: bool, rows: int | None, limit: int | None,
 
 
 def _rounded_down(free: int) -> int:
-    """Free memory to a sixteenth: what other processes allocate shall not make another plan."""
+    """Free memory, rounded down to a sixteenth so that allocations of other processes don't change the plan."""
     step = 1 << max(0, free.bit_length() - 5)
     return free // step * step
 
 
 def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
-    """What the cost of a loss depends on.
+    """The sizes that the cost of a loss depends on.
 
     Args:
         hidden: (N, H).
@@ -265,7 +265,7 @@ def cross_entropy_options(
     temperature: float,
     reduction: str,
 ) -> CrossEntropy:
-    """Those of `CrossEntropy`, checked once: each step of a training run asks for the same."""
+    """The options of a `CrossEntropy`, checked once: each step of a training run asks for the same."""
     if class_weight is None:
         return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
     return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
@@ -275,7 +275,7 @@ _options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
 def expected_loss(logits: LazyValue) -> str | None:
-    """What a cross entropy of these values would take, in a line; None where the kernels don't compute it."""
+    """Describe the cost of a cross entropy of these logits in a line; None where the kernels don't compute it."""
     found = linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
     if found is None or logits.layout is None:
         return None
@@ -290,7 +290,7 @@ def expected_loss(logits: LazyValue) -> str | None:
 
 
 def _asked_rows(layout: RowLayout) -> int | None:
-    """Rows of the logits in a chunk, where the policy says so."""
+    """The rows of the logits in a chunk, where the policy fixes them; else None."""
     policy = layout.axis.policy
     if policy.rows is None and policy.chunks is None:
         return None

@@ -1,7 +1,7 @@
-"""Logits of a linear layer of an input, recognised in what was recorded.
+"""Recognition of logits of a linear layer of an input in the lazy graph.
 
-They are looked at backwards: casts to a wider dtype, a temperature, a softcap, reshapes and slices of rows, then a
-product of hidden states with a weight that is whole.
+Ops are matched backwards from the logits: casts to a wider dtype, a temperature, a softcap, reshapes and slices of
+rows, then a product of hidden states with a weight that is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LinearLogits:
         hidden: (N, H), an input of the region or a view of one.
         weight: (H, V), whole.
         bias: (V,), whole, or None.
-        squashed: what was done to the product.
+        squashed: the transforms of the product.
     """
 
     hidden: LazyValue
@@ -35,7 +35,7 @@ class LinearLogits:
     squashed: TransformedLogits
 
     def rows_of(self, hidden: Tensor) -> Tensor:
-        """The rows of hidden states whose logits are wanted: (N, H)."""
+        """The rows of hidden states that the logits are of: (N, H)."""
         views = self.squashed.views
         if not any(isinstance(view, tuple) for view in views):
             return hidden
@@ -48,7 +48,7 @@ class LinearLogits:
 
 
 def linear_logits(logits: LazyValue) -> LinearLogits | None:
-    """How logits were computed, if as a linear layer of an input."""
+    """Match logits that a linear layer of an input computes; return None for others."""
     found = squashed_logits(logits)
     node = found.base.node
     if node is None or node.name not in ("mm.default", "addmm.default"):
@@ -67,7 +67,7 @@ _OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
 
 
 def is_input(value: LazyValue) -> bool:
-    """Is it an input of the region, or a reshape or a cast of one, as autocast makes it?"""
+    """Return whether a value is a chunked input, or a reshape, a cast or an alias of one, as autocast makes it."""
     while value.node is not None and value.tensor is None and value.node.name in _OF_INPUTS:
         value = value.node.args[0]
     return value.tensor is not None and value.layout is not None

@@ -1,4 +1,4 @@
-"""What is chunked: an axis of rows, and where a value of the region has it."""
+"""The chunked axis of rows, and its place in each value of a lazy graph."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 Preparation = Callable[[Tensor], Tensor]
-"""What has to happen before backward comes to a region; it gives back the gradient that it is called with."""
+"""A gradient hook that runs before backward reaches chunked ops; it returns the gradient that it is called with."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How many rows a chunk has: at most one of the three is given, and none leaves it to the region's shapes.
+    """The limits on the size of a chunk: at most one of three. Without one, shapes and free memory decide.
 
     Args:
-        chunks: how many chunks.
+        chunks: the number of chunks.
         rows: rows of the axis in a chunk.
         memory_limit: bytes that a chunk's values may take.
         exact: whether gradients of whole operands add up as if in one sum ("exact"), or in their dtype ("fast").
-        compiled: whether the maths of a chunk is compiled.
+        compiled: whether the ops of a chunk are compiled.
     """
 
     chunks: int | None = None
@@ -34,12 +34,12 @@ class Policy:
 
 
 class ChunkAxis:
-    """Rows that are taken chunk by chunk. Axes that meet in an op become one; the stricter wishes hold.
+    """Rows that are processed chunk by chunk. Axes that meet in an op become one; the stricter limits hold.
 
     Args:
-        size: how many rows.
+        size: the number of rows.
         policy: how they are divided.
-        elements: how many the tensor has that was chunked.
+        elements: the number of elements of the tensor that was chunked.
 
     Example:
         >>> ChunkAxis(10, Policy(rows=4)).spans(lambda rows: 0)
@@ -56,7 +56,7 @@ class ChunkAxis:
 
     @property
     def root(self) -> ChunkAxis:
-        """The one axis that stands for all that this one has met."""
+        """The axis that stands for this one and for all that it has met."""
         axis = self
         while axis._parent is not None:
             axis = axis._parent
@@ -64,12 +64,12 @@ class ChunkAxis:
 
     @property
     def elements(self) -> int:
-        """Elements that are there in full anyway: those of the largest tensor that was chunked."""
+        """The elements of the largest tensor that was chunked, which is in memory in full anyway."""
         return self.root._elements
 
     @property
     def policy(self) -> Policy:
-        """The wishes of all the axes that became this one."""
+        """The limits of all the axes that became this one."""
         return self.root._policy
 
     @property
@@ -78,24 +78,24 @@ class ChunkAxis:
         return self.root._granule
 
     def prepare(self, preparation: Preparation) -> None:
-        """Have something happen before backward comes to what is computed along this axis."""
+        """Register a hook that runs before backward reaches the results of this axis."""
         if preparation not in self.root._preparations:
             self.root._preparations.append(preparation)
 
     def prepared(self, result: Tensor) -> Tensor:
-        """A result of chunks along this axis, whose gradient waits for what was to happen before it."""
+        """A result of chunks along this axis, with the registered preparations as hooks on its gradient."""
         if result.requires_grad:
             for preparation in self.root._preparations:
                 result.register_hook(preparation)
         return result
 
     def again(self, size: int, elements: int, policy: Policy | None = None) -> ChunkAxis:
-        """An axis of rows that were taken from these: their gradient waits for what that of these waits for.
+        """A new axis for rows selected from this one, with the same preparations before backward.
 
         Args:
-            size: how many rows.
-            elements: how many the tensor has that was taken.
-            policy: how they are divided; None: as these are.
+            size: the number of selected rows.
+            elements: the number of elements of the tensor they were selected into.
+            policy: how they are divided; None: as this axis is.
         """
         axis = ChunkAxis(size, self.policy if policy is None else policy, elements)
         axis._preparations = list(self.root._preparations)
@@ -120,7 +120,7 @@ class ChunkAxis:
         )
 
     def coarsen(self, granule: int) -> None:
-        """From now on chunks begin at multiples of `granule` rows."""
+        """Make chunks begin at multiples of `granule` rows from now on."""
         self.root._granule = math.lcm(self.granule, granule)
 
     def spans(
@@ -129,7 +129,7 @@ class ChunkAxis:
         """The chunks as `(start, stop)`; the last may be short.
 
         Args:
-            rows_by_memory: how many rows fit in some bytes (None: in what is free), where the policy doesn't say.
+            rows_by_memory: gives the rows that fit in some bytes (None: in free memory), where the policy doesn't say.
             asked: the rows that chunks have to hold; None: all.
         """
         rows, granule = self.rows(rows_by_memory), self.granule
@@ -138,7 +138,7 @@ class ChunkAxis:
         return [(s, min(s + rows, stop)) for s in range(first, max(stop, first + 1), rows)]
 
     def rows(self, rows_by_memory: Callable[[int | None], int]) -> int:
-        """How many rows a chunk has, but for the last."""
+        """The number of rows of every chunk but the last."""
         root = self.root
         policy, granule = root._policy, root._granule
         wanted = [math.ceil(self.size / policy.chunks)] if policy.chunks else []
@@ -150,7 +150,7 @@ class ChunkAxis:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where a value has the axis: dim `dim` is `outer` runs of `size` positions, `unit` positions a row, from `low` on.
+    """The place of the axis in a value: dim `dim` is `outer` runs of `size` positions, `unit` a row, from `low` on.
 
     A run holds positions `low .. low + size` of the axis counted in units, so that `x[:, 1:]` and `x.view(B * T, V)` of
     a value chunked along T are chunked along it too.
@@ -178,7 +178,7 @@ class RowLayout:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The first row of the axis that a position is of, and the one behind the last."""
+        """The first row of the axis that the value covers, and the row behind the last."""
         first, behind = Fraction(self.low) / self.unit, Fraction(self.low + self.size) / self.unit
         return math.floor(first), min(math.ceil(behind), self.axis.size)
 
@@ -187,7 +187,7 @@ class RowLayout:
         return replace(self, dim=dim)
 
     def like(self, other: RowLayout) -> bool:
-        """Whether both divide a dim alike, so that chunks of one meet chunks of the other."""
+        """Return whether both divide a dim alike, so that chunks of one line up with chunks of the other."""
         mine = (self.axis.size, self.size, self.outer, self.unit, self.low)
         return mine == (other.axis.size, other.size, other.outer, other.unit, other.low)
 
@@ -221,7 +221,7 @@ class RowLayout:
             runs.copy_(part.unflatten(self.dim, (self.outer, stop - start)))
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> RowLayout | None:
-        """Where the axis is after a reshape from `old` to `new` sizes; None where no dim holds it whole.
+        """The layout after a reshape from `old` to `new` sizes; None where no dim holds the whole axis.
 
         A dim of the new shape that holds several rows' worth of an old one has a unit above one; one whose positions
         are groups of rows has a unit below one, and chunks must then begin at multiples of the group.
@@ -250,7 +250,7 @@ class RowLayout:
 
     @property
     def group(self) -> int:
-        """Rows that one position stands for: chunks must begin at multiples of it."""
+        """The number of rows that one position stands for: chunks must begin at multiples of it."""
         return self.unit.denominator
 
 

@@ -1,8 +1,8 @@
-"""Losses a row of chunked logits as one op a chunk, where nothing more is known of where the logits come from.
+"""Per-row losses of chunked logits as one op a chunk, for logits that are not matched as a linear layer.
 
 A chunk's logits stay in the dtype that their product has, and are read once for the losses and once for their gradient
-(`kernels/cross_entropy/row_cross_entropy.py`). What is made of the losses (weights, masks, a sum) is recorded as usual,
-so whatever comes in from behind them reaches the gradient before it is multiplied into anything.
+(`kernels/cross_entropy/row_cross_entropy.py`). Ops on the losses (weights, masks, a sum) are recorded as usual, so the
+incoming gradient scales the gradient of the logits before that enters any product.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cross_entropy(
 
 
 def log_sum_exp(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """That of the last dim of a chunk, (..., V) -> (...)."""
+    """The log-sum-exp over the last dim of a chunk: (..., V) -> (...)."""
     options = CrossEntropy(softcap=softcap, temperature=temperature)
     return row_log_sum_exp(logits.flatten(0, -2), options).view(logits.shape[:-1])
 
@@ -50,10 +50,10 @@ def log_probabilities(logits: Tensor, index: Tensor, softcap: float | None, temp
 
 
 NEVER_IGNORED = -(2**62)
-"""No index that anyone asks for."""
+"""An ignored class index that no target holds."""
 
 ROW_OPS = frozenset({cross_entropy, log_sum_exp, log_probabilities})
-"""Kernels of their own: a compiler is not shown them."""
+"""Ops with kernels of their own, which are kept from torch.compile."""
 
 
 def recorded_log_sum_exp(logits: LazyValue, dim: int, grad: bool) -> LazyValue | None:
@@ -118,7 +118,7 @@ def _of_log_softmax(scores: LazyValue) -> LazyValue | None:
 
 
 def _has_rows(logits: LazyValue) -> bool:
-    """Are there rows of classes, chunked among themselves?"""
+    """Return whether logits are rows of classes, chunked along another dim than the classes."""
     sized = logits.ndim >= 2 and logits.shape[-1] > 0 and logits.dtype.is_floating_point
     return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
 
@@ -178,7 +178,7 @@ def recorded_cross_entropy(
 
 
 def _plain_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
-    """How logits were squashed, and their rows before that; the logits themselves where those can't be told."""
+    """The transforms of logits, and the rows before them; where these can't be found, no transforms and the logits."""
     found = squashed_logits(logits)
     try:
         with recording(logits.needs_grad):

@@ -1,4 +1,4 @@
-"""Running a pass: each chunk forward, and where asked for backward with it."""
+"""Run a pass: each chunk forward and, where requested, backward."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ aten = torch.ops.aten
 
 
 def as_recorded(grad: bool | None = None) -> AbstractContextManager[None]:
-    """What was decided when the ops were recorded is not decided again: casts of autocast, hooks on saved tensors.
+    """A context without autocast and hooks on saved tensors, which took effect when the ops were recorded.
 
     Args:
-        grad: whether gradients are recorded; None: as it is.
+        grad: whether gradients are recorded; None: unchanged.
     """
     decides = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or saves_through_hooks()
     grad = None if grad is torch.is_grad_enabled() else grad
@@ -53,7 +53,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Results:
-    """The results of a pass, put together from the chunks'.
+    """The results of a pass, assembled from those of its chunks.
 
     Args:
         plan: the pass.
@@ -102,12 +102,12 @@ def tangent_of(plan: ChunkSchedule, value: LazyValue, span: Span, whole: Tensor)
 
 
 class Gradients:
-    """The gradients of what a pass reads, put together from the chunks'.
+    """The gradients of the tensors that a pass reads, assembled from those of its chunks.
 
     Args:
         plan: the pass.
-        tensors: what it reads.
-        needed: of which of them a gradient is wanted.
+        tensors: its inputs.
+        needed: for each of them, whether its gradient is needed.
     """
 
     def __init__(self, plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
@@ -149,7 +149,7 @@ class Gradients:
 
 
 def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    """What one chunk reads, as leaves of a graph of its own."""
+    """The inputs of one chunk, as leaves of an autograd graph of its own."""
     out = []
     for read, tensor, needs in zip(plan.inputs, tensors, needed, strict=True):
         part = tensor.detach() if read.layout is None else read.layout.cut(tensor.detach(), span)
@@ -160,16 +160,16 @@ def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], nee
 def run_chunk(
     plan: ChunkSchedule, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None
 ) -> list[Any]:
-    """The results of one chunk, differentiable where `gradients` wants them so.
+    """Run one chunk; its results are tracked by autograd where `gradients` is given.
 
     Args:
         plan: the pass.
         span: the chunk's rows.
-        leaves: what it reads.
-        gradients: what products with whole operands add to; None where nothing is differentiated.
+        leaves: its inputs.
+        gradients: the sums that products with whole operands add to; None where nothing is differentiated.
 
     Returns:
-        for each output of the pass, this chunk's part; None of a stack where the chunk has none of its rows.
+        for each output of the pass, this chunk's part; None for a stack where the chunk has none of its rows.
     """
     known: dict[int, Any] = {}
     inputs = {id(read): leaf for read, leaf in zip(plan.inputs, leaves, strict=True)}
@@ -230,7 +230,7 @@ _FACTORS: dict[Any, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None
 def _product(
     step: ScheduledStep, places: dict[int, int], gradients: Gradients
 ) -> tuple[tuple[Any, Any, Any], tuple[GradientSum, bool, GradientSum | None]] | None:
-    """The operands of a product with a whole factor whose gradient is wanted, and the sums that they have."""
+    """The operands of a product with a whole factor whose gradient is needed, and their gradient sums; else None."""
     where = _FACTORS.get(step.op) if step.grad else None
     if where is None:
         return None

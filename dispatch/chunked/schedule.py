@@ -1,4 +1,4 @@
-"""What one pass over the chunks computes: its ops in order, what it reads, and how many rows a chunk has."""
+"""The schedule of one pass over the chunks: its ops in order, its inputs, and the rows of a chunk."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ScheduledStep:
         grad: whether it is differentiated.
         rows: of which a chunk must have some to give a part.
         leaves: its arguments, flat, descriptions of values and per-chunk arguments among them.
-        spec: the nest they came from.
-        outputs: descriptions of its results; None of what nobody reads.
+        spec: the pytree they came from.
+        outputs: descriptions of its results; None for a result that nobody reads.
         last: places in `leaves` of values that no later step reads.
     """
 
@@ -60,8 +60,8 @@ class ScheduledStep:
 class ChunkSchedule:
     """One pass over the chunks of an axis, for some partial values.
 
-    Autograd keeps it as long as it keeps a result. So it holds descriptions of values; the values themselves, which
-    hold tensors, are `asked` and `reads` until `let_go`.
+    Autograd keeps it alive as long as a result. So it holds descriptions of values; the values themselves, which hold
+    tensors, are in `asked` and `reads` until `let_go`.
 
     Args:
         outputs: the partials; all of one axis.
@@ -90,7 +90,7 @@ class ChunkSchedule:
         self.spans: list[Span] = self.axis.spans(self._rows, self._asked_rows())
 
     def let_go(self) -> None:
-        """Keep no tensor alive any longer."""
+        """Drop the values, and with them the tensors that they keep alive."""
         self.asked, self.reads = [], []
 
     def _described(self, value: LazyValue) -> LazyValue:
@@ -146,7 +146,7 @@ class ChunkSchedule:
 
     @property
     def grad(self) -> bool:
-        """Does a gradient flow through any of its results?"""
+        """Return whether any of its results requires grad."""
         return any(v.needs_grad for v in self.outputs)
 
     @property
@@ -161,7 +161,7 @@ class ChunkSchedule:
         return total // max(self.axis.size, 1)
 
     def _rows(self, limit: int | None) -> int:
-        """How many rows of values, and where they are differentiated of their gradients, fit in some bytes."""
+        """The number of rows whose values, and gradients if any, fit in `limit` bytes (None: in a default budget)."""
         row = max(self.row_bytes * (2 if self.grad else 1), 1)
         if limit is not None:
             return max(limit // row, 1)
@@ -172,7 +172,7 @@ class ChunkSchedule:
         return max(budget // row, FEWEST_ROWS)
 
     def _asked_rows(self) -> Span:
-        """The rows that results are made of: those that slices have left."""
+        """The rows that the results depend on: those that slices left."""
         spans = []
         for value in self.asked:
             assert value.node is not None

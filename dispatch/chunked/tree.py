@@ -1,6 +1,6 @@
-"""The leaves of arguments and results: of tuples, lists and dicts of few things, of which each op asks many times.
+"""The leaves of small pytrees: the arguments and results of ops, which are flattened many times an op.
 
-For them a recursion here is several times faster than optree, which knows the rest.
+For tuples, lists and dicts the recursion here is several times faster than optree, which handles other pytrees.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a nest of arguments."""
+    """The leaves of a pytree."""
     found: list[Any] = []
     _gather(tree, found)
     return found
@@ -36,7 +36,7 @@ def _gather(tree: Any, found: list[Any]) -> None:
 
 
 def replace_leaves(tree: Any, replaced: Callable[[Any], Any]) -> Any:
-    """The nest with each leaf replaced."""
+    """The pytree with each leaf replaced."""
     kind = type(tree)
     if kind is tuple:
         return tuple([replace_leaves(x, replaced) for x in tree])
@@ -51,9 +51,9 @@ def replace_leaves(tree: Any, replaced: Callable[[Any], Any]) -> Any:
 
 
 _OTHER_NESTS = (tuple, list, dict, deque)
-"""Kinds whose subclasses may be nests of their own, such as what `torch.max` returns."""
+"""Types whose subclasses may be pytrees, such as the result of `torch.max`."""
 
 
 def tensors_of(results: Any) -> list[Tensor]:
-    """The tensors among what an op returns."""
+    """The tensors among the results of an op."""
     return [x for x in leaves(results) if isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""The route of an element: what its tensors' types, devices, dtypes and layouts say of the way in which it can run.
+"""The choice of how each element can run (its route), from its tensors' types, devices, dtypes and layouts.
 
 Elements with the same route run together, in one group of a plan.
 """
@@ -26,10 +26,10 @@ _look = attrgetter("device", "dtype", "layout", "shape")
 
 @dataclass(frozen=True)
 class ExecutionKey:
-    """What the elements of one group have in common."""
+    """The properties that all elements of one group share."""
 
     reason: str = ""
-    """Why the function itself must be called; empty when the traced program will do."""
+    """The reason to call the function itself; empty when the traced program will do."""
     device: str = "cpu"
     parameters: tuple[Parameter, ...] = ()
     triton: bool = False
@@ -37,7 +37,7 @@ class ExecutionKey:
 
 
 def routes_of(columns: Columns) -> dict[ExecutionKey, list[int]]:
-    """The elements by how they can run, in order; looked into once for all that are alike."""
+    """The indices of the elements by route, in order; elements that are alike are examined once."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, row in enumerate(zip(*map(_kinds, columns), strict=True)):
         alike.setdefault(row, []).append(index)
@@ -48,7 +48,7 @@ def routes_of(columns: Columns) -> dict[ExecutionKey, list[int]]:
 
 
 def _kinds(column: Sequence[Tensor]) -> list[Any]:
-    """Of each tensor all that a route depends on."""
+    """For each tensor of a column, everything that its route depends on."""
     if isinstance(column, BroadcastColumn):
         return _kinds(column[:1]) * len(column)
     strides: Iterable[Any] = map(Tensor.stride, column)
@@ -58,7 +58,7 @@ def _kinds(column: Sequence[Tensor]) -> list[Any]:
 
 
 def route_of(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
-    """How the element with these tensors can run."""
+    """The route of the element with these tensors."""
     if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
         return ExecutionKey(reason="an element is not a plain strided tensor")
     on_host = [
@@ -92,14 +92,14 @@ def route_of(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
 
 
 def _expanded(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
-    """For each tensor, along what of its matrices it repeats its values; beside others only that lie row after row."""
+    """The expansion of each tensor: "row", "column" or none; none for all unless the other tensors are contiguous."""
     kinds = ["" if scales or t.dim() < 2 else _repeats(t) for t, scales in zip(row, is_scales, strict=True)]
     others = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
     return kinds if others and all(t.is_contiguous() for t in others) else [""] * len(row)
 
 
 def _repeats(t: Tensor) -> str:
-    """Is this a value a row, or a value a column, of contiguous matrices, expanded to all of each?"""
+    """The dim, "row" or "column", over which a tensor expands one value of contiguous matrices; "" for neither."""
     for kind, dim in (("row", -1), ("column", -2)):
         if t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():
             return kind

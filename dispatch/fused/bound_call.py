@@ -1,4 +1,4 @@
-"""Taking a fused call apart: tensors, live numbers, and the static values that decide how the maths is traced."""
+"""A fused call taken apart: tensors, live numbers, and the static values that decide how the math is traced."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from subtensors.dispatch.fused.tensor_columns import BroadcastColumn, Columns, T
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
-"""Do kernels run on CPU tensors too? Triton interprets them there, slowly: so that they can be seen to be right."""
+"""Set to run kernels on CPU tensors too: Triton interprets them there, slowly, to test that they are right."""
 
 
 def interprets_kernels() -> bool:
-    """Do kernels run on CPU tensors?"""
+    """Return whether kernels run on CPU tensors."""
     return cpu_kernels.get()
 
 
 class Form:
-    """What calls share whose arguments have the same nest and the same types."""
+    """The facts common to calls whose arguments have the same pytree and the same types."""
 
     def __init__(self, spec: Any, types: Sequence[type]) -> None:
         self.spec = spec
         kinds = [_kind(t) for t in types]
         self.tensors = [i for i, kind in enumerate(kinds) if kind is Tensor]
-        """Which leaves are tensors or lists of them."""
+        """The positions of the leaves that are tensors or lists of them."""
         self.numbers = [i for i, kind in enumerate(kinds) if kind in (float, int)]
-        """Which leaves are live numbers."""
+        """The positions of the leaves that are live numbers."""
         self.statics = [i for i, kind in enumerate(kinds) if kind is None]
-        """Which leaves are part of what is traced."""
+        """The positions of the leaves that are static: constants of the trace."""
         self.number_types: list[type[float] | type[int]] = [kinds[i] for i in self.numbers]
         self.are_pythons = all(issubclass(types[i], kinds[i]) for i in self.numbers)
-        """Are the numbers Python's own, or such as numpy's?"""
+        """True when the numbers are Python's own rather than, say, numpy's."""
         self.first_list = next((i for i, t in enumerate(types) if issubclass(t, TensorColumn)), None)
 
 
@@ -82,16 +82,16 @@ class FusedCall:
             form = _forms[spec, types] = Form(spec, types)
         self.leaves, self.form = leaves, form
         self.last = LaunchCache()
-        """Shared with what `again` makes of this call."""
+        """Shared with the calls that `again` makes from this one."""
         self.count: int | None = None if form.first_list is None else len(leaves[form.first_list])
-        """How many elements the lists have; None when there is no list."""
+        """The number of elements of the lists; None when there is no list."""
         self.statics: tuple[Any, ...] = (form, *[leaves[i] for i in form.statics])
-        """What of the arguments decides how the maths is traced."""
+        """The part of the arguments that decides how the math is traced."""
         self.key: tuple[Any, ...] = (self.statics, modes())
-        """What decides how the maths is traced."""
+        """All that decides how the math is traced: the static values and the modes of torch."""
 
     def again(self, position: int, tensors: TensorColumn) -> FusedCall:
-        """The same call, now, with another list.
+        """The same call with another list, in the modes of torch now in force.
 
         Args:
             position: the leaf that the list takes the place of.
@@ -138,7 +138,7 @@ class FusedCall:
         return columns
 
     def without_values(self) -> FusedCall:
-        """The same call with nothing in the places of tensors and numbers: what may outlive it."""
+        """The same call with None in place of tensors and numbers, so that a plan may keep it."""
         bare = object.__new__(FusedCall)
         bare.form, bare.key, bare.count, bare.statics = self.form, self.key, self.count, self.statics
         bare.last = LaunchCache()

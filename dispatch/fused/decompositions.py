@@ -69,7 +69,7 @@ def _deviation(x: Tensor, *args: Any, **options: Any) -> Any:
 
 
 def _wide_variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """In the dtype that sums are taken in: its root may be a float16 where itself is none."""
+    """The variance in the dtype of sums: its square root may fit in float16 where the variance overflows."""
     _whole(dim, keepdim)
     if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
         raise RuntimeError("std and var only support floating point and complex dtypes")
@@ -89,7 +89,7 @@ def _all(x: Tensor) -> Any:
 
 
 def _truth(dtype: torch.dtype) -> torch.dtype:
-    """What torch's `any` and `all` return: uint8 was its first boolean type."""
+    """The dtype that torch's `any` and `all` return: uint8 for uint8, its first boolean type, else bool."""
     return torch.uint8 if dtype == torch.uint8 else torch.bool
 
 

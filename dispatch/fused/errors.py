@@ -1,4 +1,4 @@
-"""Refusing maths that can't be fused, with the line of the user's source that asked for it."""
+"""Errors for math that can't be fused, with the line of the user's source that asked for it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ADVICE = {
     OpClass.SCATTER_GATHER: "choose with torch.where(condition, a, b), or call it on the TensorList itself",
     OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
 }
-"""What to do instead of calling an op of a class in fused maths."""
+"""Advice for each class of ops that fused math can't call."""
 
 
 def _is_users(filename: str) -> bool:
-    """Is this source file neither torch's, nor Python's, nor the tracer's?"""
+    """Return whether a source file is the user's: not torch's, Python's or the tracer's."""
     path = Path(filename).resolve()
     in_packages = "site-packages" in path.parts
     internal = any(path.is_relative_to(folder.resolve()) for folder in _INTERNAL[: 2 if in_packages else 3])
@@ -45,17 +45,17 @@ def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a function is called; what is no function by what it is made of."""
+    """The name of a function; of a partial, that of its function; of another callable, that of its type."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "__name__", type(function).__name__)
 
 
 def refuse(reason: str, advice: str) -> NoReturn:
-    """RuleError with the innermost line of the user's own source.
+    """Raise RuleError with the innermost line of the user's own source.
 
     Args:
-        reason: why the maths can't be fused.
+        reason: the reason why the math can't be fused.
         advice: what to do instead.
     """
     frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
@@ -63,13 +63,13 @@ def refuse(reason: str, advice: str) -> NoReturn:
 
 
 def refuse_op(op: OpOverload) -> NoReturn:
-    """RuleError for an op that fused maths has no rule for."""
+    """Raise RuleError for an op that fused math has no rule for."""
     kind = op_class(op)
     refuse(f"{op} ({kind.value}) has no rule here", ADVICE.get(kind, "call it on the TensorList itself"))
 
 
 def refuse_value(how: str) -> NoReturn:
-    """RuleError for a value that is asked for on the host."""
+    """Raise RuleError for a value that is read on the host."""
     refuse(
         f"it needs the value of a tensor on the host ({how})",
         "keep the decision on the device: torch.where(condition, a, b)",

@@ -1,6 +1,6 @@
-"""How the elements of one fused call run: by Triton kernels, by torch op after op, or by the function itself.
+"""Executors for the elements of one fused call: Triton kernels, torch op after op, or the function itself.
 
-Each group holds elements that are alike (device, dtypes, which tensors are 0-d, memory layout) and answers
+Each executor runs a group of elements that are alike (device, dtypes, which tensors are 0-d, memory layout) and answers
 `run(columns, numbers)`, a column being one argument's tensors in the order of the elements.
 """
 
@@ -28,25 +28,25 @@ class Executor(ABC):
     """Elements of one call that run in one way."""
 
     reason: str = ""
-    """Why not in a faster way; empty when there is none."""
+    """The reason not to run in a faster way; empty when there is none."""
     returned: optree.PyTreeSpec
-    """The nest of what the function returns, known once it has been traced or run."""
+    """The pytree of the function's result, known once the function has been traced or run."""
 
     @abstractmethod
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
-        """Do the maths to every element."""
+        """Apply the function to every element."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What runs, in a line or more."""
+        """Describe what runs, in a line or more."""
 
     def explain(self, columns: Columns) -> str:
-        """What runs on these tensors, whose addresses may ask for more than their shapes do."""
+        """Describe what runs on these tensors; where they overlap in memory, that may be another way."""
         return self.describe()
 
 
 class EagerExecutor(Executor):
-    """The user's function, called on one element after the other: what every other group must agree with."""
+    """The user's function, called on one element after the other: the reference for every other executor."""
 
     def __init__(self, call: Callable[[list[Any], Sequence[float]], Any], reason: str) -> None:
         self.call, self.reason = call, reason
@@ -86,7 +86,7 @@ class TorchExecutor(Executor):
         return leaves_of(self.trace, columns, outputs)
 
     def explain(self, columns: Columns) -> str:
-        """The same, or the function itself where memory overlaps."""
+        """Describe what runs: the function itself where memory that is written overlaps."""
         overlaps = written_overlap(columns, self.trace.program.stores)
         return self.mapped.describe() if overlaps else self.describe()
 
@@ -96,7 +96,7 @@ class TorchExecutor(Executor):
 
 
 def leaves_of(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
-    """What a traced function returns: of each leaf, an output's tensors or those of the argument that it is."""
+    """The results of a traced function: for each leaf, the tensors of an output, or of the argument it returns."""
 
     def column(leaf: Returned | None) -> list[Any] | None:
         if leaf is None:

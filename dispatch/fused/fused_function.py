@@ -1,8 +1,8 @@
-"""One function of single-tensor maths, run over many tensors at once.
+"""One function of single-tensor math, run over many tensors at once.
 
-A call is taken apart into tensors, live numbers and static values. What the static values, the kinds of
-the arguments and the torch modes in force decide is traced once (`trace`); what shapes, dtypes and layouts
-decide is planned once (`groups`); what addresses decide is one small table (`kernels.fused.launch`).
+A call is taken apart into tensors, live numbers and static values. The function is traced once for each combination of
+static values, kinds of arguments and torch modes (`trace`), and planned once for each combination of shapes, dtypes and
+layouts (`plan`). Addresses are read from one small table at launch (`kernels.fused.launch`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each
 
 
 class FusedFunction:
-    """One function of single-tensor maths, with what has been built for the calls seen so far.
+    """One function of single-tensor math, with the traces, kernels and plans of the calls seen so far.
 
     Args:
-        function: straight-line maths on tensors and numbers.
-        tiling: how to cut up sweeps; None for what was measured, or the default.
-        exchange: where tensors are parts of some that are spread over processes, what brings the reductions of all of
-            them together. Such maths runs as kernels, or not at all.
+        function: straight-line math on tensors and numbers.
+        tiling: how to cut up sweeps; None for the measured tiling, or the default.
+        exchange: combines the reductions of tensors that are spread over processes, of which each holds a part. Such
+            functions run as kernels, or not at all.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ class FusedFunction:
         tensor([0.5000, 0.5000, 0.5000])
     """
 
-    # Lists of other shapes than these have to be planned again.
+    # The most plans kept for a key; lists of other shapes have to be planned again.
     PLANS = 32
 
     def __init__(
@@ -69,15 +69,15 @@ class FusedFunction:
         self.name = name_of(function)
         self.tiling, self.exchange = tiling, exchange
         self.traces = 0
-        """How often the function was traced."""
+        """The number of times the function was traced."""
         self._traces: dict[Any, Trace] = {}
         self._kernels: dict[Any, KernelSet] = {}
         self._plans: dict[Any, list[ExecutionPlan]] = {}
         self._edition = object()
-        """Another one whenever kernels were replaced."""
+        """A new object whenever kernels are replaced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do the maths to every element.
+        """Apply the function to every element.
 
         Args:
             args: `TensorColumn` are taken element by element; tensors, numbers and static values (bool, None,
@@ -85,17 +85,17 @@ class FusedFunction:
             kwargs: likewise.
 
         Returns:
-            What the function returns, with `TensorColumn` in place of tensors; plain tensors when no argument
+            The function's result, with `TensorColumn` in place of tensors; plain tensors when no argument
             was a list.
         """
         return self.run(FusedCall(args, kwargs))
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> Any:
-        """Make a call that was taken apart before.
+        """Run a call that was taken apart before.
 
         Args:
             call: the call.
-            prelude: a launch that the call depends on; where it is launches too, the first of them may be the same.
+            prelude: a launch that the call depends on; where the call runs as kernels, the two may share a launch.
         """
         columns = call.columns(self.name)
         ready = call.last.ready
@@ -129,7 +129,7 @@ class FusedFunction:
         return result.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """What a call with these arguments runs, without running it."""
+        """Describe what a call with these arguments runs, without running it."""
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
@@ -143,7 +143,7 @@ class FusedFunction:
     def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:
         """Choose tile sizes for a call with these arguments by measurement, without running it.
 
-        What is measured runs on scratch tensors of its own. The choice is kept on disk (`kernels.fused.tuning_cache`),
+        Measurements run on scratch tensors of their own. The choice is kept on disk (`kernels.fused.tuning_cache`),
         and calls from now on use it. A tiling that was given to this object stays.
 
         Returns:
@@ -177,30 +177,30 @@ class FusedFunction:
             plans[:] = [p for p in plans if all(getattr(g, "kernels", None) is not kernels for _, g in p.groups)]
 
     def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
-        """Which leaves of the arguments the maths writes to; None when it returns new tensors."""
+        """The positions of the argument leaves that the function writes to; None when it returns new tensors."""
         call = FusedCall(args, kwargs)
         program = self._first_trace(call).program
         return None if program.outputs else tuple(call.form.tensors[p] for p in program.stores)
 
     def digest(self, *args: Any, **kwargs: Any) -> str:
-        """What a call does, as text: the program and how its live numbers are computed."""
+        """The text of a call's program and of how its live numbers are computed."""
         traced = self._first_trace(FusedCall(args, kwargs))
         return f"{traced.program} {traced.expressions}"
 
     def reduces(self, *args: Any, **kwargs: Any) -> bool:
-        """Does a value of the maths depend on all elements of a tensor?"""
+        """Return whether a value of the function depends on all elements of a tensor."""
         return any(step.is_reduction for step in self._first_trace(FusedCall(args, kwargs)).program.instructions)
 
     def takes_parts(self, *args: Any, **kwargs: Any) -> bool:
-        """Can the maths be done to parts of tensors by kernels, where an exchange brings their reductions together?
+        """Return whether kernels can run the function on parts of tensors, with an exchange that combines reductions.
 
-        How many elements a tensor has is then not known.
+        The number of elements of a full tensor is not known there, so the function must not read it.
         """
         traced = self._first_trace(FusedCall(args, kwargs))
         return not traced.unlowered and all(step.name != "numel" for step in traced.program.instructions)
 
     def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
-        """Would the maths also take 0-d tensors for its live numbers? An op's `alpha=` would not."""
+        """Return whether the function also takes 0-d tensors for its live numbers; an op's `alpha=` does not."""
         program = self._first_trace(FusedCall(args, kwargs)).program
         return all(
             isinstance(declared.type, torch.TensorType)
@@ -214,7 +214,7 @@ class FusedFunction:
         return self._trace(call, route_of([c[0] for c in columns], columns))
 
     def _plan(self, call: FusedCall, columns: Columns) -> tuple[ExecutionPlan, Addresses]:
-        """The plan that fits, and where the columns are as far as that took a look at it."""
+        """The plan that fits, and the addresses of the columns as far as finding it read them."""
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
             addresses = plan.match(columns)
@@ -222,7 +222,7 @@ class FusedFunction:
                 return plan, addresses
         plan = self._make_plan(call, columns)
         if any(isinstance(group, TritonExecutor) and group.is_capturing() for _, group in plan.groups):
-            # What a plan puts on the device is filled at replay, so no eager call may use it.
+            # The memory that this plan puts on the device is filled at replay, so no eager call may use it.
             return plan, [None] * len(columns)
         plans.insert(0, plan)
         del plans[self.PLANS :]

@@ -1,9 +1,9 @@
-"""A call that was made before: what of it must still be looked at before its launch is made again.
+"""A cache of launches: the few checks that a repeated call needs before its launch is repeated.
 
-A step of an optimizer is the same fused call as the last one, with gradients and numbers of its own. Its lists are the
-same objects, and the promises of their holders (`columns.Elements`) leave the addresses of parameters and gradients,
-and how matrices lie there, as all that can have changed. So when a call has ended in one launch, the call that follows
-it in the same form compares those, and nothing else of what `FusedFunction` looks at in general.
+An optimizer step makes the same fused call as the step before, with new gradients and numbers. Its lists are the same
+objects, and by the promises of their holders (`tensor_columns.TensorColumn`) only the addresses of parameters and
+gradients, and the layout of matrices there, can have changed. So after a call that ended in one launch, the next call
+of the same form compares only these, and skips the other checks of `FusedFunction`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class CachedLaunch:
     """The launch that a call ended in."""
 
     key: tuple[Any, ...]
-    """The call's."""
+    """The key of the call."""
     edition: object
-    """Of the kernels of the function; another one once they were tuned."""
+    """The edition of the function's kernels; stale once they were tuned."""
     places: list[tuple[int, AddressLayoutGuard]]
-    """The leaves that may have moved, and where they were."""
+    """The leaves whose addresses may change, and the guards on them."""
     group: TritonExecutor
     binding: PointerTable
 
     def repeat(self, call: FusedCall, edition: object, columns: Columns, prelude: Prelude | None) -> bool:
-        """Make the launch again, if this call is the same but for its numbers; False where it may be another."""
+        """Repeat the launch if the call is the same except for its numbers; return False where it may differ."""
         group = self.group
         if (
             call.key != self.key
@@ -57,7 +57,7 @@ class CachedLaunch:
 
 
 class LaunchCache:
-    """What calls of one form share: the launch that the last of them ended in, if another may just repeat it."""
+    """The launch that the last call of one form ended in, if the next call may repeat it."""
 
     __slots__ = ("ready",)
 
@@ -67,7 +67,7 @@ class LaunchCache:
     def note(
         self, call: FusedCall, edition: object, columns: Columns, guards: Sequence[ColumnGuard], group: TritonExecutor
     ) -> None:
-        """The call was made, by this group alone."""
+        """Remember the launch of a call that this executor alone has run."""
         self.ready = None
         binding = group.repeatable_binding()
         if binding is None or recording_now() is not None:

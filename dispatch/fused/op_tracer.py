@@ -1,4 +1,4 @@
-"""How each op on stand-ins becomes instructions: itself, through an expansion or a decomposition, or is refused."""
+"""Tracing of ops on stand-ins into instructions: directly, by an expansion or a decomposition, or refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class OpTracer(TorchDispatchMode):
         return ProxyTensor(source.cell, source.dtype, source.extent, self)
 
     def _is_simple(self, func: OpOverload) -> bool:
-        """Could this op be one instruction: one tensor out, and a class that acts element by element?"""
+        """Return whether an op can be one instruction: one tensor out, no reduction over dims, a traceable class."""
         returns = func._schema.returns
         one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
         whole = func._schema.name.rpartition("::")[2] not in REDUCTIONS or func._overloadname == "default"

@@ -1,4 +1,4 @@
-"""The plan of a fused call: which of its elements run in which way, and for which later calls that holds."""
+"""The plan of a fused call: the way in which each element runs, and guards for the later calls that it fits."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class ExecutionPlan:
 
     guards: list[ColumnGuard]
     groups: list[tuple[list[int], Executor]]
-    """Which elements, and how they run."""
+    """The indices of the elements of each group, and their executor."""
     mapped: EagerExecutor
-    """What runs instead when elements of several groups share memory that is written: they take turns."""
+    """The executor that runs instead, element by element, when several groups share memory that is written."""
     is_compiled: bool = False
-    """Was Triton asked for its kernels?"""
+    """True once its kernels were compiled."""
 
     def __post_init__(self) -> None:
         traces = [group.trace for _, group in self.groups if isinstance(group, TorchExecutor | TritonExecutor)]
-        # What the function itself writes, where a group runs that, is not known.
+        # Where a group runs the function itself, the tensors that it writes are not known.
         is_known = len(self.groups) == len(traces) > 1
         self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
         self._compared: tuple[list[int], bool] = [], False
 
     def match(self, columns: Columns) -> Addresses | None:
-        """Where these columns are, as far as that took a look at them; None when the plan is not for them."""
+        """The addresses of these columns, as far as the check read them; None when the plan does not fit."""
         addresses: Addresses = []
         for guard, column in zip(self.guards, columns, strict=True):
             if not guard.matches(column, addresses):
@@ -49,13 +49,13 @@ class ExecutionPlan:
         return addresses
 
     def compile(self) -> None:
-        """Have the kernels of all groups compiled at once, the first time."""
+        """Compile the kernels of all groups at once, the first time."""
         if not self.is_compiled:
             self.is_compiled = True
             compile_together([group.grid for _, group in self.groups if isinstance(group, TritonExecutor)])
 
     def groups_overlap(self, columns: Columns) -> bool:
-        """Does a group write memory of another one?"""
+        """Return whether a group writes memory of another one, or an element that of another."""
         if not self._written:
             return False
         addresses = [a for column in columns for a in addresses_of(column)]

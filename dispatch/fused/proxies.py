@@ -1,4 +1,4 @@
-"""Stand-ins for one element of a list: a dtype and an extent, but no values, and no shape that may be asked for."""
+"""Stand-ins for one element of a list: a dtype and an extent, but no values, and no shape that may be read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHAPES = {Shape.PER_ELEMENT: (3, 5), Shape.PER_TENSOR: (), Shape.PER_BLOCK: (blo
 
 
 class Tracer(Protocol):
-    """What a stand-in knows of the trace that made it."""
+    """The part of a trace that its stand-ins use."""
 
     device: torch.device
     depth: int
-    """How deep the trace is in code of its own, which may ask for shapes."""
+    """The depth of the tracer's own code on the stack, which may read shapes."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ProxyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Nothing reaches a stand-in outside its trace."""
+        """Raise RuleError: no op may reach a stand-in outside its trace."""
         raise RuleError(f"{func}: a tensor of fused maths outlived the call that made it")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -82,7 +82,7 @@ class ProxyTensor(torch.Tensor):
 
 
 EXAMPLES: dict[type, float] = {torch.SymFloat: 0.5, torch.SymInt: 2}
-"""What stands for a live number where only its type matters."""
+"""A plain number for each type of live number, for where only the type matters."""
 
 
 def _wrapped(value: Any, other: Any) -> Any:

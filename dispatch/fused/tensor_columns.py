@@ -1,7 +1,7 @@
-"""The tensors of one argument over all elements, and how they are known again in the next call.
+"""The tensors of one argument over all elements, and guards that recognize them in the next call.
 
-A step over a thousand tensors costs what it takes to look at each of them, so a column is looked at as little as
-its holder's promises allow: by identity, by addresses, or by all that a plan depends on.
+A step over a thousand tensors takes as long as checking each of them, so a column is checked only as far as the
+promises of its holder require: by identity, by addresses, or by everything that a plan depends on.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _nbytes = attrgetter("nbytes")
 
 
 class TensorColumn(list[Tensor]):
-    """One tensor for each element of a list: how lists reach the core. Never changed once made.
+    """One tensor for each element of a list, never changed once made: the form in which lists are dispatched.
 
-    A promise of its holder spares looks at every tensor in every call.
+    A promise of its holder saves checks of every tensor in every call.
 
     Args:
         tensors: the tensors.
         is_fixed: neither the tensors nor their memory change while this object lives, and autograd has saved
-            none of them that does not require grad. Then the list is known by identity, and not even addresses
-            are read again. The memory is kept for as long.
+            none of them that does not require grad. Then the list is recognized by identity, and not even
+            addresses are read again. The memory is kept for as long.
         keeps_layout: a tensor whose address is what it was in the last call with this list has the shape and dtype it
-            had then, as parameters do. Then addresses are all that is read again, and how matrices lie there.
+            had then, as parameters do. Then only addresses, and the layout of matrices there, are read again.
         like: the list that promises so for this one, as a list of parameters does for their gradients, of which
             there is a new list in each step.
     """
@@ -66,7 +66,7 @@ class BroadcastColumn(list[Tensor]):
 
 Columns = Sequence[Sequence[Tensor]]
 Addresses = list[list[int] | None]
-"""For each column where its tensors start, as far as that was looked up in this call; [] for a fixed column."""
+"""For each column the addresses of its tensors; None where this call did not read them, [] for a fixed column."""
 
 
 def distinct(column: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -75,23 +75,23 @@ def distinct(column: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def is_fixed(column: Sequence[Tensor]) -> bool:
-    """Does the holder of this column promise that it stays as it is?"""
+    """Return whether the holder of a column promises that it never changes."""
     return isinstance(column, TensorColumn) and column.is_fixed
 
 
 def addresses_of(column: Sequence[Tensor]) -> list[int]:
-    """Where the tensors of a column start; nothing for a fixed one."""
+    """The addresses of the tensors of a column; an empty list for a fixed one."""
     return [] if is_fixed(column) else list(map(Tensor.data_ptr, distinct(column)))
 
 
 class ImmutableColumns:
-    """The fixed lists among some columns, known again by identity and not kept alive."""
+    """The fixed lists among some columns, recognized by identity and not kept alive."""
 
     def __init__(self, columns: Columns) -> None:
         self._references = [weakref.ref(c) if is_fixed(c) else None for c in columns]
 
     def matches(self, columns: Columns) -> bool:
-        """Are the same columns fixed, and are they the same lists?"""
+        """Return whether the same columns are fixed, and are the same lists."""
         for reference, column in zip(self._references, columns, strict=True):
             if is_fixed(column) if reference is None else reference() is not column:
                 return False
@@ -99,9 +99,9 @@ class ImmutableColumns:
 
 
 class ColumnGuard:
-    """Are the tensors of a column like those of the column it was made for?
+    """A guard that the tensors of a column are like those of the column it was made for.
 
-    A fixed list is known by identity, tensors that keep their layout by address. Others are compared by type,
+    A fixed list is recognized by identity, tensors that keep their layout by address. Others are compared by type,
     dtype, device, shape, strides and requires_grad, also when they are the same objects: `p.data = ...` and
     `p.requires_grad_()` change them.
     """
@@ -112,11 +112,11 @@ class ColumnGuard:
         self._places: weakref.WeakKeyDictionary[TensorColumn, AddressLayoutGuard] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: Addresses) -> bool:
-        """Is every tensor like the one in its place?
+        """Return whether every tensor is like the one in its place.
 
         Args:
             column: the tensors.
-            addresses: where they start is appended to it, or None if that was not looked up.
+            addresses: the tensors' addresses are appended to it, or None if they were not read.
         """
         if self._list is not None and self._list() is column:
             addresses.append([])
@@ -135,28 +135,28 @@ class ColumnGuard:
         return True
 
     def places(self, column: Sequence[Tensor]) -> AddressLayoutGuard | None:
-        """Where the tensors of this column were last seen; None where an address does not tell all about them."""
+        """The addresses last seen under this column's promise; None where it has none, or gradients are recorded."""
         holder = _promising(column)
         return None if holder is None else self._places.get(holder)
 
 
 def _promising(column: Sequence[Tensor]) -> TensorColumn | None:
-    """The list whose promise makes addresses tell all there is to know about this column.
+    """The list by whose promise addresses alone identify the tensors of this column; None without one.
 
-    Where autograd records, it matters too which tensors it follows.
+    While gradients are recorded there is none: whether each tensor requires grad matters, too.
     """
     return column.holder if isinstance(column, TensorColumn) and not torch.is_grad_enabled() else None
 
 
 def _reaches(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each tensor the bytes from the first of its elements to behind the last."""
+    """For each tensor, the bytes from its first element to behind its last."""
     if all(map(Tensor.is_contiguous, tensors)):
         return list(map(_nbytes, tensors))
     return [_reach(t) * t.element_size() for t in tensors]
 
 
 def _reach(tensor: Tensor) -> int:
-    """From the first of its elements to behind the last, counted in elements."""
+    """The number of elements from the first to behind the last in memory."""
     count = tensor.numel()
     if tensor.is_contiguous() or not count:
         return count
@@ -164,10 +164,10 @@ def _reach(tensor: Tensor) -> int:
 
 
 def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
-    """Does memory that the columns of these numbers write overlap what another one, or another element, holds?
+    """Return whether memory of the columns at indices `stored` overlaps that of another column or element.
 
-    Sorted by where they start, stretches of memory form clusters that touch; a cluster of several with a
-    written one among them means that the order of the writes matters.
+    Memory ranges, sorted by start, form clusters of ranges that overlap; in a cluster of several ranges with a written
+    one among them, the order of the writes matters.
     """
     if not stored:
         return False

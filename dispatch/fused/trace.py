@@ -1,7 +1,7 @@
-"""Tracing straight-line maths once, on stand-ins for one element of every list, into a program.
+"""Tracing of straight-line math once, on stand-ins for one element of every list, into a program.
 
-The stand-ins have a dtype and an extent but no values, so whatever would need a value or a shape is refused with the
-line of the user's source that asked for it.
+The stand-ins have a dtype and an extent but no values, so reading a value or a shape is refused with the line of the
+user's source that asked for it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from subtensors.kernels.fused.program import Parameter, Program, Shape
 
 @dataclass
 class Trace:
-    """A program with what the host needs around it."""
+    """A program with the data that the host needs to run it."""
 
     program: Program
     scalars: tuple[Callable[[Sequence[float]], float], ...]
-    """How each of the program's live numbers is computed from the numbers of the call."""
+    """For each of the program's live numbers, the function that computes it from the numbers of the call."""
     expressions: tuple[str, ...]
-    """The same, to be read."""
+    """The same, as text."""
     results: Any
-    """What the function returned: `Returned` leaves in a nest of tuples, lists and dicts."""
+    """The result of the function: `Returned` leaves in a pytree of tuples, lists and dicts."""
     unlowered: tuple[str, ...] = ()
     """Ops with no Triton formula: the program then runs through torch."""
 
@@ -55,17 +55,17 @@ def trace(
     """Record what `function` does to one element of every list.
 
     Args:
-        function: straight-line maths on tensors and numbers.
-        parameters: what the tensors are.
+        function: straight-line math on tensors and numbers.
+        parameters: descriptions of the tensors.
         numbers: the kinds of the Python numbers whose values stay live.
         call: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
         device: where the elements live.
 
     Returns:
-        The program, how its live numbers are computed, and what the function returned.
+        The program, how its live numbers are computed, and the result of the function.
 
     Raises:
-        RuleError: when the maths is not straight-line, or holds an op without a rule; with the source line.
+        RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """
     tracer = OpTracer(device, tuple(parameters))
     live = ops.LiveNumbers()
@@ -90,7 +90,7 @@ def trace(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say which line of the user's needed the value of a live number, or raised an error of its own."""
+    """A context that adds the line of the user's source to errors: a live number's value read, or the user's own."""
     try:
         yield
     except ops.undecidable() as error:
@@ -113,7 +113,7 @@ def _line_of(error: Exception) -> str:
 def _returned(
     leaf: Any, stand_ins: Sequence[ProxyTensor], outputs: list[int], function: Callable[..., Any]
 ) -> Returned | None:
-    """What a leaf of the function's result is; the number of a value that is an output is added to `outputs`."""
+    """Classify a leaf of the result as a parameter or an output; append an output's value number to `outputs`."""
     if leaf is None:
         return None
     for i, stand_in in enumerate(stand_ins):

@@ -202,11 +202,11 @@ class TritonExecutor(Executor):
             torch.autograd.graph.increment_version(columns[parameter])
 
     def is_on_current_device(self) -> bool:
-        """Can it launch without a change of device?"""
+        """Return whether it can launch without a change of device."""
         return not self.is_cuda or self.device.index == torch.cuda.current_device()
 
     def repeatable_binding(self) -> PointerTable | None:
-        """The pointer table of the last eager launch, if it may be launched again without a look at anything but it."""
+        """The pointer table of the last eager launch, if that launch may be repeated without any other check."""
         if self.copies or self.returns or not self.bindings or self.bindings[0].overlaps or self.is_capturing():
             return None
         return self.bindings[0]
@@ -280,7 +280,7 @@ class TritonExecutor(Executor):
         return binding
 
     def is_capturing(self) -> bool:
-        """Is this call recorded into a CUDA graph rather than run?"""
+        """Return whether this call is being captured into a CUDA graph rather than run."""
         return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _scalars(self, binding: PointerTable, numbers: list[float], is_capturing: bool) -> Tensor:

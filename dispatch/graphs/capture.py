@@ -1,4 +1,4 @@
-"""What torch keeps private of CUDA graph captures and their pools: one function each, with the versions checked."""
+"""Private torch APIs of CUDA graph captures and their pools: one function each, with the versions checked."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _forget_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any
 
 
 def _begin_capture(stream: torch.cuda.Stream) -> None:
-    """Have CUDA begin a capture that torch does not know of."""
+    """Begin a CUDA capture that torch does not know of."""
     thread_local = 1
     status = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), thread_local)
     if status:
@@ -119,12 +119,12 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 @contextmanager
 def growing_segments() -> Iterator[None]:
-    """What is allocated meanwhile comes from segments that grow where they are. Checked on 2.11.
+    """A context in which allocations come from segments that grow in place. Checked on 2.11.
 
-    A segment that can't grow is of no use to a graph that needs a larger one. The setting is the process's, and its
-    allocator is made for a change: it keeps what it has, and never mixes the two kinds. One thread at a time sets it;
-    another that captures meanwhile has it from that one, or has segments of the usual kind. Other allocators than
-    torch's own have no such setting.
+    A segment that can't grow is of no use to a graph that needs a larger one. The setting is global to the process, and
+    the allocator supports changing it: it keeps the segments it has, and never mixes the two kinds. One thread at a
+    time sets it; another that captures at the same time shares that setting, or gets segments of the usual kind.
+    Allocators other than torch's own have no such setting.
     """
     before = allocator_settings() if torch.cuda.get_allocator_backend() == "native" else None
     if before is None or "expandable_segments:true" in before.lower() or not _growing.acquire(blocking=False):
@@ -165,17 +165,17 @@ def _set_allocator(settings: str) -> None:
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
-    """How much device memory the segments of a private pool have. Checked on 2.11."""
+    """The bytes of device memory in the segments of a private pool. Checked on 2.11."""
     return sum(end - begin for begin, end in pool_segments(pool))
 
 
 def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
-    """Where the segments of a private pool begin and end. Checked on 2.11."""
+    """The begin and end addresses of the segments of a private pool. Checked on 2.11."""
     return [(s["address"], s["address"] + s["total_size"]) for s in _segments(pool)]
 
 
 def held_bytes(pool: tuple[int, int]) -> int:
-    """How much memory of a private pool belongs to tensors. Checked on 2.11."""
+    """The bytes of a private pool that tensors hold. Checked on 2.11."""
     return sum(s["active_size"] for s in _segments(pool))
 
 
@@ -227,7 +227,7 @@ def traced(
 
 
 def writes(node: torch.fx.Node) -> bool:
-    """Does an op of a graph write to its arguments?"""
+    """Return whether a node calls an op that writes to its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
@@ -241,7 +241,7 @@ def _simpler_ops() -> dict[Any, Callable[..., Any]]:
 
 @requires("torch._functorch.partitioners.min_cut_rematerialization_partition")
 def saved_values(graph: torch.fx.Graph, owner: torch.nn.Module, results: int, gradients: int) -> list[torch.fx.Node]:
-    """What the compiler would have a forward save for its backward, of a graph of both. Checked on 2.11, 2.13.
+    """The nodes of a joint graph that the compiler would save in forward for backward. Checked on 2.11, 2.13.
 
     Args:
         graph: returns results, gradients, and the tensors that stand for the gradients of results; its nodes have the
@@ -270,17 +270,17 @@ def saved_values(graph: torch.fx.Graph, owner: torch.nn.Module, results: int, gr
 
 
 def random_place(device: torch.device) -> torch.Tensor:
-    """Where the random generator of a device is; the host knows. Checked on 2.11, 2.13."""
+    """The state of a device's random generator, which the host knows. Checked on 2.11, 2.13."""
     return _generator(device).get_state()
 
 
 def go_to_random_place(device: torch.device, place: torch.Tensor) -> None:
-    """Set the random generator of a device to where it was."""
+    """Set the random generator of a device to a state that `random_place` returned."""
     _generator(device).set_state(place)
 
 
 def seed_random_numbers(device: torch.device, seed: int) -> None:
-    """Have the random generator of a device begin from a seed, and no other; `torch.manual_seed` seeds those of all."""
+    """Seed the random generator of this device alone; `torch.manual_seed` seeds those of all devices."""
     _generator(device).manual_seed(seed)
 
 

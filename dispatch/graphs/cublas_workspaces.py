@@ -21,7 +21,7 @@ _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Have cuBLAS and cuBLASLt take theirs for this thread and the current stream, where they have none.
+    """Allocate the workspaces of cuBLAS and cuBLASLt for this thread and the current stream, where they have none.
 
     Args:
         device: the current one, a CUDA device with its index.
@@ -35,7 +35,7 @@ def make_workspaces(device: torch.device) -> None:
 
 
 def _memory(device: torch.device) -> AbstractContextManager[None]:
-    """What is made meanwhile comes from the pool of the current stream; other allocators than torch's own have none."""
+    """A context in which allocations come from the pool of the current stream; only torch's own allocator has pools."""
     if torch.cuda.get_allocator_backend() != "native":
         return nullcontext()
     key = device.index, torch.cuda.current_stream(device).cuda_stream

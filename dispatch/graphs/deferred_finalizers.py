@@ -1,4 +1,4 @@
-"""What must not happen while a CUDA graph is captured, and is done when none is any more.
+"""Work that must not run while a CUDA graph is captured, deferred until no capture is under way.
 
 Note [Finalizers and captured graphs] Objects die at any moment: also while a stream is captured, by a recording of
 ours, by torch.compile, by the user. A finalizer that then waits for the device, unmaps memory or unlocks pages is not
@@ -38,7 +38,7 @@ _streams: dict[int, list[int]] = {}
 
 
 def is_capturing() -> bool:
-    """Is this thread's current stream captured, or one of torch's on a watched device, or does a recording capture?"""
+    """Return whether a recording captures, or the current stream is captured, or a torch stream of a watched device."""
     if _captures > 0:
         return True
     if not torch.cuda.is_initialized():
@@ -47,10 +47,10 @@ def is_capturing() -> bool:
 
 
 def watch(device: torch.device) -> None:
-    """From now on `is_capturing` also tells of captures by other threads, on torch's own streams of this device.
+    """Make `is_capturing` also report captures by other threads, on torch's own streams of this device.
 
-    A capture on a stream that another library made is known of in the thread alone whose current stream that is; so is
-    any where the package cuda-bindings is not installed.
+    A capture on a stream that another library made is seen only by the thread whose current stream that is; so is any
+    capture where the package cuda-bindings is not installed.
 
     Args:
         device: a CUDA device with its index, or a CPU, for which there is nothing to do.
@@ -65,10 +65,10 @@ def watch(device: torch.device) -> None:
 
 
 def run_or_defer(work: Work) -> None:
-    """Do this now, or after the capture that is on.
+    """Run work now, or after the capture that is under way.
 
     Args:
-        work: gives back what a dead object held. Where it raises RuntimeError it is called again later, and goes on.
+        work: frees what a dead object held. If it raises RuntimeError it is called again later, and continues.
 
     Example:
         >>> run_or_defer(lambda: print("given back"))
@@ -81,7 +81,7 @@ def run_or_defer(work: Work) -> None:
 
 
 def run_deferred() -> None:
-    """Do what waited, unless a capture is still on, or another caller is at it."""
+    """Run the deferred work, unless a capture is still under way or another caller is running it."""
     if not _waiting or is_capturing() or not _is_busy.acquire(blocking=False):
         return
     try:
@@ -102,7 +102,7 @@ def run_deferred() -> None:
 
 
 def waiting() -> int:
-    """How many pieces of work wait."""
+    """The number of deferred pieces of work."""
     return len(_waiting)
 
 
@@ -113,7 +113,7 @@ def _after_collection(phase: str, info: dict[str, Any]) -> None:
 
 @contextmanager
 def no_gc_during_capture() -> Iterator[None]:
-    """While a graph is captured here no garbage is collected, and what finalizers hand in waits until it is over."""
+    """A context for capturing a graph: no garbage is collected, and finalizers' work is deferred until it ends."""
     global _captures
     with _counts:
         _captures += 1

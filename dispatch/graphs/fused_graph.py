@@ -66,7 +66,7 @@ class Recording:
 
     Args:
         device: that all of them run on.
-        has_ops: do the calls run ops of torch's beside the launches?
+        has_ops: whether the calls run torch ops beside the launches.
 
     Example:
         >>> import torch
@@ -261,7 +261,7 @@ class Recording:
         self._words[:count].copy_(pinned, non_blocking=True)
 
     def is_what_the_device_has(self) -> bool:
-        """Does the device's copy of numbers and tables agree with the host's? Waits for the device."""
+        """Return whether the device's copy of numbers and tables equals the host's. Waits for the device."""
         return bool((self._words.cpu().numpy() == self._host).all())
 
 
@@ -287,5 +287,5 @@ def _recording(recording: Recording) -> Iterator[None]:
 
 
 def recording_now() -> Recording | None:
-    """What fused calls are being recorded into; None while they run."""
+    """The recording that fused calls are recorded into now; None when they run instead."""
     return _active.get()

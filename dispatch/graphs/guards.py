@@ -1,4 +1,4 @@
-"""Guards: are the tensors of a call what and where those of an earlier one were? C++ that torch keeps private looks."""
+"""Guards: checks that a call's tensors match those of an earlier call, by private C++ functions of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class MetadataGuard:
-    """Are these tensors like those: type, dtype, device, shape, strides, requires_grad? One C++ loop.
+    """A check of tensors' type, dtype, device, shape, strides and requires_grad against earlier ones, in one C++ loop.
 
     Checked on 2.11, 2.13.
     """
@@ -30,7 +30,7 @@ class MetadataGuard:
         self._guards: Any = _guards(distinct) if has_strides else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Is every tensor like the one in its place?"""
+        """Return whether every tensor has the metadata of the one in its place."""
         if len(tensors) != self._count:
             return False
         if self._firsts is not None:
@@ -49,7 +49,7 @@ class MetadataGuard:
 
 
 class _PythonGuards:
-    """What torch's guards do, in Python."""
+    """A Python equivalent of torch's `TensorGuards`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._described = list(map(_metadata, tensors))
@@ -70,14 +70,14 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class AddressGuard:
-    """Are these tensors where those were? One C++ loop where torch has CUDA. Checked on 2.11, 2.13."""
+    """A check of tensors' addresses against earlier ones; one C++ loop where torch has CUDA. Checked on 2.11, 2.13."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))
         self._all = list(range(len(self.addresses)))
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Does every tensor start where the one in its place did?"""
+        """Return whether every tensor starts at the address of the one in its place."""
         if len(tensors) != len(self.addresses):
             return False
         if _are_at is not None:
@@ -95,9 +95,9 @@ class AddressGuard:
 
 
 class AddressLayoutGuard(AddressGuard):
-    """Are these tensors where those were, and laid out as they were?
+    """A check of tensors' addresses and layouts against earlier ones.
 
-    A vector at its address is the same one; what has more dimensions may have been transposed there.
+    A vector at the same address is the same vector; a tensor of more dimensions may have been transposed in place.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -106,19 +106,19 @@ class AddressLayoutGuard(AddressGuard):
         self._layouts = MetadataGuard([tensors[i] for i in self._matrices])
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Is every tensor where and as the one in its place was?"""
+        """Return whether every tensor has the address and the layout of the one in its place."""
         if not super().matches(tensors):
             return False
         return not self._matrices or self._layouts.matches([tensors[i] for i in self._matrices])
 
 
 class IdentityGuard(AddressGuard):
-    """Are these tensors what those were, `MetadataGuard`, and where they were?
+    """A check of tensors' metadata (`MetadataGuard`) and addresses against earlier ones.
 
     Args:
-        tensors: in an order that later ones come in too.
-        modes: C++ finds tensors alike in the grad mode, inference mode and autocast that it met them in. Of so many it
-            is told by `met_again`; the oldest are forgotten.
+        tensors: in the order in which later ones are passed too.
+        modes: how many combinations of grad mode, inference mode and autocast to keep; the C++ check passes only in
+            the one that it was made in. `met_again` adds the current one; the oldest are dropped.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], modes: int = 1) -> None:
@@ -126,7 +126,7 @@ class IdentityGuard(AddressGuard):
         self._alike = deque([MetadataGuard(tensors)], modes)
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Is every tensor the same in both?"""
+        """Return whether every tensor has the address and the metadata, in a kept mode, of the one in its place."""
         if super().matches(tensors):
             for guard in self._alike:  # `any` of a generator would take longer than a guard of few tensors
                 if guard.matches(tensors):
@@ -134,5 +134,5 @@ class IdentityGuard(AddressGuard):
         return False
 
     def met_again(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are the same, as the caller knows, in the modes of now."""
+        """Accept these tensors, which the caller knows to be the same, in the current modes too."""
         self._alike.appendleft(MetadataGuard(tensors))

@@ -40,7 +40,7 @@ class GraphNumbers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """The launches that are captured meanwhile are of these."""
+        """A context in which captured launches take their numbers from here."""
         token = _active.set(self)
         try:
             yield
@@ -87,5 +87,5 @@ _active: ContextVar[GraphNumbers | None] = ContextVar("graph_numbers", default=N
 
 
 def graph_numbers() -> GraphNumbers | None:
-    """Where the numbers of launches that are captured now are kept; None where nobody keeps them."""
+    """The `GraphNumbers` of the launches that are captured now; None outside of `GraphNumbers.kept`."""
     return _active.get()

@@ -113,7 +113,7 @@ class GraphPool:
             self.stream = _stream_of_its_own(self.device)
 
     def order(self) -> None:
-        """Have the current stream wait for the replays on another one, if the last was there."""
+        """Make the current stream wait for the last replay, if that was on another stream."""
         number = current_stream(self.device)
         if number != self._last_number:
             current = torch.cuda.current_stream(self.device)

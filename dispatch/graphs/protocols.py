@@ -1,4 +1,4 @@
-"""What launches must tell of themselves so that they can be recorded and replayed."""
+"""Protocols of launches that can be recorded and replayed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Swept(Protocol):
 
     @property
     def table_size(self) -> int:
-        """How many numbers `rows` gives."""
+        """The number of words in the table that `rows` returns."""
         ...
 
     def rows(self, pointers: Words) -> Words:
@@ -55,30 +55,30 @@ class Swept(Protocol):
 
 
 class Numbered(Protocol):
-    """What makes a launch with live numbers: `TritonExecutor`."""
+    """An executor of launches with live numbers: `TritonExecutor`."""
 
     @property
     def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
-        """How they are computed from those of the call."""
+        """The functions that compute the live numbers from the numbers of the call."""
         ...
 
     @property
     def kinds(self) -> Sequence[type[float] | type[int]]:
-        """Of its live numbers, and of its tensors on the host."""
+        """The Python types of the live numbers, then of the tensors on the host."""
         ...
 
 
 class Recordable(Numbered, Protocol):
-    """What makes a launch that can be recorded: `TritonExecutor` and its like."""
+    """An executor of launches that can be recorded: `TritonExecutor` and its like."""
 
     @property
     def grid(self) -> Swept:
-        """What it sweeps over."""
+        """The tensors that a launch sweeps over."""
         ...
 
     @property
     def hosts(self) -> Sequence[int]:
-        """Which parameters are on the host."""
+        """The indices of the parameters that are on the host."""
         ...
 
     @property
@@ -93,12 +93,12 @@ class Recordable(Numbered, Protocol):
 
     @property
     def is_seeded(self) -> bool:
-        """Does it round stochastically?"""
+        """Return whether the launch rounds stochastically."""
         ...
 
     @property
     def seed(self) -> Tensor:
-        """Handed over where it does not."""
+        """The seed to pass to a launch that does not round stochastically."""
         ...
 
     def new_arenas(self) -> list[Tensor]:

@@ -1,14 +1,14 @@
-"""Tensors whose memory is away: found, and put to sleep, so that every op refuses them until they are woken.
+"""Released tensors, whose memory is unmapped: found by address, they refuse every op until they are restored.
 
-Note [How a tensor sleeps]
-A kernel that touches unmapped memory ends the process, or its CUDA context. So before memory is taken away, every
-Python tensor over it, carved from the arena or a view, parameter or gradient of it, gets a class that refuses all ops
-in `__torch_function__`; while a tensor is awake, nothing is looked at. Much of torch asks no `__torch_function__`:
-`torch.tensor(t)`, the transforms of `torch.func`, scripted functions, a backward pass that is handed a gradient. So a
-tensor that sleeps has no memory either, which torch's own code then says; it is kept beside it. What C++ holds without
-a Python tensor can't be given a class: the saved tensors of an autograd graph above all. Reference counts tell that
-there are any, and then the memory stays. A captured CUDA graph holds bare addresses, which no count shows: for those
-there is `Arena.guard`.
+Note [How a tensor is released]
+A kernel that touches unmapped memory ends the process, or its CUDA context. So before memory is unmapped, every Python
+tensor over it, carved from the arena or a view, parameter or gradient of it, gets a class that refuses all ops in
+`__torch_function__`; a tensor that is not released has its own class, and its ops are not checked. Much of torch does
+not call `__torch_function__`: `torch.tensor(t)`, the transforms of `torch.func`, scripted functions, a backward pass
+that is handed a gradient. So a released tensor has no memory either, and torch's own code raises for it; the memory is
+kept in an attribute of the tensor. Tensors that C++ holds without a Python object can't be given a class: the saved
+tensors of an autograd graph above all. Reference counts show that there are any, and then the memory stays. A captured
+CUDA graph holds bare addresses, which no count shows: `Arena.guard` is for those.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _METHODS = (
     "is_signed is_conj is_neg is_inference __len__"
 ).split()
 
-# What may be asked of a tensor that sleeps: nothing of it reads the memory, or gives its address to someone who might.
+# Allowed on a released tensor: none of these reads the memory, or gives its address to code that might.
 _AWAKE_TOO = frozenset(
     [getattr(Tensor, name).__get__ for name in _ATTRIBUTES]
     + [getattr(Tensor, name) for name in _METHODS]
@@ -50,14 +50,14 @@ _ASKED_OF_MEMORY = frozenset(
     [getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")]
     + [Tensor.is_conj, Tensor.is_neg]
 )
-"""What a tensor without memory may say otherwise."""
+"""The attributes and methods that may give wrong answers on a tensor without memory: its memory is asked instead."""
 
-_MEMORY = "_memory_of_sleeper"
+_MEMORY = "_memory_of_released"
 _REASON = "{} on a tensor of a released Arena: call restore() on the Arena first"
 
 
 class ReleasedTensor:
-    """What the class of a sleeping tensor has before its own."""
+    """The class that a released tensor has before its own, which refuses all ops but those on metadata."""
 
     @classmethod
     def __torch_function__(
@@ -67,13 +67,13 @@ class ReleasedTensor:
             args = memory_of(args[0]), *args[1:]
         if func in _AWAKE_TOO:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-        return refuse_sleeper(torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func)))
+        return refuse_released(torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func)))
 
     def __getattribute__(self, name: str) -> Any:
         # Methods that a subclass writes in Python do not ask __torch_function__.
         if name in _NAMES or (name.startswith("__") and name not in ("__deepcopy__", "__reduce_ex__")):
             return super().__getattribute__(name)
-        return refuse_sleeper(name)
+        return refuse_released(name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, its Arena is released)"  # type: ignore[attr-defined]
@@ -84,24 +84,24 @@ class _PassesCompiler(AddressError, AssertionError):
 
 
 def memory_of(t: Tensor) -> Tensor:
-    """The tensor; where it sleeps, the memory that it keeps, which nothing may read."""
+    """The tensor; for a released one, the memory that it keeps, which nothing may read."""
     memory: Tensor = vars(t).get(_MEMORY, t)
     return memory
 
 
-def refuse_sleeper(op: str) -> NoReturn:
-    """AddressError for an op on a tensor whose memory is away."""
+def refuse_released(op: str) -> NoReturn:
+    """Raise AddressError for an op on a released tensor."""
     error = _PassesCompiler if ops.is_in_compiler() else AddressError
     raise error(_REASON.format(op))
 
 
 def check_resident(lists: Iterable[Iterable[Tensor]], op: str = "a kernel") -> None:
-    """AddressError where one of the tensors is asleep: for an op that knows where tensors are without asking them.
+    """Raise AddressError if one of the tensors is released: for an op that uses addresses it has stored.
 
-    While nothing sleeps it looks at none of them.
+    While nothing is released it checks none of them.
     """
     if Release.count and any(isinstance(t, ReleasedTensor) for tensors in lists for t in tensors):
-        refuse_sleeper(op)
+        refuse_released(op)
 
 
 @cache
@@ -128,7 +128,7 @@ class ReferenceCensus:
             # A wrapper runs its inner tensors' ops where no tensor is asked about them: it must refuse itself.
             wrappers = [t for t in everything if any(id(part) in found for part in _inner_tensors(t))]
             # A view holds its base, also where it was given memory elsewhere, as those of `holding_views` are.
-            # Asked past the class: those of another arena may be asleep.
+            # Called on Tensor, past the class: tensors of another arena may be released.
             views = {id(t): t for t in [*everything, *gradients] if Tensor._is_view(t)}
             self._views: dict[int, list[Tensor]] = {}
             """By the id of their base."""
@@ -154,7 +154,7 @@ class ReferenceCensus:
         return None
 
     def _is_held(self, t: Tensor, expected: int) -> bool:
-        """Do more refer to a tensor than so many and its views?"""
+        """Return whether a tensor has more references than the expected ones and those of its views."""
         views = self._views.get(id(t), [])
         if memory_internals.use_count(t) <= expected + len(views):
             return False
@@ -163,22 +163,22 @@ class ReferenceCensus:
 
 
 class Release:
-    """Tensors that sleep.
+    """Tensors that are released together, until `wake`.
 
     Args:
-        tensors: to be put to sleep.
+        tensors: the ones to release.
     """
 
     count: ClassVar[int] = 0
-    """How many sleep at this time."""
+    """The number of releases in force."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         Release.count += 1
-        self._sleepers: list[ref[Tensor]] = []
+        self._released_tensors: list[ref[Tensor]] = []
         try:
             for t in tensors:
                 t.__class__ = _asleep(type(t))
-                self._sleepers.append(ref(t))
+                self._released_tensors.append(ref(t))
                 # A wrapper has none.
                 if not is_traceable_wrapper_subclass(t):
                     vars(t)[_MEMORY] = memory_internals.take_memory(t, _REASON.format("a kernel of torch"))
@@ -187,10 +187,10 @@ class Release:
             raise
 
     def wake(self) -> None:
-        """Give the tensors that are still there their own class again."""
+        """Give the tensors that are still alive their memory and their own class again."""
         Release.count -= 1
-        for sleeper in self._sleepers:
-            t = sleeper()
+        for reference in self._released_tensors:
+            t = reference()
             if t is not None:
                 if (memory := vars(t).pop(_MEMORY, None)) is not None:
                     memory_internals.give_memory(t, memory)
@@ -215,7 +215,7 @@ def _inner_tensors(t: Tensor) -> list[Tensor]:
 
 
 def _storage_address(t: Tensor) -> int:
-    """Where the tensor's storage begins; 0 for one that has no memory."""
+    """The address at which the tensor's storage begins; 0 for one that has no memory."""
     try:
         storage = t.untyped_storage()
         # The compiler's stand-ins have a storage, on the meta device, and warn of whoever asks for its address.

@@ -1,4 +1,4 @@
-"""What a recording replays: its launches as a CUDA graph, or one by one where Triton interprets kernels on the CPU."""
+"""The launches that a recording replays: a CUDA graph, or one by one where Triton interprets kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CudaTape:
 
     Args:
         device: a CUDA device, with its index.
-        has_ops: are there ops of torch's among the calls?
+        has_ops: whether there are torch ops among the calls.
     """
 
     def __init__(self, device: torch.device, has_ops: bool) -> None:

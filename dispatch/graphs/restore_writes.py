@@ -1,6 +1,6 @@
-"""Tensors that are written to meanwhile have their values again afterwards.
+"""A mode that restores the values of the tensors that are written to under it.
 
-A trace writes to stand-ins only, but where an op meets none: `steps.add_(1)` on a tensor of the program's own is run.
+A trace writes to stand-ins only, unless an op is given none: `steps.add_(1)` on a tensor that the program owns is run.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a torch call on a list becomes: the same call over each element, in as few calls as there can be."""
+"""Torch calls on lists: the same call over each element, in as few calls as possible."""

@@ -1,7 +1,7 @@
 """Matrix functions over lists: elements of one shape are stacked and run as one batched call.
 
-A row says how the call looks on operands with a leading batch dimension, or gives None where stacking would change
-its meaning. Results are selected back out of the batch.
+A row of the table gives the call on operands with a leading batch dimension; `batched_call` gives None where stacking
+would change the result. Results are selected back out of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _linear(
 
 @dataclass(frozen=True)
 class BatchRow:
-    """How many leading operands are matrices, the dimensions each may have, and the call on stacked operands."""
+    """The batched form of a function: the numbers of dims that each operand may have, and the call on stacks."""
 
     dims: tuple[tuple[int, ...], ...]
     batch: Batch
@@ -85,7 +85,7 @@ ROWS = _rows()
 
 @dataclass(frozen=True)
 class BatchedCall:
-    """A call over lists that is one batched call a shape; `groups` are the indices of elements stacked together."""
+    """A call over lists run as one batched call a shape; `groups` are the indices of elements stacked together."""
 
     call: ListCall
     row: BatchRow
@@ -106,16 +106,16 @@ class BatchedCall:
         return out
 
     def describe(self) -> str:
-        """How many shapes there are."""
+        """Describe the call: batched, with the number of shapes."""
         return f"batched by shape ({len(self.groups)} shape{'s' if len(self.groups) > 1 else ''})"
 
 
 def batched_call(call: ListCall) -> BatchedCall | None:
     """The batched form of a call, or None where stacking would change what is computed.
 
-    Every matrix operand must be a list (a plain one would be stacked for nothing), no two shapes may be alone, and
-    autograd must not be recording: selected results share one version counter, so that an in-place op on one of them
-    would look like a change of all.
+    Every matrix operand must be a list (a plain one would be stacked for nothing), at least two elements must have the
+    same shapes, and no operand may require grad while gradients are recorded: selected results share one version
+    counter, so that an in-place op on one of them would look like a change of all.
     """
     row = ROWS.get(call.func)
     if row is None or "out" in call.kwargs or len(call.positions) != len(call.args):

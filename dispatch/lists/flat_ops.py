@@ -1,7 +1,7 @@
-"""Which functions act on each stored value alone, so that they may run on one flat arena of many tensors.
+"""The functions that act on each stored value alone, so that they may run on one flat arena of many tensors.
 
-Between the tensors of an arena lie gaps of a few unused values. A function belongs here when whatever stands in a gap
-can change neither a result nor whether an error is raised: the pointwise ops of the class table, but for some.
+Between the tensors of an arena lie gaps of a few unused values. A function belongs here when the values in a gap can
+change neither a result nor whether an error is raised: the pointwise ops of the class table, but for some.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FOREIGN_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin
 
 @cache
 def acts_on_values(func: Callable[..., Any]) -> bool:
-    """Whether a torch function or method acts on each value alone, as `torch.add` does."""
+    """Return whether a torch function or method acts on each value alone, as `torch.add` does."""
     name = getattr(func, "__name__", "")
     if any(getattr(owner, name, None) is func for owner in (torch.Tensor, torch, torch.nn.functional)):
         return _named(_OPERATORS.get(name, name))
@@ -58,7 +58,7 @@ def acts_on_values(func: Callable[..., Any]) -> bool:
 
 @cache
 def overload_acts_on_values(overload: OpOverload) -> bool:
-    """Whether an aten overload acts on each value alone."""
+    """Return whether an aten overload acts on each value alone."""
     name = overload._schema.name.split("::")[-1]
     bare = name.rstrip("_") or name
     return bare not in _UNFIT and (bare in _IN_PLACE or op_class(overload) is OpClass.POINTWISE)

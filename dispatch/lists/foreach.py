@@ -1,6 +1,6 @@
-"""Which torch calls over lists are one `torch._foreach_*` call, as a table, and the grouping that runs them.
+"""The table of torch calls over lists that are one `torch._foreach_*` call, and the grouping that runs them.
 
-A row names the parameters of a torch function and, for each combination of what stands in them, the foreach overload
+A row names the parameters of a torch function and, for each combination of kinds of operands, the foreach overload
 that computes the same: "L" a list, "S" a Python number, "0" a 0-d tensor. Overloads are resolved once, at the first
 call: resolving a packet at every call costs more than the kernels it launches.
 """
@@ -51,7 +51,7 @@ class Row:
     in_place: bool = True
     functional: bool = True
     is_of_order: bool = False
-    """Whether it compares values. Torch refuses complex ones, for a list by another kind of error than for a tensor."""
+    """True for a comparison: torch refuses complex values, for a list by another kind of error than for a tensor."""
 
 
 _ROWS = [
@@ -79,7 +79,7 @@ _ALPHA_NEEDS_TENSOR = ("add", "sub")
 
 @dataclass(frozen=True)
 class Target:
-    """What a torch function becomes: a row, and the overloads of its functional or its in-place form."""
+    """The foreach form of a torch function: a row, and the overloads of its functional or its in-place form."""
 
     row: Row
     overloads: dict[str, OpOverload]
@@ -199,6 +199,6 @@ def _kind(value: object) -> str:
 
 
 def _repeats_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one address stands twice in the list: a foreach kernel would race where a map takes turns."""
+    """Return whether an address occurs twice in the list: a foreach kernel would race where a map takes turns."""
     addresses = [p for p in map(torch.Tensor.data_ptr, tensors) if p]
     return len(set(addresses)) < len(addresses)

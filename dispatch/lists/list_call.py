@@ -15,9 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class ListCall:
-    """One call with the lists among its arguments taken out.
+    """One call, and the lists among its arguments.
 
-    `leaves` are all arguments in order, `positions` say which of them are lists, and `lists` are those.
+    `leaves` are all arguments in order, `positions` the indices of the lists among them, and `lists` the lists.
     """
 
     func: Callable[..., Any]
@@ -33,7 +33,7 @@ class ListCall:
         return [self.leaves[i] for i in self.positions]
 
     def with_lists(self, values: Iterable[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with each list replaced by the value that stands in its place."""
+        """The arguments with each list replaced by a value."""
         leaves = list(self.leaves)
         for position, value in zip(self.positions, values, strict=True):
             leaves[position] = value
@@ -42,13 +42,13 @@ class ListCall:
         return args, kwargs
 
     def run(self, values: Iterable[object]) -> Any:
-        """The call with each list replaced."""
+        """Make the call with each list replaced by a value."""
         args, kwargs = self.with_lists(values)
         return self.func(*args, **kwargs)
 
 
 def list_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], list_type: type) -> ListCall:
-    """The call taken apart: lists are found at any depth of lists, tuples and dicts."""
+    """Take a call apart: its lists are found at any depth of tuples, lists and dicts."""
     everything: Any = (args, kwargs)
     leaves: list[Any]
     leaves, spec = optree.tree_flatten(everything, none_is_leaf=True)
@@ -57,7 +57,7 @@ def list_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def gather(results: Sequence[Any], wrap: Callable[[list[torch.Tensor]], Any]) -> Any:
-    """Results of each element as one value.
+    """Gather the results of all elements into one value.
 
     Tensors become `wrap(tensors)`; tuples, lists and dicts of one shape become that container of gathered parts
     (`torch.return_types.max` stays one); anything else is the plain list of results.

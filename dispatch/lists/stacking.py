@@ -40,7 +40,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _distance(tensors: Sequence[Tensor]) -> int | None:
-    """How many elements each tensor starts after the one before it; None when a stack of them takes a copy."""
+    """The distance in elements from each tensor to the next; None when a stack of them takes a copy."""
     first = tensors[0]
     addresses = list(map(Tensor.data_ptr, tensors))
     step = addresses[1] - addresses[0]

@@ -1,1 +1,1 @@
-"""What an aten op is: classes, rule tables, the types that kernels read, errors."""
+"""The engine for aten ops: op classes, rule tables, the types that kernels read, errors."""

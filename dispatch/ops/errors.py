@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RuleError(NotImplementedError):
-    """An op that a type has no rule for, or maths that cannot be lowered.
+    """An op that a type has no rule for, or math that cannot be lowered.
 
     The message names the op, its class, the type, and what to do instead.
     """

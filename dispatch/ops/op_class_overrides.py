@@ -1,4 +1,4 @@
-"""The op classes, and the ops that a class lists by name because torch does not say it of them.
+"""The op classes, and the ops that a class lists by name because torch does not declare it for them.
 
 Each group gives the one reason its ops have the class's property; tests put it to the proof by running the ops. Tags
 differ between torch versions: an entry stays while any supported version needs it.
@@ -13,7 +13,7 @@ import torch
 
 
 class OpClass(enum.Enum):
-    """What an op does to its tensors, as a property that a rule can rely on.
+    """The class of an op: an algebraic property that a rule can rely on.
 
     Example:
         >>> from subtensors.dispatch.ops.op_classes import op_class

@@ -1,4 +1,4 @@
-"""Which class an aten op is in: the one table that every rule table is written against.
+"""The class of every aten op: the one table that every rule table is written against.
 
 A class is an algebraic property (see `OpClass`), so a rule written for a class is right for every op in it. An op's
 class is looked up in this order:
@@ -67,7 +67,7 @@ def op_class(op: OpOverload) -> OpClass:
 
 @functools.cache
 def is_in_place(op: OpOverload) -> bool:
-    """Whether an op writes to a tensor it is given (other than an `out=` argument).
+    """Return whether an op writes to a tensor it is given (other than an `out=` argument).
 
     Args:
         op: any overload.

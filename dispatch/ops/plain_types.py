@@ -13,7 +13,7 @@ PLAIN_TYPES: set[type[torch.Tensor]] = {torch.Tensor, torch.nn.Parameter}
 
 
 def read_as_plain(kind: type[torch.Tensor], reason: str) -> None:
-    """Count a subclass of ours among them, here and in compiled code.
+    """Add a tensor subclass to the plain types, here and in compiled code.
 
     Args:
         kind: the class.
@@ -29,7 +29,7 @@ def read_as_plain(kind: type[torch.Tensor], reason: str) -> None:
 
 
 def detached(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain tensor that autograd does not watch.
+    """The same memory as a plain tensor that is not tracked by autograd.
 
     Args:
         x: of one of these types.

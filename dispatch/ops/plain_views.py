@@ -16,7 +16,9 @@ from subtensors.dispatch.torch_internals.dispatcher import without_modes
 
 
 class PlainViews(TorchFunctionMode):
-    """What is called meanwhile is given plain views, one for each tensor and all times; autograd follows none.
+    """A context in which torch calls get a cached, untracked plain view of each subclass tensor among their arguments.
+
+    While gradients are recorded, a tensor that requires grad is passed unchanged.
 
     Example:
         >>> import subtensors as st
@@ -30,7 +32,7 @@ class PlainViews(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call it."""
+        """Call the function with plain views of its arguments."""
         given: Any = (args, kwargs or {})
         if func not in _OF_AUTOGRAD and any(map(_is_subclass, types)):
             given = optree.tree_map(_plain, given, none_is_leaf=True)
@@ -38,7 +40,7 @@ class PlainViews(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# What a view has no part of.
+# The attributes of autograd are those of the tensor itself, not of its view.
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")}
 
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()

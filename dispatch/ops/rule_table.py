@@ -129,7 +129,7 @@ plain tensor values
         return found
 
     def explain(self, op: OpOverload) -> str:
-        """Which rule an op gets, and by which key.
+        """Explain which rule an op gets, and by which key.
 
         Args:
             op: any overload.

@@ -1,6 +1,6 @@
-"""Types of ours that meet in one call, by what they must know of each other.
+"""The tensor types of this library that may meet in one call, by the facts they need about each other.
 
-Tensors whose ops are recorded give their values first; then a type with rules of its own for every op applies these.
+Lazy tensors are materialized first; then a type with rules of its own for every op applies these.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 LAZY_TYPES: set[type[Any]] = set()
-"""What they are is computed later, by a pass of which other types' rules are no part."""
+"""Types whose values are computed later, by a pass that does not apply the rules of other types."""
 
 MASKED_TYPES: set[type[Any]] = set()
-"""What their memory holds is not all real, and only their rules know what is."""
+"""Types whose memory is valid only in part, which only their own rules can tell."""

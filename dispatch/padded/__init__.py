@@ -1,1 +1,1 @@
-"""What a PaddedTensor does when it meets an op: one rule a class of ops, in tables."""
+"""The rules of PaddedTensor for ops: one rule per class of ops, in tables."""

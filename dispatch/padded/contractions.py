@@ -144,12 +144,12 @@ def contract(
 
 
 class _Filling(NamedTuple):
-    """What of an operand is filled with zeros.
+    """The part of an operand that is filled with zeros.
 
     Args:
-        wanted: along which dims.
+        wanted: the dims along which it is filled.
         assumed: the operand's dims, padded too where the other one is; None where those are its own.
-        is_whole: are these all of its padded dims?
+        is_whole: whether these are all of its padded dims.
     """
 
     wanted: list[int]
@@ -158,14 +158,14 @@ class _Filling(NamedTuple):
 
 
 class _Meeting(NamedTuple):
-    """What the dims of a contraction's operands make, whatever is in them.
+    """The plan of a contraction that follows from the dims of its operands alone, whatever their values.
 
     Args:
         dims: of each letter.
         out: of the result.
         fillings: of each operand.
-        is_summed: does a gradient that is asked for sum over padded positions of the result?
-        added_lacks: does that of what is added?
+        is_summed: whether a requested gradient sums over padded positions of the result.
+        added_lacks: whether the gradient of the added operand does.
     """
 
     dims: dict[str, Factors]
@@ -187,14 +187,14 @@ def _meeting(
     sizes: Named | None,
     records: tuple[bool, ...],
 ) -> _Meeting:
-    """What a contraction's dims make.
+    """Plan a contraction from the dims of its operands.
 
     Args:
         letters: of the dims of each operand.
         out: of the result's.
         operands, added: their dims.
         sizes: that these speak of.
-        records: which operands want a gradient.
+        records: which operands require grad.
     """
     dims: dict[str, Factors] = {}
     for letter in dict.fromkeys("".join(letters)):
@@ -227,9 +227,9 @@ def _keeps_rows(
     out: str,
     dims: dict[str, Factors],
 ) -> bool:
-    """Is only one operand padded, with numbers in its padding, and is every padded dim one of its and the result's?
+    """Return whether one operand alone is padded, with finite padding, along dims of the result that no other has.
 
-    Its padded rows then are rows of the result and meet nothing but gradients, which are zero there.
+    Its padded rows are then rows of the result and meet nothing but gradients, which are zero there.
     """
     padded = [(x, at) for x, at in zip(operands, letters, strict=True) if x.padded_dims]
     if len(padded) != 1 or not padded[0][0].holds_numbers:
@@ -248,7 +248,7 @@ def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> F
 
 
 def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) -> bool:
-    """Does the operand's gradient sum over, or take as real, a padded dim of the result?"""
+    """Return whether the operand's gradient sums over a padded dim of the result, or takes all of it as valid."""
     for letter in out:
         if is_padded(dims[letter]) and (letter not in at or not is_padded_alike(own[at.index(letter)], dims[letter])):
             return True

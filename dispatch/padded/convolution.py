@@ -55,7 +55,7 @@ def convolution(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.im2col.default)
 def windows(call: PaddedCall) -> PaddedValue:
-    """What a convolution would look at, a column a position."""
+    """Unfold the windows that a convolution reads, one column per position."""
     x: PaddedValue = call["self"]
     first = x.dim() - 2
     if x.is_padded(first - 1):

@@ -164,7 +164,7 @@ def diag_embed(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.pixel_shuffle.default)
 def pixel_shuffle(call: PaddedCall) -> PaddedValue:
-    """Channels side by side in an image that is so many times as high and wide."""
+    """Lay channels side by side in an image that is `upscale_factor` times as high and wide."""
     x, times = call["self"], call["upscale_factor"]
     channels = x.dim() - 3
     if x.is_padded(channels):

@@ -73,7 +73,7 @@ def by_mask(call: PaddedCall) -> PaddedValue:
 
 
 def is_by_mask(call: PaddedCall) -> bool:
-    """Is the index of a call one bool mask?"""
+    """Return whether the index of a call is a single bool mask."""
     given = [i for i in call["indices"] if i is not None]
     return len(given) == 1 and given[0].dense.dtype == torch.bool and given[0].dim() > 0
 
@@ -145,7 +145,7 @@ def unique_along(call: PaddedCall) -> Any:
 
 @table.register(aten.bincount)
 def bincount(call: PaddedCall) -> PaddedValue:
-    """How often each number occurs, or the sum of its weights."""
+    """Count how often each number occurs, or sum its weights."""
     require_values(call)
     x, weights = call["self"], call["weights"]
     dims, sizes = broadcast([x] if weights is None else [x, weights])
@@ -158,7 +158,7 @@ def bincount(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.equal, aten.allclose)
 def all_equal(call: PaddedCall) -> bool:
-    """Are all real elements equal, or close? A number for Python."""
+    """Return whether all valid elements are equal, or close, as a Python bool."""
     require_values(call)
     a, b = call["self"], call["other"]
     alike = a.dim() == b.dim() and all(same_factors(f, g, call.sizes()) for f, g in zip(a.dims, b.dims, strict=True))

@@ -101,7 +101,7 @@ def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _counts_padding(args: tuple[Any, ...], d: int) -> bool:
-    """Is this dim of the first argument of a bucket's size? The rows of a ragged batch are all real."""
+    """Return whether this dim of the first argument counts padding; the rows of a ragged batch are all valid."""
     dims = getattr(args[0], "_dims", None) if args else None
     return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [rows_symbol()])
 
@@ -128,7 +128,7 @@ COUNTING = {"mean": "mean", "_std_var": "std or var"}
 
 @functools.cache
 def is_composite(op: OpOverload) -> bool:
-    """May this op be taken apart?"""
+    """Return whether this op may be decomposed."""
     if op.namespace != "aten":
         return False
     name = overload_name(op)

@@ -29,20 +29,20 @@ class GradientTracker:
     def __init__(self, is_masked: bool = False) -> None:
         self.is_masked = is_masked
         self.outside: list[bool] = []
-        """For each way that the value leaves the call: was what came back zero in the padding, when it last came?"""
+        """For each way that the value leaves the call, whether the last gradient from there was zero in the padding."""
         self.uses = 0
         """How often rules of the call took the value."""
         self.conditions: list[Sequence[GradientTracker]] = []
         """For each of these that said so, the results whose gradients that of the value depends on."""
 
     def comes_zero(self) -> bool:
-        """Is what comes zero in the padding?"""
+        """Return whether the gradient that arrives is zero in the padding."""
         if self.uses != len(self.conditions) or not (self.uses or self.outside):
             return False
         return all(self.outside) and all(result.is_zero() for each in self.conditions for result in each)
 
     def is_zero(self) -> bool:
-        """Is what the rule that made the value gets of it?"""
+        """Return whether the rule that made the value receives a gradient that is zero in the padding."""
         return self.is_masked or self.comes_zero()
 
 

@@ -1,4 +1,4 @@
-"""Whether positions lie within the true size, which is asked in a debug mode: to answer waits for the device.
+"""Checks that positions lie within the true size, made in a debug mode only, since they wait for the device.
 
 An index tensor is data. One that names positions beyond the true size reads padding, and nothing that only looks at
 shapes can tell.

@@ -239,7 +239,7 @@ def _integers(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[lis
 
 
 def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
-    """What a negative position of a dim counts from: of a ragged dim the length of the row that the call names."""
+    """The end that a negative position of a dim counts from: in a ragged dim, the length of the row that is indexed."""
     if _scalar(x, d):
         return torch.as_tensor(x.size(d))
     if len(x.dims[d]) == 1:
@@ -267,14 +267,14 @@ def _least_end(x: PaddedValue, d: int) -> Tensor:
 
 
 def _scalar(x: PaddedValue, d: int) -> bool:
-    """Is the true size of this dim one number, and its real part its beginning?"""
+    """Return whether the true size of this dim is one number and its valid part a prefix."""
     if not x.is_padded(d) or x.sizes is None:
         return True
     return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and not is_rows(x, d)
 
 
 def is_rows(x: PaddedValue, d: int) -> bool:
-    """Is it the dim of a ragged batch's rows?"""
+    """Return whether a dim is the rows of a ragged batch."""
     from subtensors.dispatch.padded.true_sizes import rows_symbol
 
     return len(x.dims[d]) == 1 and x.dims[d][0].size == rows_symbol()

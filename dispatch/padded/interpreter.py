@@ -1,4 +1,4 @@
-"""How a call on padded values finds its rule; rules call each other through `apply`."""
+"""The lookup of the rule for a call on padded values; rules call each other through `apply`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _observers: list[list[str]] = []
 
 @contextmanager
 def observed() -> Iterator[list[str]]:
-    """Note the rules that run meanwhile, a line each.
+    """Record the rules that run inside the context, a line each.
 
     Example:
         >>> with observed() as lines:
@@ -47,7 +47,7 @@ def observed() -> Iterator[list[str]]:
 
 
 def is_observed() -> bool:
-    """Does anybody note which rules run?"""
+    """Return whether anything records which rules run."""
     return bool(_observers)
 
 
@@ -203,7 +203,7 @@ def _wrapped(out: Any) -> Any:
 
 
 def refuse(call: PaddedCall, why: str, kind: type[UnsupportedCall] = UnsupportedCall) -> UnsupportedCall:
-    """What a rule raises for a call that it doesn't cover, or not where it is."""
+    """The exception for a call that a rule doesn't cover, or not where it is padded."""
     dims = sorted({str(size) for x in call.values for d in x.padded_dims for size in [*map(_size, x.dims[d])]})
     name = f"{call.op.namespace}.{overload_name(call.op)}"
     return kind(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}")

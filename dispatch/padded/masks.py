@@ -1,4 +1,4 @@
-"""Which positions of a bucket are real: those below the true size of each factor of each dim."""
+"""Masks of the valid positions of a bucket: those below the true size of each factor of each dim."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def real_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: Tr
 
 
 def _covers(factor: Factor, sizes: TrueSizes) -> bool:
-    """Is it a ragged batch's rows, all real?"""
+    """Return whether a factor is the rows of a ragged batch, all of them valid."""
     rows = rows_symbol()
     return bool(factor.size.free_symbols == {rows} and factor.size.subs(rows, sizes.rows) == factor.bucket)
 

@@ -139,7 +139,7 @@ def _parameter(call: PaddedCall, weight: PaddedValue | None, x: PaddedValue, fir
 
 
 def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> Any:
-    """Torch's kernel; where autograd follows, with real rows in place of padded ones, which might have no gradient."""
+    """Run torch's kernel; when tracked by autograd, on valid rows in place of padded ones, which may lack gradients."""
     followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
     if not followed:
         out = call.dense()

@@ -121,7 +121,7 @@ class SharedGradient(torch.autograd.Function):
 
 
 def _counts(x: PaddedValue, gone: list[int]) -> tuple[Tensor, Tensor]:
-    """How many real elements there are, and how many NaN among them; dims kept."""
+    """Count the valid elements, and the NaN among them; dims kept."""
     nan, mask = x.dense.detach().isnan(), x.mask(gone)
     return real_count(x, gone), (nan if mask is None else nan & mask).sum(gone, keepdim=True)
 

@@ -75,7 +75,7 @@ class PaddedValue:
         return self.dense.dim()
 
     def is_padded(self, dim: int) -> bool:
-        """Has this dim padding, or a ragged batch's rows?"""
+        """Return whether this dim has padding, or is the rows of a ragged batch."""
         return is_padded(self.dims[dim])
 
     @property
@@ -87,7 +87,7 @@ class PaddedValue:
 
     @property
     def records(self) -> bool:
-        """Does autograd follow the storage?"""
+        """Return whether the storage is tracked by autograd."""
         return self.dense.requires_grad and torch.is_grad_enabled()
 
     def size(self, dim: int) -> Tensor | int:
@@ -121,21 +121,21 @@ class PaddedValue:
 
     @property
     def holds_numbers(self) -> bool:
-        """Is there no NaN and no infinity in the padding, unless real values have them for the same reason?"""
+        """Return whether the padding has no NaN or infinity, unless valid values have them for the same reason."""
         return isinstance(self.fill, str) or (self.fill is not None and math.isfinite(self.fill))
 
     @property
     def fill_elsewhere(self) -> Fill | None:
-        """What is known of its padding where a padded dim gets other first positions."""
+        """The fill that is still known once a padded dim starts at other positions; None when unknown."""
         return None if self.fill == EDGE_FILL else self.fill
 
     @property
     def is_tame(self) -> bool:
-        """Are they of the size of real values?"""
+        """Return whether the padding holds zeros or numbers of the magnitude of valid values."""
         return self.fill == 0 or isinstance(self.fill, str)
 
     def tamed(self) -> Tensor:
-        """The storage with numbers of the size of real values in the padding; the gradient there is that of the op."""
+        """The storage, filled with 0 in the padding unless `is_tame`; a tame one keeps the op's gradient there."""
         return self.dense if self.is_tame else self.filled(0)
 
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:

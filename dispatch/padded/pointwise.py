@@ -89,12 +89,12 @@ def _padded_from_behind(x: PaddedValue, out: PaddedValue) -> list[int]:
 
 
 def _is_tame(x: PaddedValue, out: PaddedValue) -> bool:
-    """Does an operand of a broadcast op hold numbers of the size of real ones in the padding of the result?"""
+    """Return whether an operand of a broadcast op is tame (`is_tame`) at the padded positions of the result."""
     return x.is_tame if x.padded_dims else not _is_aligned(x, out.dims)
 
 
 def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
-    """Has an operand without padding positions of its own where the result is padded?"""
+    """Return whether an operand without padding has positions of its own where the result is padded."""
     own = zip(reversed(x.shape), reversed(dims), strict=False)
     return not x.padded_dims and any(n != 1 and is_padded(factors) for n, factors in own)
 
@@ -159,7 +159,7 @@ def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Facto
 
 
 def same_factors(a: Factors, b: Factors, sizes: Named | TrueSizes | None) -> bool:
-    """Are two dims real at the same positions, whatever the true sizes are?"""
+    """Return whether two dims are valid at the same positions, whatever the true sizes are."""
     if [f.bucket for f in a] != [f.bucket for f in b] or sizes is None:
         return False
     return all(_same_size(f.size, g.size, sizes.symbols, sizes.buckets) for f, g in zip(a, b, strict=True))
@@ -207,12 +207,12 @@ def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int],
 
 
 def is_padded_alike(own: Factors, of_result: Factors) -> bool:
-    """Has an operand's dim the padding of the result's, rather than one position for all of it, or none?"""
+    """Return whether an operand's dim is padded to the result's bucket, neither unpadded nor broadcast."""
     return is_padded(own) and bucket_of(own) == bucket_of(of_result)
 
 
 def _fill_after(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> Fill | None:
-    """What is known of the result's padding: zero where the op keeps zero, the first real values where it has those."""
+    """The known fill of the result: zero where the op keeps zero, the first valid values where operands repeat them."""
     name, fill = _name(call), operands[0].fill
     if _repeats(call, operands, dims):
         return EDGE_FILL
@@ -229,7 +229,7 @@ def _fill_after(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequenc
 
 
 def _repeats(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> bool:
-    """Is the padding of the result that of the operands, the first real positions again?"""
+    """Return whether the padding of the result, like that of the operands, repeats the first valid positions."""
     return (
         all(x.fill == EDGE_FILL if x.padded_dims else not _is_aligned(x, dims) for x in operands)
         and torch.Tag.nondeterministic_seeded not in call.op.tags
@@ -237,7 +237,7 @@ def _repeats(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[F
 
 
 def _holds_as_much(dtype: torch.dtype, call: PaddedCall) -> bool:
-    """Are numbers of this dtype numbers in the one that they are cast to?"""
+    """Return whether finite numbers of this dtype stay finite in the dtype that they are cast to."""
     to = call.get("dtype") or dtype
     return all(t.is_floating_point for t in (dtype, to)) and torch.finfo(to).max > 0.99 * torch.finfo(dtype).max
 

@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 def least(dtype: torch.dtype) -> Number:
-    """What no value of a dtype is below."""
+    """The lower bound of the values of a dtype."""
     if dtype == torch.bool:
         return False
     return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def greatest(dtype: torch.dtype) -> Number:
-    """What no value of a dtype is above."""
+    """The upper bound of the values of a dtype."""
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -236,7 +236,7 @@ def wrap_reduced(out: Any, x: PaddedValue, gone: Sequence[int], keepdim: bool) -
 
 
 def real_count(x: PaddedValue, gone: Sequence[int]) -> Tensor:
-    """How many real elements each result of a reduction is made of, broadcastable to it with its dims kept."""
+    """Count the valid elements that go into each result of a reduction, broadcastable to it with its dims kept."""
     mask = x.mask(gone)
     if mask is None:
         return torch.full((), math.prod(x.shape[d] for d in gone), device=x.dense.device)

@@ -82,7 +82,7 @@ def unaware(call: PaddedCall) -> Any:
 
 @table.register(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
 def isin(call: PaddedCall) -> PaddedValue:
-    """Is each element one of some real ones?"""
+    """Test whether each element is among the valid test elements."""
     tests = call.get("test_elements")
     if not isinstance(tests, PaddedValue) or not tests.padded_dims:
         elements = call["elements"]
@@ -98,7 +98,7 @@ def isin(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def searchsorted(call: PaddedCall) -> PaddedValue:
-    """Where values belong in a sorted sequence, whose padding is above them all."""
+    """Find where values belong in a sorted sequence, whose padding counts as above them all."""
     sequence = call.get("sorted_sequence", call.get("boundaries"))
     values: PaddedValue = call["self"]
     if sequence.dim() > 1 or call.get("sorter") is not None:

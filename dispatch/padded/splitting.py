@@ -1,4 +1,4 @@
-"""Parts of a dim: at given positions, of a given size, or so many of them.
+"""Parts of a dim: at given positions, of a given size, or of a given number.
 
 Parts of a padded dim are slices, whose sizes are expressions. Where their number follows from the true size the host
 has to know it, and in a ragged batch it has to be the same for every row.
@@ -102,7 +102,7 @@ def _static_parts(call: PaddedCall, x: PaddedValue, d: int) -> list[PaddedValue]
 
 
 def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> PaddedValue:
-    """One of so many parts, from where its expression says on."""
+    """One of `parts` parts of a dim, which starts at the index that `start` expresses."""
     assert x.sizes is not None
     longest = -(-x.shape[d] // parts)
     return taken(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))

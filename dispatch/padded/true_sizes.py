@@ -56,12 +56,12 @@ class TrueSizes:
         self.attention_masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
         """The last few masks that were made for attention of these and a caller's mask, which is kept beside each."""
         self.serves_one_run = False
-        """Was this made for one run of a program, which may be captured? Then so are its masks, each computed once."""
+        """Whether this was made for one run of a program, which may be captured with its masks, each computed once."""
         self._found: dict[Size, Tensor] = {}
 
     @property
     def rows(self) -> int | None:
-        """How many rows the ragged batch has; None when each size is one number."""
+        """The number of rows of the ragged batch; None when each size is one number."""
         return self.values.shape[1] if self.values.dim() == 2 else None
 
     def host(self) -> tuple[HostSize, ...]:
@@ -73,12 +73,12 @@ class TrueSizes:
 
     @property
     def known_on_host(self) -> bool:
-        """Can `host()` answer without waiting for the device? In a graph capture it must not."""
+        """Return whether `host()` can answer without waiting for the device; False in a graph capture."""
         return self._host is not None and not self.is_captured
 
     @property
     def is_captured(self) -> bool:
-        """Is work on these sizes being captured into a CUDA graph, which serves other sizes too?"""
+        """Return whether work on these sizes is being captured into a CUDA graph, which serves other sizes too."""
         return self.values.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def set(self, host: Sequence[HostSize]) -> None:
@@ -125,10 +125,10 @@ class TrueSizes:
         return self.masks[key]
 
     def assignment(self, row: int | None = None) -> dict[sympy.Symbol, int]:
-        """What each symbol is worth on the host.
+        """The value of each symbol, read on the host.
 
         Args:
-            row: of a ragged batch, which row.
+            row: the row of a ragged batch whose sizes to return.
         """
         known: dict[sympy.Symbol, int] = {}
         for symbol, size in zip(self.symbols, self.host(), strict=True):
@@ -141,11 +141,11 @@ class TrueSizes:
         return known
 
     def is_ragged(self, size: Size) -> bool:
-        """May this size differ from row to row?"""
+        """Return whether this size may differ from row to row."""
         return self.rows is not None and any(symbol in size.free_symbols for symbol in self.symbols)
 
     def differs_by_row(self, size: Size) -> bool:
-        """Is there more than one row for this size to differ between?"""
+        """Return whether this size may differ from row to row and the batch has more than one row."""
         return self.rows != 1 and self.is_ragged(size)
 
     def clone(self) -> TrueSizes:

@@ -38,7 +38,7 @@ class Factor:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what is remembered: a hash is another one in another process.
+        # Without the cached values: a hash differs between processes.
         return Factor, (self.bucket, self.size)
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class Factor:
 
     @functools.cached_property
     def is_static(self) -> bool:
-        """Is every index real, in any run?"""
+        """Return whether every index is valid in every run."""
         return bool(self.size == self.bucket)
 
 
@@ -66,7 +66,7 @@ def bucket_of(factors: Factors) -> int:
 
 
 def size_of(factors: Factors) -> Size:
-    """How many of a dimension's indices are real.
+    """The true size of a dimension: how many of its indices are valid.
 
     >>> import sympy
     >>> size_of((static(4), Factor(128, sympy.Symbol("seq"))))
@@ -91,7 +91,7 @@ def with_dim(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors
 
 
 def is_padded(factors: Factors) -> bool:
-    """Is any factor's true size other than its bucket's, in any run?"""
+    """Return whether any factor's true size may differ from its bucket size."""
     if len(factors) == 1:
         return not factors[0].is_static
     return any(not factor.is_static for factor in factors)
@@ -103,7 +103,7 @@ def padded_dim(bucket: int, size: Size) -> Factors:
 
 
 def is_prefix(factors: Factors) -> bool:
-    """Do a dimension's real indices come first, without gaps?
+    """Return whether a dimension's valid indices come first, without gaps.
 
     >>> import sympy
     >>> seq = Factor(128, sympy.Symbol("seq"))

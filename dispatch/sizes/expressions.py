@@ -93,7 +93,7 @@ def divided(size: Size | int, by: Size | int) -> Size:
 
 @_remembered
 def floor_divided(size: Size | int, by: int) -> Size:
-    """How many times `by` fits into a size.
+    """The floor of a size divided by `by`.
 
     >>> floor_divided(size_symbol("seq") + 1, 2)
     floor(seq/2 + 1/2)
@@ -121,7 +121,7 @@ def largest(*sizes: Size | int) -> Size:
 
 @_remembered
 def sliced(size: Size | int, start: int | None, stop: int | None, step: int = 1) -> tuple[Size, Size]:
-    """Where a Python slice of a dimension starts, and its size; both count from the true end where they are negative.
+    """The start and the size of a Python slice of a dimension; negative bounds count from the true end.
 
     Args:
         size: of the dimension.
@@ -189,7 +189,7 @@ def _ceiling(numerator: Size, denominator: int) -> Size:
 
 
 def _is_whole(expression: Size) -> bool:
-    """Is it an integer whatever integers its symbols are?"""
+    """Return whether an expression is an integer for all integer values of its symbols."""
     import sympy
 
     return bool(expression.is_integer) and sympy.fraction(sympy.together(expression))[1] == 1

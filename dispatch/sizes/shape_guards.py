@@ -1,4 +1,4 @@
-"""What a program decides on the sizes of its arguments, in one run without values.
+"""The decisions that a program makes on the sizes of its arguments, found in one run without values.
 
 The program runs on stand-ins whose sizes are symbols with a value each. Wherever it asks a size something, in Python or
 inside torch, the answer for that value is given and written down. The conditions together describe all sizes that take

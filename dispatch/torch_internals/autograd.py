@@ -1,4 +1,4 @@
-"""What torch keeps private of autograd's graph: one function each, with the versions checked."""
+"""Private torch APIs of autograd's graph: one function each, with the versions checked."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from subtensors.dispatch.torch_internals.requires import requires
 
 
 def take_new_accumulator(leaf: torch.Tensor) -> None:
-    """Have autograd make another node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
+    """Make autograd create a new node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
 
-    The node that there is belongs to the stream it was made on, for as long as any graph holds it. Torch drops it where
-    data of another dtype is set. Hooks are the tensor's own, and stay.
+    The existing node belongs to the stream it was made on, for as long as any graph holds it. Torch drops it when data
+    of another dtype is set. Hooks belong to the tensor, and stay.
     """
     data = leaf.data
     leaf.data = torch.empty(
@@ -29,9 +29,10 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
 
 @requires("torch._C._FunctionBase.maybe_clear_saved_tensors", otherwise=lambda ctx: list(ctx.saved_tensors))
 def taken_from(ctx: Any) -> list[torch.Tensor]:
-    """What a node of autograd's graph kept for its backward, and lets go of now unless the graph is retained.
+    """Return the saved tensors of an autograd node, which frees them now unless the graph is retained.
 
-    As the compiler's own nodes do it: others hold it until their backward has returned. Checked on 2.11, 2.13.
+    The compiler's own nodes do the same; other nodes hold theirs until their backward has returned. Checked on 2.11,
+    2.13.
     """
     kept = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
@@ -41,9 +42,9 @@ def taken_from(ctx: Any) -> list[torch.Tensor]:
 @requires("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 @contextmanager
 def unseen_writes(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Autograd doesn't count what is written to some tensors meanwhile. Checked on 2.11, 2.13.
+    """A context in which autograd does not count writes to some tensors. Checked on 2.11, 2.13.
 
-    For whoever puts their values back: a backward that reads one reads what its forward read.
+    For callers that restore the values: a backward that reads one of the tensors reads what its forward read.
     """
     with grad_mode._unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference())):
         yield
@@ -77,7 +78,7 @@ def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _edge(x: Any) -> Any:
-    """Where the gradient of a tensor of a type arrives; any other as it is."""
+    """The gradient edge of a tensor of a subclass; plain tensors, parameters and other values unchanged."""
     if type(x) in (torch.Tensor, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -85,7 +86,7 @@ def _edge(x: Any) -> Any:
 
 
 def prepares_backward(hook: object) -> bool:
-    """Is a tensor's hook FSDP2's own, which gathers weights for backward and passes the gradient on unseen?
+    """Return whether a hook is FSDP2's own, which gathers weights for backward and passes the gradient on unread.
 
     Checked on 2.11, 2.13.
 
@@ -98,7 +99,7 @@ def prepares_backward(hook: object) -> bool:
 
 
 def passes_gradients_on(function: object) -> bool:
-    """Is a node of autograd's graph FSDP2's own, which gives its input back and passes its gradient on?
+    """Return whether an autograd node is FSDP2's own, which returns its input and passes its gradient on.
 
     Checked on 2.11, 2.13.
 
@@ -110,7 +111,7 @@ def passes_gradients_on(function: object) -> bool:
 
 @requires("torch.Tensor._backward_hooks")
 def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
-    """Have a leaf call hooks with its gradient, as `register_hook` would, but of a table that many leaves share.
+    """Make a leaf call the hooks of a table with its gradient, as `register_hook` would; many leaves share a table.
 
     Checked on 2.11, 2.13.
 
@@ -125,7 +126,7 @@ def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch
 
 @requires("torch._C._autograd._top_saved_tensors_default_hooks", otherwise=lambda: True)
 def saves_through_hooks() -> bool:
-    """Are there hooks on what autograd saves, such as those of activation checkpointing? Checked on 2.11, 2.13.
+    """Return whether saved-tensor hooks are active, as under activation checkpointing. Checked on 2.11, 2.13.
 
     >>> saves_through_hooks()
     False
@@ -144,7 +145,7 @@ def saves_through_hooks() -> bool:
 )
 @contextmanager
 def as_called_outside() -> Iterator[None]:
-    """In here, as nowhere else in an op's implementation, autograd records and subclasses see functions of torch.
+    """A context, for an op's implementation, in which autograd records and subclasses see functions of torch again.
 
     Checked on 2.11, 2.13.
     """

@@ -1,4 +1,4 @@
-"""What torch keeps private of compiling a graph of ops that was traced already, with the versions checked."""
+"""Private torch APIs that compile an already traced graph of ops, with the versions checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @requires("torch._inductor.async_compile.maybe_warm_pool", otherwise=lambda options: None)
 def start_workers(options: dict[str, Any]) -> None:
-    """Have the processes that compile kernels start meanwhile: it takes them seconds. Checked on 2.11, 2.13.
+    """Start the processes that compile kernels, in the background: it takes them seconds. Checked on 2.11, 2.13.
 
     Args:
         options: of `torch.compile`.
@@ -95,7 +95,7 @@ class CompiledGraph:
         return list(self._consumer(taken))
 
     def serves(self, inputs: Sequence[Tensor]) -> bool:
-        """Does what the compiler took for granted of the open sizes hold for these inputs?"""
+        """Return whether the compiler's guards on the open sizes hold for these inputs."""
         return self._sizes.evaluate_guards_for_args(self._inputs[: len(inputs)], inputs)
 
 
@@ -105,7 +105,7 @@ def _backend_name(options: dict[str, Any]) -> Any:
 
 
 def _backend(options: dict[str, Any]) -> Callable[..., Any]:
-    """What `torch.compile` would call with a graph and its inputs."""
+    """The callable that `torch.compile` would call with a graph and its inputs."""
     backend = _backend_name(options)
     mode, more = options.get("mode"), options.get("options")
     if backend != "inductor":

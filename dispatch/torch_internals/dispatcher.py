@@ -1,4 +1,4 @@
-"""What torch keeps private of its dispatcher: which keys an op passes, and what a tensor is just now.
+"""Private torch APIs of the dispatcher: its active keys and modes, and transformed or traced tensors.
 
 One function each, with the versions checked.
 """
@@ -63,7 +63,7 @@ def below_autograd() -> Any:
     "torch._is_functional_tensor",
 )
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Is it a stand-in of a compiler or a transform, whose values nobody knows yet? Checked on 2.13."""
+    """Return whether a tensor is a stand-in of a compiler or a transform, without known values. Checked on 2.13."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -74,19 +74,19 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 @requires("torch._C._functorch.maybe_current_level", "torch.autograd.forward_ad._current_level")
 def is_transforming() -> bool:
-    """Is a transform of torch.func, or forward-mode differentiation, under way? Checked on 2.11, 2.13."""
+    """Return whether a torch.func transform or forward-mode differentiation is active. Checked on 2.11, 2.13."""
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 @requires("torch._C._is_any_autocast_enabled", "torch._C._len_torch_dispatch_stack", otherwise=lambda: True)
 def is_intercepted() -> bool:
-    """Does autocast, or a mode that sees ops, stand between a function and its ops? Checked on 2.11, 2.13."""
+    """Return whether autocast or a mode that intercepts ops is active. Checked on 2.11, 2.13."""
     return torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @requires("torch._C._functorch.is_functorch_wrapped_tensor", "torch.autograd.forward_ad._current_level")
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Is it what a transform of torch.func (grad, vmap, ...) hands to its function, or has it a tangent?
+    """Return whether a torch.func transform (grad, vmap, ...) has wrapped a tensor, or the tensor has a tangent.
 
     Checked on 2.11, 2.13.
     """

@@ -1,4 +1,4 @@
-"""What torch keeps private of Dynamo: how it answers for tensors of our types, and what it leaves out.
+"""Private APIs of Dynamo: rules for tracing tensors of our types, and functions that it must not compile.
 
 Nothing here happens at import. What changes Dynamo is a rule of a type (`dynamo_rules.py`), put in place when
 compiled code first meets a tensor of it. Each rule looks for what it needs and raises `MissingInternal` where this
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def break_graph(reason: str, at: object) -> NoReturn:
-    """Have Dynamo, which is tracing, break its graph here.
+    """Break the graph that Dynamo is tracing.
 
     Args:
         reason: what is said where no break is allowed.
@@ -126,7 +126,7 @@ def answer_in_compiler(
 
 
 def list_in_compiler(kind: type[torch.Tensor], attribute: str) -> None:
-    """Let Dynamo take an attribute of tensors of a type for the list of what is in them. Checked on 2.11 - 2.15.
+    """Make Dynamo trace an attribute of tensors of a type as the list of their elements. Checked on 2.11 - 2.15.
 
     Args:
         kind: the type, which can be iterated over in compiled code.
@@ -148,10 +148,10 @@ def list_in_compiler(kind: type[torch.Tensor], attribute: str) -> None:
 
 
 def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
-    """Let Dynamo not take `.grad` of a tensor of a type, or of what is in it, for None. Checked on 2.11 - 2.15.
+    """Stop Dynamo from taking `.grad` of tensors of a type, or of their elements, for None. Checked on 2.11 - 2.15.
 
-    The graph breaks at that of a tensor of the type. What is in it would still be what compiled code was given for it
-    after the break, so that is an error.
+    Reading `.grad` of a tensor of the type breaks the graph. An element would, even after the break, still be the
+    stand-in that compiled code was given for it, so reading its `.grad` is an error.
 
     Args:
         kind: the type.
@@ -177,9 +177,9 @@ def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
 
 
 def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
-    """Let Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
+    """Make Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
 
-    It would write a call that no subclass is asked about.
+    Dynamo would trace the assignment as a call that no subclass can intercept.
 
     Args:
         kind: the type.
@@ -202,9 +202,9 @@ def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
 
 
 def show_gradients(kind: type[torch.Tensor]) -> None:
-    """Let compiled code read `.grad` of tensors of a type as of torch's own. Checked on 2.11 - 2.15.
+    """Make Dynamo trace `.grad` of tensors of a type as it does for plain tensors. Checked on 2.11 - 2.15.
 
-    Dynamo breaks the graph at it for every subclass.
+    For any other subclass, reading `.grad` breaks the graph.
     """
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
@@ -221,9 +221,9 @@ def show_gradients(kind: type[torch.Tensor]) -> None:
 
 
 def pass_as_plain(kind: type[torch.Tensor]) -> None:
-    """Let compiled code hand tensors of a type to aten ops, which its first call refuses else. Checked on 2.11 - 2.15.
+    """Allow compiled code to pass tensors of a type to aten ops. Checked on 2.11 - 2.15.
 
-    2.11 does not look.
+    Its first call would otherwise refuse them; 2.11 does not check.
     """
     from torch._functorch._aot_autograd import runtime_wrappers
 
@@ -241,9 +241,10 @@ def mark_static_address(tensor: torch.Tensor) -> None:
 
 
 def call_eagerly(function: Callable[..., Any], reason: str) -> None:
-    """Have Dynamo break the graph at a call of this function, and compile nothing that it calls. Checked on 2.11, 2.13.
+    """Make Dynamo break the graph at a call of this function, and compile nothing that it calls.
 
-    `torch.compiler.disable` does that with a wrapper, which takes each call some microseconds, and loads the compiler.
+    `torch.compiler.disable` does the same with a wrapper, which costs each call some microseconds, and loads the
+    compiler. Checked on 2.11, 2.13.
 
     Args:
         function: written in Python.
@@ -255,7 +256,7 @@ def call_eagerly(function: Callable[..., Any], reason: str) -> None:
 
 
 def compile_only_inlined(function: Callable[..., Any]) -> None:
-    """Have Dynamo compile a function only within others, and not where it is called between two graphs.
+    """Make Dynamo compile a function only inlined into others, and not where it is called between two graphs.
 
     Checked on 2.11, 2.13.
     """
@@ -269,9 +270,9 @@ def compile_only_inlined(function: Callable[..., Any]) -> None:
 
 
 def compile_methods_only_inlined(kind: type) -> None:
-    """`compile_only_inlined` for what a class defines in Python. Checked on 2.11, 2.13.
+    """Apply `compile_only_inlined` to the methods and properties that a class defines. Checked on 2.11, 2.13.
 
-    Where a graph breaks, tensors of the class are real ones, and not what compiled code is given for them.
+    Where a graph breaks, tensors of the class are actual ones, and not the stand-ins of compiled code.
     """
     for member in vars(kind).values():
         for function in (getattr(member, name, None) for name in ("fget", "fset", "__func__")):
@@ -295,12 +296,12 @@ def is_symbolic(value: Any) -> bool:
 
 
 def tell_operands_apart() -> bool:
-    """Let Dynamo call `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, where it says `Tensor.matmul(tensor, a)`.
+    """Make Dynamo trace `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, not as `Tensor.matmul(tensor, a)`.
 
-    That is what it says of `tensor @ a`, too; of other operators it tells which stood first. Checked on 2.11 - 2.15.
+    It traces `tensor @ a` as the latter too; for other operators it distinguishes the order. Checked on 2.11 - 2.15.
 
     Returns:
-        whether it will.
+        Whether it will.
     """
     try:
         from torch._dynamo.variables import builtin

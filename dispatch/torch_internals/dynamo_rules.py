@@ -1,4 +1,4 @@
-"""What compiled code is told of our types, from the moment when it first meets one.
+"""The Dynamo rules of our types, put in place when compiled code first meets a tensor of one.
 
 Importing this package changes nothing of torch's compiler, and does not load it. Before Dynamo traces anything of a
 tensor that compiled code is given, it reads whether the address is constant, which `mark_static_address` notes:

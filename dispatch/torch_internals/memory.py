@@ -1,4 +1,4 @@
-"""What torch keeps private of a tensor's memory, and of who holds it: one function each, with the versions checked."""
+"""Private torch APIs of a tensor's memory and reference counts: one function each, with the versions checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subtensors.dispatch.torch_internals.requires import requires
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Do its elements fill a stretch of memory, each once, in some order? Checked on 2.11 - 2.15."""
+    """Return whether the elements fill a stretch of memory, each once, in some order. Checked on 2.11 - 2.15."""
     return tensor.is_contiguous() or _is_dense(tensor)
 
 
@@ -25,12 +25,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @requires("torch.Tensor._use_count")
 def use_count(tensor: torch.Tensor) -> int:
-    """How many hold this tensor in C++, its Python object being one: autograd, reducers. Checked on 2.11, 2.13."""
+    """The number of C++ references to a tensor: its Python object's, autograd's, reducers'. Checked on 2.11, 2.13."""
     return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
 
 
 def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
-    """How many references to its base a view holds, as another view of it would. Checked on 2.11, 2.13.
+    """The number of references to its base that a view holds, as another view of it would. Checked on 2.11, 2.13.
 
     >>> pairs = torch.zeros(2, dtype=torch.complex64)
     >>> holds_of_base(pairs[1:], pairs), holds_of_base(torch.view_as_real(pairs), pairs)
@@ -46,13 +46,13 @@ def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
 
 @requires("torch.UntypedStorage._cdata")
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that tells the tensor's storage from all others. Checked on 2.11, 2.13."""
+    """A number that identifies the tensor's storage. Checked on 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @requires("torch.UntypedStorage._cdata", "torch._C._storage_Use_Count")
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors hold the tensor's storage, in C++ and in Python. Checked on 2.11, 2.13."""
+    """The number of tensors that hold the tensor's storage, in C++ and in Python. Checked on 2.11, 2.13."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
@@ -66,8 +66,9 @@ class _Nowhere(torch.Tensor):
 def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
     """Leave a tensor without memory, so that C++ that reads or writes it raises rather than ends the process.
 
-    Checked on 2.11 with CUDA, and 2.13 without. There the tensor is on the meta device meanwhile; errors are torch's.
-    A leaf whose gradient a graph is to accumulate stays as it is there: the gradient would follow it to the device.
+    Checked on 2.11 with CUDA, and 2.13 without, where the tensor is on the meta device until `give_memory`, and errors
+    are torch's. A leaf whose gradient a graph is to accumulate is left unchanged there: the gradient would follow it to
+    the meta device.
 
     Args:
         tensor: of any class that has a storage.
@@ -100,7 +101,7 @@ def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
 
 
 def _awaits_gradient(tensor: torch.Tensor) -> bool:
-    """Does a graph, or whoever hooked it, hold the node that accumulates this leaf's gradient? Checked on 2.13."""
+    """Return whether a graph or a hook holds the node that accumulates this leaf's gradient. Checked on 2.13."""
     if not (tensor.is_leaf and tensor.requires_grad):
         return False
 
@@ -120,7 +121,7 @@ def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def holding_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors without memory, of which each lets C++ hold one of these while it lives. Checked on 2.11, 2.13.
+    """Views without memory, each of which keeps a C++ reference to one of these tensors. Checked on 2.11, 2.13.
 
     A tensor that only its Python object holds changes hands, with counts of both, whenever C++ takes it from a list:
     reading the addresses of a thousand and counting writes to them then take twice as long. A view holds its base.
@@ -136,7 +137,7 @@ def holding_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Sharers:
-    """How many tensors, and others, hold the memory of these, themselves counted. Checked on 2.11, 2.13."""
+    """Reference counts of some tensors' storages, the tensors themselves included. Checked on 2.11, 2.13."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._storages = [t.untyped_storage() for t in tensors]
@@ -144,7 +145,7 @@ class Sharers:
 
     @requires("torch._C._storage_Use_Count")
     def counts(self) -> list[int]:
-        """Of each storage, in order."""
+        """The reference count of each storage, in order."""
         return list(map(torch._C._storage_Use_Count, self._handles))  # type: ignore[attr-defined]
 
 

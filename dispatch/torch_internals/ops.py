@@ -1,4 +1,4 @@
-"""What torch keeps private of ops, symbols, shards and its compiler: one function each, with the versions checked."""
+"""Private torch APIs of ops, symbols, shards and the compiler: one function each, with the versions checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """How torch itself writes `op` in simpler ops; None when it doesn't. Checked on 2.11, 2.13."""
+    """Torch's own decomposition of `op` into simpler ops; None when it has none. Checked on 2.11, 2.13."""
     from torch._decomp import decomposition_table
 
     table: dict[Any, Callable[..., Any]] = decomposition_table
@@ -31,7 +31,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 @requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
 def default_device() -> torch.device | None:
-    """Where tensors are made that are given no device; None where nobody has set that. Checked on 2.11, 2.13."""
+    """The default device of new tensors; None where nobody has set one. Checked on 2.11, 2.13."""
     # Modes decide: what torch's own function asks of each takes longer than to know that there are none.
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
@@ -87,7 +87,7 @@ class LiveNumbers:
 
 @requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
 def undecidable() -> type[Exception]:
-    """What torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
+    """The exception that torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
@@ -107,9 +107,9 @@ _local_tensor, _placements = attrgetter("_local_tensor"), attrgetter("_spec.plac
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part that is here of each DTensor, the very tensor it holds. Checked on 2.11, 2.13.
+    """The local part of each DTensor, the very tensor it holds. Checked on 2.11, 2.13.
 
-    As `to_local` gives it where autograd records nothing, but from C, and a list a time.
+    The same as `to_local` returns where autograd records nothing, but read from C, a whole list at a time.
     """
     try:
         parts = list(map(_local_tensor, tensors))
@@ -121,7 +121,7 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Has each of these DTensors the placements of the one in its place? Checked on 2.11, 2.13."""
+    """Return whether each of these DTensors has the placements of the one in its place. Checked on 2.11, 2.13."""
     try:
         # FSDP2 gives a gradient the very placements of its parameter, and lists compare by identity first.
         return list(map(_placements, tensors)) == list(map(_placements, others))
@@ -136,7 +136,7 @@ def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Ten
     otherwise=lambda optimizer: True,
 )
 def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
-    """Does a hook or a profiler want to know of this optimizer's step? Checked on 2.11, 2.13."""
+    """Return whether a hook or a profiler observes this optimizer's step. Checked on 2.11, 2.13."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -148,7 +148,7 @@ def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
 
 @requires("torch._guards.CompileContext.current_compile_id", otherwise=torch.compiler.is_compiling)
 def is_in_compiler() -> bool:
-    """Does torch.compile look at this process's objects just now? Checked on 2.11, 2.13."""
+    """Return whether torch.compile is compiling something now. Checked on 2.11, 2.13."""
     from torch._guards import CompileContext
 
     return CompileContext.current_compile_id() is not None
@@ -156,9 +156,9 @@ def is_in_compiler() -> bool:
 
 @cache
 def take_foreach_paths(kind: type[torch.Tensor]) -> None:
-    """Let torch.optim take its foreach and fused paths for tensors of a subclass, as it does for its own.
+    """Make torch.optim take its foreach and fused paths for tensors of a subclass, as for plain tensors.
 
-    For a type that is read as a plain tensor, when the first tensor of it is made. Checked on 2.11 - 2.15.
+    Called for a type that is read as a plain tensor, when the first tensor of it is made. Checked on 2.11 - 2.15.
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -171,7 +171,7 @@ def take_foreach_paths(kind: type[torch.Tensor]) -> None:
 
 @requires("torch._guards.TracingContext.try_get", otherwise=torch.compiler.is_compiling)
 def is_tracing() -> bool:
-    """Is the compiler tracing a function, or is the caller's caller code of its own? Checked on 2.11, 2.13."""
+    """Return whether the compiler is tracing, or the caller's caller is its own code. Checked on 2.11, 2.13."""
     from torch._guards import TracingContext
 
     if TracingContext.try_get() is not None:
@@ -183,9 +183,9 @@ def is_tracing() -> bool:
 
 
 def asks_names_alone() -> bool:
-    """Is the caller `__tensor_flatten__`, asked for names alone, beside a guard that looks at the context, or after it?
+    """Return whether the calling `__tensor_flatten__` was itself called for the attribute names alone.
 
-    Checked on 2.11, 2.13.
+    The compiler does so beside a guard that checks the context, or after it. Checked on 2.11, 2.13.
     """
     asker = sys._getframe(2)
     return (asker.f_globals.get("__name__"), asker.f_code.co_name) in _ASK_NAMES

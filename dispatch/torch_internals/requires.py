@@ -1,4 +1,4 @@
-"""Which private parts of torch a function is made of, and what stands for it where a torch has them no longer.
+"""A decorator that declares the private parts of torch that a function uses, and a fallback where they are missing.
 
 A function that uses something private says so, by its dotted path:
 
@@ -83,7 +83,7 @@ def _is_loaded(path: str) -> bool:
 
 
 def _found(path: str, load: Callable[[str], Any]) -> Any:
-    """What is at a dotted path; None where there is nothing.
+    """The object at a dotted path; None where there is none.
 
     Args:
         path: from `torch` on.

@@ -69,7 +69,7 @@ def _outs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _merge_equals(graph: fx.Graph, apart: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Have every value computed once, but for what is random.
+    """Compute every value only once, except for random ones.
 
     Args:
         graph: in which nothing writes in place, so that the same tensor under another name is that tensor.
@@ -94,10 +94,11 @@ def _merge_equals(graph: fx.Graph, apart: Sequence[fx.Node]) -> dict[fx.Node, fx
 
 
 def _cast_in_products(graph: fx.Graph, casts: Sequence[fx.Node], apart: AbstractSet[fx.Node]) -> None:
-    """Have products that are only cast to float32 come out in it: that is what a GPU sums them in.
+    """Make products that are only cast to float32 return it directly: a GPU sums them in float32 anyway.
 
-    So are the gradients of weights that autocast rounds. It saves a kernel for each, and a rounding. Where the cast is
-    not the end, the compiler makes it a part of what follows, which then reads half as much.
+    The gradients of weights that autocast rounds are such products. This saves a kernel for each, and a rounding. A
+    cast whose result is not an output is left alone: the compiler fuses it into what follows, which then reads half as
+    much.
 
     Args:
         graph: computes nothing twice.
@@ -156,7 +157,7 @@ def _downstream(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _needed(wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> set[fx.Node]:
-    """What some nodes are computed from where others are given: of these the ones that are met, and all else."""
+    """The nodes that `wanted` are computed from, themselves included; the search stops at `given` ones."""
     ends, found = set(given), set()
     todo = list(wanted)
     while todo:

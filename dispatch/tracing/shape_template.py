@@ -111,7 +111,7 @@ class Template:
         self._extra = self._merge(extras, "what it returns beside tensors")
 
     def extra(self, sizes: Sizes) -> Any:
-        """What the program returns beside tensors, at some sizes."""
+        """The program's results at some sizes, without its tensors."""
         return pytree.tree_map_only(Number, lambda n: n.at(sizes), self._extra, is_leaf=lambda x: isinstance(x, Number))
 
     def _merge(self, values: Sequence[Any], where: str) -> Any:
@@ -229,7 +229,7 @@ def _reference_by(order: dict[fx.Node, int]) -> Callable[[fx.Node], _Reference]:
 
 
 def points_needed(sizes: int) -> int:
-    """How many traces fix a number that depends on so many sizes.
+    """The number of traces that determine a number which depends on `sizes` sizes.
 
     >>> points_needed(1), points_needed(2)
     (2, 4)

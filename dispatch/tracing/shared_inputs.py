@@ -28,10 +28,10 @@ LARGEST = 1 << 23
 def share_inputs(
     module: fx.GraphModule, dtypes: Collection[torch.dtype] = grouped_linear.DTYPES, device: str = "cuda"
 ) -> None:
-    """Have products of one matrix with weights computed together.
+    """Compute the products of one matrix with several weights together.
 
     Args:
-        module: a graph of aten ops that autograd does not follow; changed where it is.
+        module: a graph of aten ops that is not tracked by autograd; changed in place.
         dtypes, device: of the weights for which that is done.
     """
     nodes = list(module.graph.nodes)
@@ -54,7 +54,7 @@ def share_inputs(
 
 
 def _value(x: Any) -> Any:
-    """What tells whether two inputs are one: a view is what it is a view of, and how."""
+    """A key that is equal for equal inputs: of a view, its base and its shape."""
     return (x.args[0], tuple(x.args[1])) if x.target is aten.view.default else x
 
 

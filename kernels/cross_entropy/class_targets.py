@@ -1,7 +1,7 @@
-"""What rows with hard targets count for, by one kernel where torch takes a dozen: the host is waited for at this point.
+"""Row weights for hard targets, by one kernel where torch launches a dozen: the GPU waits for the host at this point.
 
-A row with target y that is a class and not ignored weighs w_y (1 without class weights), another one 0. A row's share
-is its weight over the weights of all rows, or its weight where the losses are summed.
+A row whose target y is a class and not ignored has the weight w_y (1 without class weights), any other row 0. A row's
+share is its weight divided by the sum of all weights, or its weight where the losses are summed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 
 BLOCK, WARPS = 8192, 32
-"""What was fastest on an H200, of 16384 rows."""
+"""The fastest on an H200, for 16384 rows."""
 
 MOST = 2**16
 """Rows that one program goes through; with more the logits take far longer than the host does."""
@@ -39,14 +39,14 @@ def launch_hard_loss() -> RepeatedLaunch:
 
 
 class ClassTargets(NamedTuple):
-    """What each row counts for.
+    """The targets, weights and loss shares of all rows, for hard targets.
 
     Args:
         target: (N,) int64, -1 for an ignored row.
         weight: (N,), of each row.
         share: (N,), of each row in the loss.
         totals: (2,), the sum of the weights, and how many rows are not ignored.
-        strangers: (1,) int64, 1 where a target is no class that nobody has refused yet; None: all are classes.
+        strangers: (1,) int64, 1 if a target is no class and has not been refused yet; None: all are classes.
     """
 
     target: Tensor
@@ -85,7 +85,7 @@ def hard_loss_by_kernel(rows: ClassTargets, top: Tensor, total: Tensor, picked: 
 
     Args:
         rows: what each counts for, found by the kernel.
-        top, total, picked: (N,), see `Statistics`.
+        top, total, picked: (N,), see `RowStatistics`.
         mean: whether the losses are averaged.
 
     Returns:
@@ -98,7 +98,7 @@ def hard_loss_by_kernel(rows: ClassTargets, top: Tensor, total: Tensor, picked: 
 
 
 def _tile(count: int) -> dict[str, int]:
-    """What the one program reads at once, and with how many warps: fewer where there are few rows."""
+    """Return the block size and the warps of the single program, fewer for few rows."""
     block = min(BLOCK, max(128, 1 << (count - 1).bit_length()))
     return {"BLOCK": block, "num_warps": max(4, WARPS * block // BLOCK)}
 
@@ -112,16 +112,16 @@ def hard_rows(
     dtype: torch.dtype,
     kernels: bool = False,
 ) -> ClassTargets:
-    """What each row counts for.
+    """Return the targets, weights and loss shares of all rows.
 
     Args:
         target: (N,) int64.
         class_weight: (V,), in `dtype`, or None.
         classes: V.
-        ignore_index: rows with this target count for nothing.
-        mean: whether the losses are averaged, and not added.
+        ignore_index: rows with this target do not count.
+        mean: whether the losses are averaged rather than added.
         dtype: of the computation.
-        kernels: whether by a Triton kernel, which leaves out targets that are no class: see `refuse_strangers`.
+        kernels: whether to use a Triton kernel, which leaves out targets that are no class: see `refuse_strangers`.
 
     Raises:
         IndexError: on a CPU, a target that is no class and not ignored; on a GPU torch's device assertion.

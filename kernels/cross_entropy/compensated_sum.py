@@ -76,7 +76,7 @@ class CompensatedGemmSum:
     def __init__(self, result: Tensor, operand_dtype: torch.dtype, exact: bool, terms: int, kernels: bool) -> None:
         self.result, self.terms, self.added = result, terms, 0
         self.beside: Tensor | None = None
-        """What is kept beside the result until the sum is complete."""
+        """The buffer kept beside the result until the sum is complete."""
         self._is_compensated = result.dtype == torch.float32
         self._kernels = kernels
         if terms == 0:

@@ -29,17 +29,17 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Which cross entropy: the options of torch's own, and three that language models add.
+    """The options of a cross entropy: those of torch's own, and three that language models add.
 
     Args:
-        ignore_index: rows with this hard target count for nothing.
-        class_weight: (V,), floating point; a weight a class.
+        ignore_index: rows with this hard target do not count.
+        class_weight: (V,), floating point; one weight per class.
         label_smoothing: in [0, 1]; the share of the uniform distribution in the target.
-        z_loss: the factor of L^2, L the log-sum-exp of a row. Its mean is over rows that are not ignored, also where
-            class weights make the mean of the cross entropy another one.
+        z_loss: the factor of L^2, L the log-sum-exp of a row. Its mean is over rows that are not ignored, even where
+            class weights make the mean of the cross entropy a weighted one.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         temperature: logits are divided by it, after the softcap.
-        reduction: "mean" over all valid targets, "sum", or "none" for a loss a row.
+        reduction: "mean" over all valid targets, "sum", or "none" for one loss per row.
 
     Raises:
         ValueError: an option outside its range.
@@ -72,7 +72,7 @@ class CrossEntropy:
 
 
 class Targets(NamedTuple):
-    """What each row should be, and what each class weighs, in the form that the kernels read.
+    """The target of each row and the weight of each class, in the form that the kernels read.
 
     Args:
         hard: (N,) int64 class indices, -1 for an ignored row; None for soft targets.
@@ -91,13 +91,13 @@ class Targets(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What the loss needs to know of the logits of each row, each (N,).
+    """The statistics of each row's logits that the loss needs, each (N,).
 
     Args:
         top: the largest z.
         total: sum of exp(z - top).
         picked: sum of w q z; z of the target where that is hard.
-        summed: sum of w z; left as it is where no label is smoothed.
+        summed: sum of w z; not updated without label smoothing.
     """
 
     top: Tensor
@@ -196,22 +196,22 @@ class RowLoss:
 
     @property
     def is_smoothed(self) -> bool:
-        """Has every class a share in the target?"""
+        """Return whether labels are smoothed, so that every class has a share in the target."""
         return self.options.label_smoothing > 0
 
     @property
     def is_penalised(self) -> bool:
-        """Is there a penalty on the log-sum-exp?"""
+        """Return whether the loss has a z-loss, a penalty on the log-sum-exp."""
         return self.options.z_loss != 0
 
     @property
     def _is_bare(self) -> bool:
-        """Is it nothing but the cross entropy with the targets?"""
+        """Return whether the loss is the cross entropy with the targets and nothing else."""
         return not self.is_smoothed and not self.is_penalised
 
     @cached_property
     def valid(self) -> Tensor | None:
-        """Which rows are not ignored, (N,); None: all."""
+        """The mask of rows that are not ignored, (N,); None for soft targets, which all count."""
         return None if self._hard is None else self._hard.target >= 0
 
     def _of_valid(self, rows: Tensor) -> Tensor:

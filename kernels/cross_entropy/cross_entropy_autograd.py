@@ -26,12 +26,12 @@ from subtensors.kernels.cross_entropy.scale_add import scale_
 
 
 class Schedule(NamedTuple):
-    """Which part of the logits is in memory at once, and how the weight's gradient adds up.
+    """The part of the logits in memory at once, and how the weight's gradient is accumulated.
 
     Args:
-        rows: so many rows.
-        columns: instead, so many columns.
-        kept: so many columns more have memory to wait in between the two passes over columns.
+        rows: the rows of a chunk.
+        columns: the columns of a block, for the schedule by columns.
+        kept: the number of further columns whose logits have memory between the two passes over columns.
         accumulate: "exact", or "fast": in the gradient's own dtype.
     """
 
@@ -42,12 +42,12 @@ class Schedule(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """Which loss it is, but for its tensors, and how it is computed.
+    """The options of a loss without its tensors, and how it is computed.
 
     Args:
-        options: which cross entropy.
-        schedule: in which parts.
-        needs: whether the gradients of hidden, weight and bias are wanted.
+        options: those of the cross entropy.
+        schedule: the parts in which it is computed.
+        needs: whether to compute the gradients of hidden, weight and bias.
     """
 
     options: CrossEntropy

@@ -203,7 +203,7 @@ class _RowSums:
 
 
 def _weight_sum(task: Problem, rows: int, exact: bool, chunks: int) -> CompensatedGemmSum | Float32Sum:
-    """Where the gradient of the weight adds up over chunks of so many rows."""
+    """Return the accumulator of the weight's gradient over chunks of `rows` rows."""
     classes, width = task.weight.shape
     is_short = task.weight_grad_dtype == task.hidden.dtype and task.hidden.itemsize == 2
     if exact and chunks > 1 and is_short and rows >= width:  # the logits take as much as the result
@@ -254,7 +254,7 @@ def _by_columns(task: Problem, columns: int, kept: int) -> LossAndGradients:
 
 
 def _hidden_sum(task: Problem, columns: int, blocks: int) -> CompensatedGemmSum | Float32Sum:
-    """Where the gradient of the hidden states adds up over blocks of so many columns."""
+    """Return the accumulator of the hidden states' gradient over blocks of `columns` columns."""
     count, width = task.hidden.shape
     if columns >= width or task.hidden.itemsize != 2:  # a block takes as much as the result, or needs no rounding
         return Float32Sum(count, width, task.hidden)
@@ -262,11 +262,11 @@ def _hidden_sum(task: Problem, columns: int, blocks: int) -> CompensatedGemmSum 
 
 
 def _places(task: Problem, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
-    """Where blocks of logits wait for the second pass; those without a place are computed again.
+    """Return the memory that keeps logits for the second pass, by block number; other blocks are recomputed.
 
-    The gradient of the weight lends its memory. For each column its rows take up H elements, and the logits N. So with
-    a column's logits at N (H where that is more) times its number, what is written is behind what is yet to be read.
-    `kept` columns more have memory of their own.
+    The memory of the weight's gradient is reused. Per column the gradient takes H elements, and the logits N. A
+    column's logits are placed at its number times max(H, N), so that the gradient is written behind the logits that
+    are yet to be read. `kept` further columns have memory of their own.
     """
     count, width = task.hidden.shape
     columns, last = blocks[0][1], len(blocks) - 1

@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 class BlockOps(Protocol):
-    """What happens to a block of logits."""
+    """The operations on a block of logits."""
 
     def fold(self, block: Block, statistics: RowStatistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
@@ -166,7 +166,7 @@ class KernelOps:
         }
 
     def _operands(self, block: Block) -> tuple[Any, ...]:
-        """What a kernel of some rows starts with."""
+        """Return the leading arguments of a kernel on the rows of a block."""
         logits, targets = block.logits, self.terms.targets.rows(*block.rows)
         if targets.soft is not None:
             targets = targets._replace(soft=targets.soft[:, slice(*block.columns)])
@@ -241,7 +241,7 @@ def _with_near_columns(soft: Tensor) -> Tensor:
 
 
 def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
-    """Do Triton kernels work on such a tensor? On a GPU, but for float64, where `kernels` doesn't say.
+    """Return `kernels`, or by default whether Triton kernels work on the tensor: on a GPU, except for float64.
 
     >>> uses_kernels(torch.ones(3))
     False
@@ -250,11 +250,11 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
 
 
 def block_ops(terms: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
-    """What works on blocks of these logits.
+    """Return the operations on blocks of these logits.
 
     Args:
-        terms: of all rows.
-        logits: any block: its device and dtype decide.
-        kernels: whether by Triton kernels, if it is not for the device and dtype to say.
+        terms: the loss of all rows.
+        logits: any block, for its device and dtype.
+        kernels: whether to use Triton kernels; None: as the device and dtype decide.
     """
     return KernelOps(terms) if uses_kernels(logits, kernels) else ReferenceOps(terms)

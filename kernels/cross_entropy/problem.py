@@ -1,4 +1,4 @@
-"""What is to be computed of a linear layer and its cross entropy, and of what: all that both orders of it share."""
+"""The operands and options of a linear layer with cross entropy, shared by its two orders: by rows and by columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 
 class GradFlags(NamedTuple):
-    """Which gradients are wanted; one that is not costs nothing."""
+    """The gradients to compute; one that is not needed costs nothing."""
 
     hidden: bool = True
     weight: bool = True
@@ -23,7 +23,7 @@ class GradFlags(NamedTuple):
 
 
 class LossAndGradients(NamedTuple):
-    """What `linear_cross_entropy` gives: the loss, and each gradient that was asked for."""
+    """The result of `linear_cross_entropy`: the loss, and each gradient that was asked for."""
 
     loss: Tensor
     hidden: Tensor | None
@@ -33,10 +33,10 @@ class LossAndGradients(NamedTuple):
 
 @dataclass
 class Problem:
-    """What is to be computed, and of what.
+    """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
 
-    What there is of each row takes many small kernels. It is computed when it is first asked for, which is after the
-    first logits: the GPU has a product to do while the host prepares them.
+    The values per row take many small kernels. They are computed on first use, which is after the first logits: the
+    GPU runs a matrix product while the host prepares them.
     """
 
     hidden: Tensor
@@ -49,7 +49,7 @@ class Problem:
     weight_grad_dtype: torch.dtype
     kernels: bool | None
     writes_whole_rows: bool = False
-    """Is the gradient written as soon as a row was read?"""
+    """Whether the gradient of a row is written as soon as the row has been read."""
 
     @property
     def compute(self) -> torch.dtype:
@@ -75,7 +75,7 @@ class Problem:
 
     @cached_property
     def ops(self) -> BlockOps:
-        """What works on blocks of logits."""
+        """The operations on blocks of logits."""
         return block_ops(self.terms, self.hidden, self.kernels)
 
     def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:

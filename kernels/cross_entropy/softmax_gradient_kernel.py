@@ -44,7 +44,7 @@ def _squash(y, softcap, per_temperature, CAPPED: tl.constexpr):
 
 @triton.jit
 def _shift(top):
-    """What to subtract before exp: a row of -inf has no finite maximum."""
+    """Return the number to subtract before exp: the row's maximum, or 0 where that is -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 

@@ -28,7 +28,7 @@ SMALLEST = 1e-37
 
 
 def block_count(elements: int) -> int:
-    """How many blocks so many elements take; the last may be shorter."""
+    """Return the number of blocks for a number of elements; the last block may be shorter."""
     return -(-elements // SIZE)
 
 
@@ -134,4 +134,4 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 
 OPS = frozenset({"blockwise_absmax", "quantize_blockwise", "dequantize_blockwise"})
-"""What may be done with numbers per block, beside moving them."""
+"""The operations on numbers per block, besides moving them."""

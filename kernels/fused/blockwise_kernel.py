@@ -93,7 +93,7 @@ def quantize_blockwise(x, scales, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dequantize_blockwise(codes, scales, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """What the codes stand for: `blockwise.dequantize`."""
+    """Decode the codes, as `blockwise.dequantize` does."""
     scale = _per_element(scales, BLOCK)
     if SIGNED:
         ratio = codes * (1 / 127)

@@ -27,7 +27,7 @@ class Kernel:
     block: int
     """Elements a tile, or tensors a program."""
     lanes: Any = None
-    """Of a tensor segment, the `triton.jit` function of one program, which other kernels may call."""
+    """For a tensor segment, the `triton.jit` function of one program, which other kernels may call."""
 
 
 def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
@@ -84,7 +84,7 @@ class LaneWriter(SegmentWriter):
     MASK = ", mask=inside, other=0"
 
     def is_tile(self, index: int) -> bool:
-        """Does a program hold many of this value, rather than one?"""
+        """Return True: a program holds one number per lane of every value."""
         return True
 
     def load(self, index: int, parameter: int) -> str:

@@ -18,10 +18,10 @@ from subtensors.kernels.runtime.gc_pause import gc_paused
 
 @gc_paused()
 def compile_together(grids: Sequence[Grid]) -> None:
-    """Have Triton compile what these grids launch first, all at the same time; nothing where only one kernel is new.
+    """Compile the kernels of grids that are not compiled yet, in parallel; do nothing where only one kernel is new.
 
     Args:
-        grids: of one call.
+        grids: the grids of one call.
     """
     grids = [grid for grid in grids if grid.device.type == "cuda" and not grid.kernels.are_compiled]
     kernels = [(grid, kernel) for grid in grids for kernel in grid.kernels.kernels if grid.programs(kernel)]

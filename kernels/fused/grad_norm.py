@@ -36,7 +36,7 @@ LANES = 256
 _KINDS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: -2}
 
 DTYPES = frozenset(_KINDS)
-"""What the kernel adds up."""
+"""The dtypes that the kernel sums."""
 
 
 def reference(tensors: Sequence[Tensor]) -> Tensor:
@@ -101,7 +101,7 @@ class SquareSum:
 
     @property
     def table_size(self) -> int:
-        """How many numbers `rows` gives."""
+        """The number of integers that `rows` returns."""
         return 3 * self.count
 
     def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -139,7 +139,7 @@ class SquareSum:
             square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
 
     def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
-        """What the kernels take, before their constants."""
+        """Return the arguments of the kernels, which their constants follow."""
         partials, counter = self.workspace(workspace)
         addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
         return (table, *addresses, self.count, self._chunk_count)
@@ -151,7 +151,7 @@ class FusedGradNorm:
 
     sweep: SquareSum
     table: Tensor | int
-    """What `SquareSum.rows` gave, on the device, or its address."""
+    """The result of `SquareSum.rows` on the device, or its address."""
     workspace: int
 
     def alone(self) -> None:

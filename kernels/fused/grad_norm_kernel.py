@@ -15,7 +15,7 @@ def _square(x):
 
 @triton.jit
 def _squares(address, first, left, KIND: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    """What each lane comes by of the squares of a chunk, which starts at `first`: `left` elements, or all it holds."""
+    """Return each lane's sum of squares over the chunk at `first`; `left` elements remain from there on."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     pointer = address.to(tl.pointer_type(KIND)) + first

@@ -54,7 +54,7 @@ class Prelude(Protocol):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a sweep over elements is cut up: elements a tile, and warps that share one."""
+    """The tiling of a sweep over elements: elements per tile, and warps that share a tile."""
 
     block: int = 512
     warps: int = 2
@@ -82,7 +82,7 @@ class KernelSet:
         self.reductions = max((len(s.reductions) for s in self.segments), default=0)
         self.is_seeded = any(step.name == "stochastic_round" for step in program.instructions)
         self.are_compiled = False
-        """Did `compile_together` see to them?"""
+        """Whether `compile_together` has handled these kernels."""
 
 
 def _identifier(name: str) -> str:
@@ -186,7 +186,7 @@ class Grid:
 
     @property
     def table_size(self) -> int:
-        """How many numbers `rows` gives."""
+        """The number of integers that `rows` returns."""
         return (4 + len(self.kernels.program.parameters) + len(self._matrices)) * self.count
 
     def table(self, pointers: Sequence[Sequence[int]]) -> Tensor:
@@ -257,17 +257,17 @@ class Grid:
                 self._exchange(self.exchange, kernel, workspace)
 
     def _cut(self, kernel: Kernel) -> tuple[TileMap, tuple[int, ...]]:
-        """What a kernel goes over, and the constants that it is compiled for."""
+        """Return the tile map that a kernel sweeps over, and the constants that it is compiled for."""
         return (
             (self.chunks, (self.rounds, kernel.block)) if kernel.segment.reductions else (self.tiles, (kernel.block,))
         )
 
     def programs(self, kernel: Kernel) -> int:
-        """How many programs a launch of a kernel has; none where there are no elements."""
+        """Return the number of programs in a launch of a kernel; 0 where there are no elements."""
         return self._cut(kernel)[0].total if kernel.segment.extent is Shape.PER_ELEMENT else -(-self.count // LANES)
 
     def compile(self, kernel: Kernel) -> None:
-        """Have Triton compile a kernel for what `launch` is going to hand it, without launching it."""
+        """Compile a kernel for the arguments that `launch` will pass, without launching it."""
         cut, constants = self._cut(kernel)
         addresses = [cut.address] * len(ADDRESSED)  # one is like another
         outputs = [self.kernels.program.value(self.kernels.program.outputs[k]).dtype for k in kernel.segment.outputs]

@@ -1,7 +1,7 @@
-"""How each functional op reads in Triton: tables from op name to formula.
+"""The Triton formula of each functional op: tables from op name to formula.
 
-Every operand arrives already converted to the op's compute type, so an entry is the bare formula.
-Transcendental functions come from `libdevice`, CUDA's own maths library, because torch's kernels call the
+Every operand is already converted to the op's compute type, so an entry is the bare formula.
+Transcendental functions come from `libdevice`, CUDA's own math library, because torch's kernels call the
 same one: the results agree to the last bits.
 """
 
@@ -203,7 +203,7 @@ _REDUCE = {"sum": "tile_sum", "prod": "tile_prod", "amax": "tile_amax", "amin": 
 
 
 def identity(name: str, dtype: torch.dtype) -> str:
-    """What a lane beyond the end contributes to reduction `name` in registers of `dtype`."""
+    """Return the identity of reduction `name` in registers of `dtype`, for lanes beyond the end."""
     if name in ("sum", "prod"):
         return "0" if name == "sum" else "1"
     if dtype in FLOATS:
@@ -227,7 +227,7 @@ def template(name: str, compute: torch.dtype) -> Template | None:
 
 
 def can_lower(instruction: Instruction) -> bool:
-    """Does Triton have a formula for this instruction, at its dtypes and literals?"""
+    """Return whether Triton has a formula for this instruction, with its dtypes and literals."""
     name, compute = instruction.name, instruction.compute
     if not DTYPES.issuperset((compute, instruction.dtype)) or template(name, compute) is None:
         return False
@@ -241,9 +241,9 @@ def can_lower(instruction: Instruction) -> bool:
 
 
 def may_exceed_dtype(instruction: Instruction) -> bool:
-    """Whether integers are clamped to a number that their dtype may not hold.
+    """Return whether integers are clamped to a bound that their dtype may not hold.
 
-    Some versions of torch ignore such a number, some wrap it round, and some raise an error.
+    Some versions of torch ignore such a bound, some wrap it around, and some raise an error.
     """
     if instruction.name not in ("clamp", "clamp_min", "clamp_max") or instruction.compute not in INTEGERS:
         return False

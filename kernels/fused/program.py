@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 
 class Shape(Enum):
-    """How many numbers a value has for one tensor of the list."""
+    """The granularity of a value: one number per element, per tensor, or per block of elements."""
 
     PER_ELEMENT = "element"
     """One number for every element of the tensor."""
@@ -53,7 +53,7 @@ class Parameter:
     dtype: torch.dtype
     extent: Shape
     expanded: str = ""
-    """Of its last two dimensions it holds one value a "row", or one a "column", and repeats it along the other."""
+    """For "row" or "column": one value per row or column of its last two dimensions, repeated along the other."""
     on_host: bool = False
     """A 0-d CPU tensor given to elements on a GPU: its value is handed over with the live numbers."""
 
@@ -76,7 +76,7 @@ class Instruction:
 
     @property
     def is_reduction(self) -> bool:
-        """Does this turn the elements of a tensor into one number?"""
+        """Return whether this reduces the elements of a tensor to one number."""
         return self.name in REDUCTIONS
 
     def reads(self) -> list[int]:
@@ -94,7 +94,7 @@ _SHAPE_ONLY = dict.fromkeys(("zeros_like", "ones_like", "full_like", "copy", "fi
 
 @dataclass(frozen=True)
 class Program:
-    """What one call does to one element of every list."""
+    """The computation of one call, written for one element of every list."""
 
     name: str
     parameters: tuple[Parameter, ...]

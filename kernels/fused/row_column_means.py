@@ -27,7 +27,7 @@ COLUMNS = 128
 
 
 def reference(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What `row_column_means` gives, by torch, matrix by matrix."""
+    """Compute `row_column_means` in torch ops, matrix by matrix."""
     wide = [x.to(arithmetic_dtype(x.dtype)) for x in matrices]
     rows = [(torch.linalg.vector_norm(x, dim=1, keepdim=True).square() / max(x.shape[1], 1)) for x in wide]
     columns = [(torch.linalg.vector_norm(x, dim=0, keepdim=True).square() / max(x.shape[0], 1)) for x in wide]

@@ -1,6 +1,6 @@
-"""What a segment's source is made of, whatever runs it: values in order, their formulas, loads and conversions.
+"""The parts of a segment's source that all its kernels share: values in order, their formulas, loads and conversions.
 
-The table has one column a tensor and these rows, all int64::
+The table has one column per tensor and these rows, all int64::
 
     0 SIZE        elements of the tensor
     1 ALIGNED     1 when every pointer below is a multiple of 16 bytes
@@ -8,12 +8,12 @@ The table has one column a tensor and these rows, all int64::
     3 OUTPUT      where its part of an output arena starts, in elements
     4 ...         the address of each parameter, in order
 
-and, where a parameter is expanded, two more: the columns of each tensor's matrices, and the elements of one.
+and, where a parameter is expanded, two more: the columns of each tensor's matrices, and the elements of one matrix.
 
-An element segment runs one tile a program: `tiles[program] = tensor << 32 | tile of the tensor`. With reductions it
-runs one chunk a program, ROUNDS tiles one after another, and `tiles` holds the chunks. A full, aligned tile reads and
-writes 16 bytes a thread without masks; any other one is masked. A tensor segment runs one lane a tensor. Numbers per
-tensor travel between segments in slots, as int64 bits.
+An element segment runs one tile per program: `tiles[program] = tensor << 32 | tile of the tensor`. With reductions it
+runs one chunk per program, ROUNDS tiles in sequence, and `tiles` holds the chunks. A full, aligned tile reads and
+writes 16 bytes per thread without masks; any other tile is masked. A tensor segment runs one lane per tensor. Numbers
+per tensor pass between segments in slots, as int64 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from subtensors.kernels.fused.text import arithmetic, cast, constant, wrapped
 SIZE, ALIGNED, FIRST_CHUNK, OUTPUT, POINTERS = range(5)
 
 ARGUMENTS = "table, tiles, scalars, slots, partials, counters, seed_pointer, N, T"
-"""What every kernel takes, before the output arenas: addresses, as integers that are cheap to pass, and two counts."""
+"""The arguments of every kernel before the output arenas: addresses, as integers, cheap to pass, and two counts."""
 
 ADDRESSED = dict.fromkeys("table tiles scalars slots partials seed_pointer".split(), "tl.int64") | {
     "counters": "tl.int32"
@@ -85,10 +85,10 @@ class SegmentWriter:
             yield f"v{index} = {text}"
 
     def is_rounded(self, index: int, step: Instruction) -> bool:
-        """Does a value wider in registers than its dtype lose the difference at once?
+        """Return whether a value that is wider in registers than its dtype is rounded to its dtype at once.
 
-        When the program converts to that dtype, and when memory will hold the value: what is read from it
-        later in this kernel is then what is read from memory in the next, and compensated sums work.
+        It is when the program converts to that dtype, and when the value is stored: later reads of it in this
+        kernel then agree with reads from memory in the next kernel, and compensated sums work.
         """
         if step.dtype not in FLOATS or step.dtype == self.register(index):
             return False
@@ -122,7 +122,7 @@ class SegmentWriter:
         return text
 
     def is_tile(self, index: int) -> bool:
-        """Does a program hold many of this value, rather than one?"""
+        """Return whether a program holds one number per lane of this value, rather than a single number."""
         return self.value(index).extent is Shape.PER_ELEMENT
 
     def compute_register(self, step: Instruction) -> torch.dtype:
@@ -185,12 +185,12 @@ class SegmentWriter:
         return f"tl.load(table + {POINTERS + parameter} * N + tensor{mask}).to(tl.pointer_type({kind}))"
 
     def loaded(self, text: str, parameter: int, index: int) -> str:
-        """What memory of a parameter holds, as this value is computed."""
+        """Return the expression `text`, loaded from a parameter's memory, in the register dtype of a value."""
         dtype = self.program.parameters[parameter].dtype
         return cast(text, torch.int8 if dtype == torch.bool else dtype, self.register(index))
 
     def host_slot(self, parameter: int) -> int:
-        """Where the scalars hold a parameter that lives on the host."""
+        """Return the index among the scalars of a parameter that lives on the host."""
         hosts = [i for i, p in enumerate(self.program.parameters) if p.on_host]
         return len(self.program.scalars) + hosts.index(parameter)
 

@@ -44,7 +44,7 @@ class Segment:
 
     @property
     def writes(self) -> bool:
-        """Does it have any effect?"""
+        """Return whether the segment writes anything."""
         return bool(self.stores or self.outputs or self.keeps or self.reductions)
 
 
@@ -185,5 +185,5 @@ def plan_segments(program: Program) -> list[Segment]:
 
 
 def slot_count(segments: Iterable[Segment]) -> int:
-    """How many numbers per tensor the segments hand on to one another."""
+    """Return the number of slots per tensor that pass numbers between the segments."""
     return 1 + max((slot for s in segments for slot in (*s.keeps, *s.reductions)), default=-1)

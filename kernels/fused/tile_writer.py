@@ -109,7 +109,7 @@ class TileWriter(SegmentWriter):
         yield from self.one_tile("done")
 
     def entry(self, part: str) -> Iterator[str]:
-        """What a program is to do."""
+        """Yield the lines that read a program's entry of `tiles`: its tensor, and `part`, its tile or chunk."""
         yield "entry = tl.load(tiles + tl.program_id(0))"
         yield "tensor = (entry >> 32).to(tl.int32)"
         yield f"{part} = (entry & 0xFFFFFFFF).to(tl.int32)"
@@ -153,7 +153,7 @@ class TileWriter(SegmentWriter):
         return step
 
     def contribution(self, value: int) -> str:
-        """What each lane of a tile contributes to a reduction."""
+        """Return the expression of each lane's contribution to a reduction."""
         step = self.reduction(value)
         kind = self.compute_register(step)
         operand = self.operand(step, 0, step.args[0], kind)
@@ -172,7 +172,7 @@ class TileWriter(SegmentWriter):
         return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if WHOLE else {pointer}"
 
     def seeded(self) -> bool:
-        """Does it draw random bits?"""
+        """Return whether the segment draws random bits."""
         return any(
             isinstance(s := self.value(i), Instruction) and s.name == "stochastic_round" for i in self.segment.steps
         )

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from subtensors.kernels.fused.program import Instruction, Operand, Program, Ref, Scalar, Shape, call_form
 
 Run = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Any]], list[Tensor]]
-"""Of one element: its tensors, the live numbers, and the live numbers as operands in place of tensors."""
+"""Called for one element: its tensors, the dynamic scalars, and the dynamic scalars as operands in place of tensors."""
 
 
 def write_torch(program: Program) -> Run:

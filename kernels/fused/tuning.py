@@ -31,7 +31,7 @@ CANDIDATES = tuple(
     Tiling(block, warps)
     for block, warps in ((256, 1), (256, 2), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 8))
 )
-"""What `tune` compares; each thread gets 2 to 16 elements."""
+"""The candidates that `tune` compares; each thread gets 2 to 16 elements."""
 
 BYTES = 2**30
 """Scratch memory of a measurement: so much that caches do not matter."""
@@ -47,7 +47,7 @@ _chosen: dict[str, Tiling] = {}
 
 
 def tuned_tiling(program: Program, device: torch.device) -> Tiling:
-    """How to cut up a program's sweeps: as measured before on such a device, or the default.
+    """Return the tiling of a program's sweeps: as measured before on such a device, or the default.
 
     With `SUBTENSORS_TUNE=1` in the environment, a program that was never measured is measured now.
 
@@ -71,9 +71,9 @@ def tuned_tiling(program: Program, device: torch.device) -> Tiling:
 
 
 def default_tiling(program: Program) -> Tiling:
-    """How to cut up a program's sweeps where nothing was measured: a block of codes is a warp's.
+    """Return the tiling of a program that was not measured: one warp per block, where it has numbers per block.
 
-    Its scale is then found within the warp, and no one waits.
+    A block's scale is then found within one warp, which waits for no other.
     """
     has_blocks = any(p.extent is Shape.PER_BLOCK for p in program.parameters)
     return Tiling(SIZE, 1) if has_blocks else Tiling()
@@ -127,7 +127,7 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _obstacle(program: Program, device: torch.device) -> str:
-    """Why nothing can be measured; empty when it can."""
+    """Return the reason why nothing can be measured; empty when measuring is possible."""
     if not _is_gpu(device):
         return f"{device} is no CUDA device"
     if torch.cuda.is_current_stream_capturing():
@@ -140,9 +140,9 @@ def _obstacle(program: Program, device: torch.device) -> str:
 
 
 def measure(program: Program, device: torch.device, candidates: Sequence[Tiling]) -> dict[Tiling, float]:
-    """How long one run of the program takes with each tiling.
+    """Measure the time of one run of the program with each tiling.
 
-    The candidates take turns, so that a clock that drifts slows all of them down alike.
+    The candidates take turns, so that a drifting clock slows all of them down alike.
 
     Args:
         program: what happens to one element of every list.

@@ -25,7 +25,7 @@ logger = logging.getLogger("subtensors.tuning")
 
 
 def cache_folder() -> Path:
-    """Where choices are kept: `$SUBTENSORS_CACHE_DIR`, or `subtensors` in the user's cache folder.
+    """Return the cache folder: `$SUBTENSORS_CACHE_DIR`, or `subtensors` in the user's cache folder.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -66,13 +66,13 @@ def file_of(signature: str) -> Path | None:
 
 
 def row_of(program: Program, device: torch.device, best: Tiling, times: dict[Tiling, float]) -> dict[str, Any]:
-    """What a file says: the choice, what it was chosen from, and when and with what.
+    """Return the content of a cache file: the choice, the candidates, the date, and the device and versions.
 
     Args:
-        program: what was measured.
-        device: where.
-        best: the choice.
-        times: seconds of each candidate.
+        program: the measured program.
+        device: the device on which it was measured.
+        best: the chosen tiling.
+        times: the seconds of each candidate.
     """
     return {
         "block": best.block,

@@ -16,19 +16,19 @@ from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.custom_ops import define
 
 MOST = 3
-"""How many products the kernel takes."""
+"""The most products that the kernel takes."""
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class LinearTiling:
-    """What a program of the kernel computes.
+    """The tile of a result that one program of the kernel computes.
 
     Args:
-        rows, columns: of its tile of a result.
-        inner: how much of the inner dimension it takes at a time.
-        stages: how many of those it loads ahead.
-        warps: that it has.
+        rows, columns: the size of the tile.
+        inner: the elements of the inner dimension per step.
+        stages: the number of steps loaded ahead.
+        warps: the warps of a program.
     """
 
     rows: int

@@ -29,7 +29,7 @@ _ANY = (1 << 40) + 1
 def load_inputs_reference(
     sources: Sequence[Tensor], targets: Sequence[Tensor], sizes: Sequence[int], true_sizes: Tensor
 ) -> None:
-    """What an `InputLoad` does, in torch ops."""
+    """Load inputs as an `InputLoad` does, in torch ops."""
     for source, target in zip(sources, targets, strict=True):
         if source.shape != target.shape:
             target.zero_()
@@ -96,7 +96,7 @@ class Walk:
         self._kernel = _compiled(self._constants, self._device, self._count) if true_sizes.is_cuda else None
 
     def is_compiled(self) -> bool:
-        """Does a call not wait for the compiler?"""
+        """Return whether a call can run without waiting for the compiler."""
         return self._kernel is None or self._kernel.done()
 
     def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
@@ -145,7 +145,7 @@ def _compile(constants: tuple[Any, ...], device: torch.device, sizes: int) -> An
 
 
 def _plan(target: Tensor, dims: Sequence[int]) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """How to walk over a target: bytes a word, dims in words, which true size each has, the outermost one's scale."""
+    """Plan a walk over a target: bytes per word, dims in words, the index of each dim's true size, the outer scale."""
     merged: list[tuple[int, int]] = []
     for bucket, which in zip(target.shape, dims, strict=True):
         if merged and which < 0 and merged[-1][1] < 0:

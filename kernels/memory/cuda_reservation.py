@@ -67,7 +67,7 @@ class CudaRange:
 
 
 def has_driver() -> bool:
-    """Is the package cuda-bindings installed?"""
+    """Return whether the package cuda-bindings is installed."""
     try:
         _driver()
     except ImportError:
@@ -76,7 +76,7 @@ def has_driver() -> bool:
 
 
 def is_captured(streams: list[int]) -> bool:
-    """Is one of these streams of CUDA, given by their handles, being captured?"""
+    """Return whether any of these CUDA streams, given by their handles, is being captured."""
     driver = _driver()
     none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
     return any(_done(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none for stream in streams)
@@ -93,7 +93,7 @@ def _driver() -> Any:
 
 
 def _done(result: tuple[Any, ...]) -> Any:
-    """What a driver call returned after its status; OutOfMemoryError or RuntimeError where that is no success."""
+    """Return a driver call's result after its status; raise OutOfMemoryError or RuntimeError if the call failed."""
     status, *values = result
     if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
         raise torch.OutOfMemoryError("the CUDA device is out of memory")

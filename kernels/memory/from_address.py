@@ -11,12 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class _CudaBytes:
-    """What torch reads an address of a CUDA device from.
+    """A memory range of a CUDA device, in the form from which torch makes a tensor.
 
     Args:
-        address: where.
-        size: bytes.
-        owner: is kept alive by the tensor's storage.
+        address: the first byte.
+        size: in bytes.
+        owner: an object that the tensor's storage keeps alive.
     """
 
     address: int

@@ -1,4 +1,4 @@
-"""What the masked kernels share: where a tile lies in memory, and which of its elements are real.
+"""The functions that the masked kernels share: the location of a tile in memory, and its valid elements.
 
 The levels, sizes and slots are those of `masked_layout`.
 """
@@ -82,7 +82,7 @@ def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, 
 
 @triton.jit
 def rows_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, R0):
-    """Which of a tile's rows are real, (BM, 1)."""
+    """Return the mask of a tile's valid rows, (BM, 1)."""
     inside = r0 < R0
     for i in tl.static_range(ROW_SLOTS):
         inside &= _is_inside(slots[i], STATICS, i, r1, r0, 0, 0, R0, 1, False)
@@ -91,7 +91,7 @@ def rows_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, R
 
 @triton.jit
 def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
-    """Which elements of a tile are in real columns, (1 or BM, BN); `COARSE` takes in some neighbours too."""
+    """Return the mask of elements in valid columns, (1 or BM, BN); `COARSE` includes some neighbours too."""
     inside = c0 < C0
     for i in tl.static_range(ROW_SLOTS, len(STATICS)):
         inside &= _is_inside(slots[i], STATICS, i, r1, r0, c1, c0, R0, C0, COARSE)

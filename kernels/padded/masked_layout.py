@@ -1,15 +1,15 @@
-"""How the masked kernels walk a padded tensor: rows that they keep apart, columns that they go along.
+"""The walk of the masked kernels over a padded tensor: independent rows, and columns that an op works along.
 
-The dimensions that an op keeps are the rows, those that it goes along (the softmax dimension, what is reduced) the
-columns. Each becomes at most two levels of a size and a stride,
+The dimensions that an op keeps are the rows; those that it works along (the softmax dimension, reduced dimensions) are
+the columns. Each becomes at most two levels of a size and a stride,
 
     offset = r1 * row_strides[0] + r0 * row_strides[1] + c1 * column_strides[0] + c0 * column_strides[1],
 
-by merging dimensions that lie in memory as one. A tile spans `r0` and `c0`; `r1` and `c1` are the same all over it, so
+by merging dimensions that lie in memory as one. A tile spans `r0` and `c0`; `r1` and `c1` are constant within it, so
 that neighbouring lanes touch neighbouring memory whichever of the two is contiguous. Rows are numbered in the order of
-their dimensions: row `r1 * rows[1] + r0` is where a result of one number a row goes.
+their dimensions: a result with one number per row has that of a row at `r1 * rows[1] + r0`.
 
-A padded dimension lies within one level. Its index is `level // div % mod`, which is what a *slot* says.
+A padded dimension lies within one level. Its index is `level // div % mod`; a *slot* holds these three.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEIGHBOURS = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a padded dimension's index comes from, and that of its batch."""
+    """The level, divisor and modulus that give a padded dimension's index, and those of its batch index."""
 
     level: int
     div: int
@@ -55,7 +55,7 @@ class Slot:
 
     @property
     def is_of_rows(self) -> bool:
-        """Is it the same for all columns?"""
+        """Return whether the slot is the same for all columns."""
         return self.level < C1 and self.batch_level < C1
 
 
@@ -68,13 +68,13 @@ class MaskedLayout:
     row_strides: tuple[int, int]
     column_strides: tuple[int, int]
     slots: tuple[Slot, ...]
-    """Of the extents, those of rows first; `order` says which is which."""
+    """The slots of the extents, those of rows first; `order` holds the extents' numbers."""
     order: tuple[int, ...]
     row_shape: tuple[int, ...]
 
     @functools.cached_property
     def row_count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return math.prod(self.rows)
 
     @functools.cached_property
@@ -84,16 +84,16 @@ class MaskedLayout:
 
     @functools.cached_property
     def statics(self) -> tuple[tuple[int, bool, int, bool], ...]:
-        """Of each slot what a kernel is compiled for: its levels, and whether the index wraps around in them."""
+        """The compile-time constants of each slot: its levels, and whether the index wraps around in them."""
         return tuple((s.level, s.mod > 0, s.batch_level, s.batch_mod > 0) for s in self.slots)
 
     @functools.cached_property
     def row_slots(self) -> int:
-        """How many slots, the first ones, are the same for all columns."""
+        """The number of leading slots that are the same for all columns."""
         return sum(slot.is_of_rows for slot in self.slots)
 
     def slot_arguments(self, extents: Sequence[ValidLength]) -> tuple[tuple[Any, ...], ...]:
-        """Of each slot what a kernel reads at run time."""
+        """Return the run-time arguments of each slot."""
         return tuple(
             (extents[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
             for i, slot in zip(self.order, self.slots, strict=True)
@@ -101,21 +101,21 @@ class MaskedLayout:
 
     @property
     def is_flat(self) -> bool:
-        """Do columns lie side by side in memory?"""
+        """Return whether columns lie side by side in memory."""
         return self.column_strides[1] == 1
 
     @property
     def _neighbours(self) -> int:
-        """How many rows a tile has at least, so that its loads are wide where rows lie side by side in memory."""
+        """The minimum number of rows in a tile, for wide loads where rows lie side by side in memory."""
         return NEIGHBOURS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
 
     def fits_whole_rows(self, limit: int) -> bool:
-        """Can a tile of at most so many elements hold its rows whole?"""
+        """Return whether a tile of at most `limit` elements can hold whole rows."""
         return self.columns[0] == 1 and power_of_two(self.columns[1]) * self._neighbours <= limit
 
     @property
     def bounds_vary(self) -> bool:
-        """Does it depend on `c1` which part of `c0` is real?"""
+        """Return whether the valid part of `c0` depends on `c1`."""
         return any(C1 in (slot.level, slot.batch_level) for slot in self.slots[self.row_slots :])
 
     def lanes(self, wide: int, element_size: int) -> int:
@@ -157,14 +157,14 @@ def power_of_two(number: int) -> int:
 def plan(
     x: Tensor, columns: Sequence[int], extents: Sequence[ValidLength], whole_columns: bool = False
 ) -> tuple[Tensor, MaskedLayout]:
-    """How a kernel walks `x` along some dimensions.
+    """Plan the walk of a kernel along some dimensions of `x`.
 
     Args:
         x: the padded tensor.
-        columns: the dimensions that the kernel goes along.
+        columns: the dimensions that the kernel works along.
         extents: the padded dimensions.
         whole_columns: whether columns that lie in memory as one are one level. Otherwise, and in rows, a padded
-            dimension rather starts a level, so that what is real of it comes first.
+            dimension starts a level where possible, so that its valid part comes first.
 
     Returns:
         `x`, or a copy that can be walked, and the layout of its shape and strides.
@@ -194,7 +194,7 @@ def plan(
 
 
 def is_dense(x: Tensor) -> bool:
-    """Does every element have memory of its own, without gaps?"""
+    """Return whether the elements fill their memory without overlaps or gaps."""
     if x.is_contiguous():
         return True
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1

@@ -58,7 +58,7 @@ def masked_norm_reference(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
-    """What `masked_norm` gives, in torch ops: the readable definition."""
+    """Compute `masked_norm` in torch ops: the readable definition."""
     dims = range(x.dim() - normalized, x.dim())
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
     count = real.sum(tuple(dims), keepdim=True).clamp(min=1)
@@ -80,7 +80,7 @@ def masked_norm_backward_reference(
     gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
     extents: Sequence[ValidLength], is_rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `masked_norm_backward` gives, in torch ops."""
+    """Compute `masked_norm_backward` in torch ops."""
     dims = tuple(range(x.dim() - normalized, x.dim()))
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
     count = real.sum(dims, keepdim=True).clamp(min=1)
@@ -157,5 +157,5 @@ def masked_norm_backward(
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """What a kernel is given for a tensor that there is not, and that it does not read."""
+    """Return the tensor, contiguous, or for None another one that stands in for it and is not read."""
     return other if tensor is None else tensor.contiguous()

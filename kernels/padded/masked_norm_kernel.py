@@ -12,7 +12,7 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 @triton.jit
 def _count(STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, real, C0, kind: tl.constexpr):
-    """How many real elements a row is made of, at least 1."""
+    """Return the number of valid elements in each row, at least 1."""
     if len(STATICS) == ROW_SLOTS:
         return tl.zeros([1, 1], kind) + C0
     else:

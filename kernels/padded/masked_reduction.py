@@ -26,13 +26,13 @@ PARTS = 2048
 """The most parts that a row is cut into."""
 
 THREADS = 128
-"""Of a program."""
+"""The threads of a program."""
 
 REGISTERS = 65536
-"""Of a multiprocessor, which runs so many programs at a time as its registers hold."""
+"""The registers of a multiprocessor, which runs as many programs at a time as its registers hold."""
 
 MERGING = 4
-"""What a second kernel takes, in tiles of a program of the first."""
+"""The time of a second kernel, in tiles of a program of the first."""
 
 MERGED = 2048
 """States that a program of the second kernel holds, where a row has fewer parts."""
@@ -54,7 +54,7 @@ class Reduced(NamedTuple):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of this dtype are added up in."""
+    """Return the dtype in which numbers of this dtype are summed."""
     return arithmetic_dtype(dtype) if dtype.is_floating_point else torch.int64
 
 
@@ -78,7 +78,7 @@ def masked_reduction_reference(
     x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
-    """What `masked_reduction` gives, in torch ops: the readable definition."""
+    """Compute `masked_reduction` in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
     dims = [d % x.dim() for d in dims]
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
@@ -131,7 +131,7 @@ def _bound(dtype: torch.dtype, kind: str) -> float:
 
 
 def _is_of_rows(extent: ValidLength, dims: Sequence[int], ndim: int) -> bool:
-    """Does an extent say which rows are real, rather than which elements of them?"""
+    """Return whether an extent determines valid rows, rather than valid elements within rows."""
     return extent.dim % ndim not in dims and not (extent.sizes.dim() and extent.batch_dim % ndim in dims)
 
 
@@ -139,7 +139,7 @@ def masked_reduction_backward_reference(
     gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """What `masked_reduction_backward` gives, in torch ops."""
+    """Compute `masked_reduction_backward` in torch ops."""
     g = _scaled(gradient, reduced, kind, p, correction)
     g, out, aux = (_kept(t.to(g.dtype), dims, x.dim()) for t in (g, reduced.out, reduced.aux))
     value = x.to(g.dtype)
@@ -171,7 +171,7 @@ def _kept(t: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
 
 
 def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction: float) -> Tensor:
-    """What of an element's gradient is the same for its row."""
+    """Return the factor of the elements' gradients that is the same for a whole row."""
     out, aux, counts = reduced
     g = gradient.to(aux.dtype)
     if kind == "mean":
@@ -244,12 +244,12 @@ def _as_bool(reduced: Reduced) -> Reduced:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(programs: int, tiles: int, slots: int) -> int:
-    """How many programs share a row, so that the last of all is done soonest.
+    """Return the number of programs that share a row, chosen so that the last program finishes soonest.
 
     Args:
-        programs: without sharing.
-        tiles: that each then walks.
-        slots: programs that run at a time.
+        programs: the number of programs without sharing.
+        tiles: the tiles that each of these walks.
+        slots: the number of programs that run at a time.
     """
 
     def rounds(parts: int) -> int:

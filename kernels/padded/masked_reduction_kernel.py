@@ -62,7 +62,7 @@ def _power(x, P: tl.constexpr):
 
 @triton.jit
 def _magnitude(x, P: tl.constexpr):
-    """What a p-norm adds up."""
+    """Return the terms that a p-norm sums."""
     if P == 0:
         return (x != 0).to(x.dtype)
     elif P == 1:

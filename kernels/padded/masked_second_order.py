@@ -56,7 +56,7 @@ def differentiable(op: str, formula: Callable[..., tuple[Tensor, ...]]) -> None:
 
 
 def _is_list(x: Any) -> bool:
-    """Is it what torch takes for a list of tensors?"""
+    """Return whether this is a list of tensors for torch."""
     return isinstance(x, (list, tuple)) and all(t is None or isinstance(t, Tensor) for t in x)
 
 
@@ -68,7 +68,7 @@ def _restored(x: Any, saved: Iterator[Tensor]) -> Any:
 def softmax_gradient(
     gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
 ) -> tuple[Tensor]:
-    """Of a softmax, whose result leads on to its input."""
+    """Return the input gradient of a softmax from its result `y`, through which it depends on the input."""
     return (masked_softmax_backward_reference(gradient, y, dim, together(d, s, b), is_log),)
 
 
@@ -76,7 +76,7 @@ def reduction_gradient(
     gradient: Tensor, x: Tensor, out: Tensor, aux: Tensor, counts: Tensor, kind: str, dims: list[int],
     d: list[int], s: list[Tensor], b: list[int], p: float, correction: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """Of a reduction: what the forward kept of `x` is made of it again, so that derivatives find their way."""
+    """Return the input gradient of a reduction, recomputed from `x` so that it is differentiable in `x`."""
     x = _followed(x)
     again = masked_reduction_reference(x, kind, dims, together(d, s, b), p, correction).out
     (gx,) = torch.autograd.grad(again, [x], gradient, create_graph=True)
@@ -87,7 +87,7 @@ def norm_gradient(
     gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
     d: list[int], s: list[Tensor], b: list[int], is_rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a norm; where there is no weight, of one whose weight is ones."""
+    """Return the gradients of a norm's input, weight and bias; without a weight, those for a weight of ones."""
     shape = x.shape[x.dim() - normalized :]
     x = _followed(x)
     factor, shift = _followed(mean.new_ones(shape) if weight is None else weight), _followed(mean.new_zeros(shape))
@@ -98,5 +98,5 @@ def norm_gradient(
 
 
 def _followed(t: Tensor) -> Tensor:
-    """A tensor that autograd follows, whether it followed this one or not."""
+    """Return a tensor that requires grad: this one if it does, otherwise a detached alias of it."""
     return t if t.requires_grad else t.detach().requires_grad_()

@@ -27,7 +27,7 @@ ONE_PASS = 16384
 def masked_softmax_reference(
     x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
-    """What `masked_softmax` gives, in torch ops: the readable definition."""
+    """Compute `masked_softmax` in torch ops: the readable definition."""
     real = real_mask(x.shape, extents, x.device).expand(x.shape)
     # A row of nothing but -inf would be NaN, also in the gradient; one without real elements is all fill.
     neutral = x.masked_fill(~real, float("-inf")).masked_fill(~real.any(dim, keepdim=True), 0)
@@ -38,7 +38,7 @@ def masked_softmax_reference(
 def masked_softmax_backward_reference(
     gradient: Tensor, y: Tensor, dim: int, extents: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
-    """What `masked_softmax_backward` gives, in torch ops."""
+    """Compute `masked_softmax_backward` in torch ops."""
     padding = ~real_mask(y.shape, extents, y.device)
     gradient, y = gradient.masked_fill(padding, 0), y.masked_fill(padding, 0)
     if is_log:

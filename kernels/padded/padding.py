@@ -25,27 +25,27 @@ Dim3 = tuple[int, "int | Tensor", int]
 
 
 def pad_reference(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
-    """What `pad` gives, in torch ops."""
+    """Compute `pad` in torch ops."""
     padded = dense.new_full(shape, value)
     padded[tuple(map(slice, dense.shape))] = dense
     return padded
 
 
 def unpad_reference(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """What `unpad` gives, in torch ops."""
+    """Compute `unpad` in torch ops."""
     return padded[tuple(map(slice, size))].contiguous()
 
 
 def pad_ragged_reference(
     values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
-    """What `pad_ragged` gives, in torch ops."""
+    """Compute `pad_ragged` in torch ops."""
     real = real_mask(shape, extents, values.device).expand(tuple(shape))
     return values.new_full(shape, value).masked_scatter(real, values)
 
 
 def unpad_ragged_reference(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
-    """What `unpad_ragged` gives, in torch ops."""
+    """Compute `unpad_ragged` in torch ops."""
     values = padded[real_mask(padded.shape, extents, padded.device).expand(padded.shape)]
     assert len(values) == total, f"{total} elements were said to be real, {len(values)} are"
     return values

@@ -16,7 +16,7 @@ AT_ONCE = tl.constexpr(256)
 
 @triton.jit
 def _dense_at(dims, SIZES: tl.constexpr, RAGGED: tl.constexpr, row, column, batch, inside):
-    """Where an element lies in its dense tensor, and whether it does."""
+    """Return the offset of an element in its dense tensor, and whether it lies in that tensor."""
     at = tl.zeros_like(row + column).to(tl.int64)
     step = tl.full([1, 1], 1, tl.int64)
     index = row
@@ -40,7 +40,7 @@ def _dense_at(dims, SIZES: tl.constexpr, RAGGED: tl.constexpr, row, column, batc
 
 @triton.jit
 def _numels(dims, SIZES: tl.constexpr, batch, inside):
-    """How many elements rows of a ragged batch have, 0 outside."""
+    """Return the number of elements of each row of a ragged batch, 0 outside."""
     numels = inside.to(tl.int64)
     for i in tl.static_range(len(SIZES)):
         _, true, _ = dims[i]
@@ -52,7 +52,7 @@ def _numels(dims, SIZES: tl.constexpr, batch, inside):
 
 @triton.jit
 def _starts(dims, SIZES: tl.constexpr, batch, first, batches, SPAN: tl.constexpr):
-    """How many elements lie before each row of a ragged batch, of which `first` is the tile's first one."""
+    """Return the number of elements before each row of a ragged batch; `first` is the tile's first row."""
     before = tl.zeros([1], tl.int64)
     for others in range(0, first, AT_ONCE):
         other = others + tl.arange(0, AT_ONCE)

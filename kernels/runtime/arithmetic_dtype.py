@@ -1,4 +1,4 @@
-"""What floats are computed and added up in: wider than they are stored, where that is half precision."""
+"""The dtype in which floats are computed and summed: wider than the stored one for half precision."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _COMPILERS = ThreadPoolExecutor(2, "subtensors-compiler")
 
 
 def compile_async(compile: Callable[[], T]) -> Future[T]:
-    """What this gives, called in another thread once Triton is ready."""
+    """Run `compile` in another thread once Triton is ready; return the future of its result."""
     _preparations()
 
     def run() -> T:

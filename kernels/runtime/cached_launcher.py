@@ -29,7 +29,7 @@ class CompilePending(Exception):
 
 class _Thread(threading.local):
     asked: list[Future[Any]] | None = None
-    """What was asked of the compiler, where this thread does not wait for it."""
+    """The compilations that this thread has requested; None where it waits for the compiler."""
 
 
 _thread = _Thread()
@@ -130,7 +130,7 @@ class RepeatedLaunch:
 
 
 def _kind(x: Any) -> Any:
-    """What Triton compiles for of an argument."""
+    """Return the properties of an argument that Triton specializes a kernel for."""
     if isinstance(x, tuple):
         return tuple(map(_kind, x))
     if isinstance(x, Tensor):

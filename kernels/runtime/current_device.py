@@ -63,5 +63,5 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 for a CPU, which interprets one program after the other."""
+    """Return the number of multiprocessors of a GPU; 1 for a CPU, which interprets programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

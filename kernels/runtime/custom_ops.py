@@ -1,6 +1,6 @@
-"""How an op that takes extents becomes a torch op: its schema, its fake, and whether a kernel runs it.
+"""The torch ops that take extents: their schema, their fake, and whether a kernel runs them.
 
-A schema has no extents, so an op takes them apart into three lists: dimensions, sizes, batch dimensions.
+A schema has no type for extents, so an op takes them as three lists: dimensions, sizes, batch dimensions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def together(dims: Sequence[int], sizes: Sequence[Tensor], batch_dims: Sequence[
 
 
 def has_kernel(x: Tensor, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES) -> bool:
-    """Is there a kernel for this tensor, or is it left to the reference?"""
+    """Return whether there is a kernel for this tensor; otherwise the reference runs."""
     return x.is_cuda and x.dtype in dtypes
 
 

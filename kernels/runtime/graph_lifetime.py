@@ -25,7 +25,7 @@ _NO_DESTRUCTOR_SYNC, _MOVE = 1, 1
 
 _kept: list[tuple[int, object]] = []
 _dead: list[object] = []
-"""Let go only while nothing is captured: freeing memory may ask the device."""
+"""Released only while nothing is captured: freeing memory may ask the device."""
 
 
 def keep_with_graph(thing: object) -> None:
@@ -44,12 +44,12 @@ def keep_with_graph(thing: object) -> None:
 
 
 def let_go() -> None:
-    """Drop what was kept for graphs that were found dead; nothing may be captured meanwhile."""
+    """Drop what was kept for graphs that were found dead; nothing may be captured during the call."""
     _dead.clear()
 
 
 def kept() -> int:
-    """How many things are kept for graphs, as far as is known."""
+    """Return the number of objects that are kept for graphs, as of the last check."""
     return len(_kept)
 
 

@@ -1,4 +1,4 @@
-"""What launches a kernel that Triton has compiled, again and again, at little more than the driver's own cost."""
+"""Repeated launches of a kernel that Triton has compiled, at little more than the driver's own cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Launch = Callable[..., None]
 
 
 def launcher(compiled: Any, programs: int) -> Launch:
-    """What launches so many programs of a kernel, which is loaded by this.
+    """Load a kernel, and return a function that launches `programs` programs of it.
 
-    Triton's own, `compiled[grid]`, describes each launch for hooks, which profilers add. While there are none, what it
-    calls is called without a description. Checked on Triton 3.6; read in 3.7, 3.9.
+    Triton's own `compiled[grid]` describes each launch for hooks, which profilers add. While there are no hooks, the
+    function that it wraps is called directly, without a description. Checked on Triton 3.6; read in 3.7, 3.9.
 
     Args:
         compiled: what `kernel[grid](...)` and `kernel.warmup(...)` return.
@@ -35,6 +35,6 @@ def launcher(compiled: Any, programs: int) -> Launch:
 
 
 def _has_hooks(runtime: Any) -> bool:
-    """Is Triton to tell anyone of launches? What it calls is a chain with a list of `calls`, a function, or None."""
+    """Return whether Triton has launch hooks to call: each is a chain with a list of `calls`, a function, or None."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -8,7 +8,7 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 @triton.jit
 def _wraps(first, lane, period, BLOCK: tl.constexpr):
-    """How many whole periods lie before each lane, counted from the one that `first` is in; `first` < `period`."""
+    """Return the number of whole periods before each lane, counted from the period of `first`; `first` < `period`."""
     if period >= BLOCK:
         wraps = (first + lane >= period).to(tl.int32)
     else:
@@ -18,13 +18,13 @@ def _wraps(first, lane, period, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
-    """Which row each lane of the tile from `start` on is in, counted through all matrices of the tensor."""
+    """Return the row of each lane of the tile that starts at `start`, counted through all matrices of the tensor."""
     return start // columns + _wraps(start % columns, lane, columns, BLOCK)
 
 
 @triton.jit
 def column_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
-    """Which column each lane is in, counted through all matrices of the tensor."""
+    """Return the column of each lane, counted through all matrices of the tensor."""
     first = start % columns
     column = first + lane - _wraps(first, lane, columns, BLOCK) * columns
     return (start // matrix + _wraps(start % matrix, lane, matrix, BLOCK)) * columns + column
@@ -178,7 +178,7 @@ def to_bits(x):
 
 @triton.jit
 def fold(a, b, KIND: tl.constexpr):
-    """What two lanes come by together; a NaN is the extreme of any numbers, as in torch."""
+    """Combine the partial results of two lanes; a NaN is the extreme of any numbers, as in torch."""
     if KIND == "sum":
         return a + b
     elif KIND == "prod":

@@ -25,7 +25,7 @@ class Missing:
         return False
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """What decorates kernels and marks constants; anything else is refused."""
+        """Stand in for what decorates kernels or marks constants; raise ModuleNotFoundError for anything else."""
         if self._name in ("triton.jit", "triton.language.constexpr"):
             return Missing("a kernel") if args else self
         raise ModuleNotFoundError(f"{self._name} needs Triton, which is not installed", name="triton")

@@ -1,4 +1,4 @@
-"""What is real in a padded tensor, as plain tensors say it: along some dimensions, the first so many indices.
+"""The valid lengths of a padded tensor, as plain tensors: the number of leading valid indices of some dimensions.
 
 The sizes stay on the device: nothing here or in the kernels reads them on the host.
 """

@@ -1,4 +1,4 @@
-"""One bucket: static inputs, the program recorded on them, and what it returns."""
+"""One bucket: its static inputs, the program captured on them, and the outputs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Bucket:
     """The program at one bucket's sizes.
 
     Args:
-        reading: a call of this bucket.
+        reading: the spec of a call of this bucket.
         leaves: that call's leaves.
         call: runs the program on leaves, some of which become static inputs.
         device: of the static inputs.
-        pool: where graphs are captured; None where the program is run again instead.
+        pool: where graphs are captured; None if the program runs again at each call instead.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Bucket:
     ) -> None:
         self.reading, self.call, self.device, self.pool = reading, call, device, pool
         self.compiled: Compiled | None = None
-        """The program as compiled code, where that is asked for."""
-        # What isn't copied is the caller's, or a number: it stays as it was in the first call.
+        """The program's compiled code, if compilation is on."""
+        # An argument that isn't copied is the caller's, or a number: it stays what it was in the first call.
         copied = {source.leaf for source in reading.sources}
         self.others = {i: x for i, x in enumerate(leaves) if i not in copied}
         self.count = len(leaves)
         self.holds_callers = any(isinstance(x, Tensor) or has_parts(x) for x in self.others.values())
-        """Is something among the arguments that the program may write to where it lies?"""
+        """True if the program may write in place to an argument that isn't copied."""
         self.statistics = BucketStatistics(
             {dim.name: bucket for dim, bucket in zip(reading.dims, reading.buckets, strict=True)},
             [source.shape for source in reading.sources],
@@ -64,22 +64,22 @@ class Bucket:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs | None = None
         self.refusal = ""
-        """Why it can't be recorded, once that is known."""
+        """The reason why it can't be captured, once that is known."""
         self.is_due = False
-        """Had it a graph, which was given up to be recorded again?"""
+        """True if its graph was dropped in order to be recaptured."""
         self.is_allocated = False
         self.written: set[int] = set()
-        """Which of the sources the program writes to."""
+        """Indices of the sources that the program writes to."""
         self.last_call = 0
-        """When it was last called, on the runner's clock."""
+        """The time of its last call, on the runner's clock."""
 
     def take_code(self, code: CompileCache) -> None:
-        """Run what is compiled of the program, where that is asked for."""
+        """Take the program's compiled code from the cache, if compilation is on."""
         self.compiled = code.of(self, Compiled)
 
     @property
     def is_recorded(self) -> bool:
-        """Can a call be answered by a replay?"""
+        """Return whether a replay can answer calls."""
         return self.outputs is not None
 
     def allocate(self) -> None:
@@ -111,33 +111,33 @@ class Bucket:
         self._load(found, sizes)
 
     def callers_tensors(self) -> Iterator[Tensor]:
-        """Those that the program reads where they lie."""
+        """The caller's tensors that the program reads in place, without a copy."""
         return callers_tensors(self.others.values())
 
     @property
     def leaves_traces(self) -> bool:
-        """May a call change its arguments?"""
+        """Return whether a call may change its arguments."""
         return self.holds_callers or bool(self.written)
 
     def obstacle(self, leaves: Sequence[Any]) -> str:
-        """Why a call can't be answered by a replay now; "" where it can."""
+        """Return the reason why a replay can't answer this call, or "" if it can."""
         if not self.written or len({id(leaves[s.leaf]) for s in self.reading.sources}) == len(self.reading.sources):
             return ""
         return "it writes to an argument, and one tensor is given as several"
 
     def write_back(self, leaves: Sequence[Any]) -> None:
-        """Copy what the program wrote to its arguments to those of the call."""
+        """Copy what the program wrote into its static inputs back to the arguments of the call."""
         for i in self.written:
             given = leaves[self.reading.sources[i].leaf]
             own = given._dense if type(given) is PaddedTensor else given
             own.copy_(self.statics[i][tuple(map(slice, own.shape))])
 
     def inputs(self) -> list[Tensor]:
-        """The static inputs: those of sources, the caller's true sizes, and the call's own."""
+        """The static inputs: those of the sources, the true sizes of the caller's PaddedTensors, and the call's."""
         return [*self.statics, *self.caller_values, self.values]
 
     def zeros(self, buckets: tuple[int, ...]) -> list[Tensor]:
-        """Inputs like these at other buckets."""
+        """Zero-filled inputs, ordered like `inputs()`, at other bucket sizes."""
         reading = self.reading
         made = []
         for source in reading.sources:
@@ -146,11 +146,11 @@ class Bucket:
         return made + [torch.zeros_like(t) for t in [*self.caller_values, self.values]]
 
     def run_on(self, inputs: Sequence[Tensor], host: dict[Any, HostSize] | None = None) -> Outputs:
-        """The program on some inputs.
+        """Run the program on the given inputs.
 
         Args:
             inputs: as `inputs` gives them, perhaps at other buckets.
-            host: the true sizes, where the host is to know them; None in a capture, which serves all.
+            host: the true sizes, if the host is to know them; None in a capture, which must serve all true sizes.
         """
         reading = self.reading
         count = len(reading.sources)
@@ -175,7 +175,7 @@ class Bucket:
                     padded_dim(n, symbols[k]) if k >= 0 else static_dims([n])[0]
                     for n, k in zip(static.shape, source.which, strict=True)
                 ]
-                # Autograd functions of the program's own ask the argument itself whether it wants a gradient.
+                # The program's own autograd functions check `requires_grad` of the argument itself.
                 leaves[source.leaf] = wrapped(PaddedValue(static, tuple(dims), own, fill=0))
             else:
                 leaves[source.leaf] = static
@@ -190,7 +190,7 @@ class Bucket:
         return self.run_on(self.inputs(), host)
 
     def run_once(self, host: dict[Any, HostSize]) -> Any:
-        """Run the program on what was loaded; whoever records it afterwards has had the libraries warmed up.
+        """Run the program on the loaded inputs; this also warms the libraries up for a later capture.
 
         Returns:
             The result, cut to the true sizes, in memory of its own.
@@ -220,7 +220,7 @@ class Bucket:
         self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
 
     def replay_call(self, leaves: Sequence[Any], reading: CallSpec) -> None:
-        """Load a call's tensors and replay, behind the pool's last replay; the call has the current stream there."""
+        """Load a call's tensors and replay after the pool's last replay, on the device's current stream."""
         if self.pool is None:
             self.load(leaves, reading.sizes)
             self.replay(reading.host)
@@ -231,7 +231,7 @@ class Bucket:
             self.replay(reading.host)
 
     def replay(self, host: dict[Any, HostSize]) -> None:
-        """Run the program on what was loaded."""
+        """Replay the graph on the loaded inputs, or run the program if there is no graph."""
         if self.graph is None:
             with recording_modes():
                 self.outputs = self._run(host)
@@ -247,7 +247,7 @@ class Bucket:
             self.graph.replay()
 
     def forget_graph(self) -> None:
-        """Give the graph's memory back to the pool."""
+        """Drop the graph, and give its memory back to the pool."""
         self.outputs = None
         self.statistics.is_recorded = False
         if self.graph is not None and self.pool is not None:
@@ -256,7 +256,7 @@ class Bucket:
         self.statistics.graph_bytes = 0
 
     def forget(self) -> None:
-        """Give up the graph and the static inputs; the next call makes and records them again."""
+        """Drop the graph and the static inputs; the next call allocates and recaptures them."""
         self.forget_graph()
         self.is_allocated = False
         self.statistics.input_bytes = 0
@@ -275,10 +275,12 @@ def _true_sizes(
 
 @contextmanager
 def recording_modes(records: bool = False) -> Iterator[None]:
-    """What is recorded is for all calls: it makes plain tensors, and keeps nothing that the caller's contexts own.
+    """A context for captures and runs of the program: no inference mode or autocast cache, backward on this thread.
+
+    A capture serves all later calls, so it makes plain tensors and keeps nothing that the caller's contexts own.
 
     Args:
-        records: does autograd follow?
+        records: whether autograd records the program.
     """
     # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on this
     # thread: the capture is its own, and another thread's backward may wait for the lock.

@@ -19,7 +19,7 @@ def bucketed(
     on_miss: OnMiss = "capture",
     max_waste: float | None = None,
 ) -> Bucketed:
-    """A program over varying sizes as one CUDA graph a bucket: pads, replays, cuts back.
+    """Run a program over varying sizes as one CUDA graph per bucket: pad the inputs, replay, cut the results back.
 
     Args:
         program: a function or module of tensors; it runs on PaddedTensors, once for each bucket.
@@ -27,19 +27,19 @@ def bucketed(
             for a container those of every tensor in it, or a dict or list like it.
         compile: True, or a dict with the backend, mode, options or dynamic of `torch.compile`: the program is compiled
             once, with the buckets' sizes left open, and captured as compiled code.
-        max_graphs: the most graphs at a time; the least recently called one makes room.
+        max_graphs: the most graphs at a time; the least recently called one is evicted.
         memory_limit: of the graphs' pool and all static inputs: bytes, or text such as "2GiB".
-        on_miss: of a size that has no graph, or can't have one: "capture" one if that is possible, run it at its true
-            size ("eager"), or refuse it ("error").
-        max_waste: where the bucket is more than so many times the true size, run at the true size.
+        on_miss: what to do with a size that has no graph: "capture" one if that is possible, run it at its true size
+            ("eager"), or raise ("error").
+        max_waste: if the bucket is more than this many times the true size, run at the true size.
 
     Returns:
-        What is called as the program is, with plain tensors, PaddedTensors, pytrees of them and other arguments, which
-        are part of the graph's key. It returns what the program returns, at true sizes and in memory of its own.
+        A callable with the program's arguments: plain tensors, PaddedTensors, pytrees of them, and others, which are
+        part of the graph's key. It returns what the program returns, at true sizes and in memory of its own.
 
     Raises:
         TypeError, ValueError: an argument of this function is none of these.
-        SizeError, RuleError: of a call, with `on_miss="error"`; a Dim that gets two sizes is always a SizeError.
+        SizeError, RuleError: raised by a call with `on_miss="error"`; a Dim with two sizes is always a SizeError.
 
     Example:
         >>> import torch, subtensors as st

@@ -1,4 +1,4 @@
-"""What the calls of a runner are: known by their keys, and worked out once for each."""
+"""The cache of a runner's calls, looked up by key and analyzed once per key."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ SETTINGS = (
     torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.math_sdp_enabled,
 )  # fmt: skip
-"""Of torch as a whole, which decide what a graph does: it is captured for those of the call."""
+"""Global torch settings that decide what a graph does; a graph is captured for the settings of its call."""
 
 KEYS = 4096
-"""How many different ones a runner remembers."""
+"""The most keys that a runner remembers."""
 
 VALUES, OBJECTS = 128, 16
-"""How many of one argument have graphs, where `max_graphs` does not say how many there may be; graphs keep objects."""
+"""The most values, and objects, of one argument that get graphs if `max_graphs` is None; graphs keep objects alive."""
 
 
 @dataclass(slots=True)
 class CachedCall:
-    """One key, its bucket, and how a result of the bucket is cut for it."""
+    """The cached analysis of a key's calls: their bucket, and how its results are cut to their true sizes."""
 
     reading: CallSpec | None
     bucket: Bucket | None
     refusal: str = ""
-    """Why such calls have no graph; "" where they do."""
+    """The reason why such calls have no graph, or ""."""
     error: Exception | None = None
     calls: int = 0
     elements: tuple[int, int] = (0, 0)
-    """Along the Dims: real ones, and the bucket's."""
+    """Elements along the Dims: at the true sizes, and at the bucket's."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """The true ones, by Dim, whether it pads them or not."""
+    """The true sizes, by Dim, whether the call pads them or not."""
     style: CallFormat = AS_GIVEN
-    """How such calls are written."""
+    """The way such calls pass their arguments."""
     outputs: Outputs | None = None
     cuts: list[Cut] = field(default_factory=list)
 
     def add_sizes(self, sizes: dict[str, Counter[int]]) -> None:
-        """Count how often each true size was seen, by Dim."""
+        """Add how often these calls had each true size to the counters, by Dim."""
         for name, size in self.sizes.items():
             sizes.setdefault(name, Counter())[size] += self.calls
 
@@ -65,7 +65,7 @@ class CachedCall:
 def shared_key(
     state: State, leaves: Sequence[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What of a call's key is not of one leaf: the form of the call, and the modes it is made in.
+    """The part of a call's key that belongs to no single leaf: the call's structure, and the modes it is made in.
 
     Args:
         state: of the program.
@@ -79,13 +79,13 @@ def shared_key(
 
 
 class CallCache:
-    """The keys of a runner's calls, and what is known of each.
+    """The cached calls of a runner, by key.
 
     Args:
         program: what is called.
         dims: of its arguments.
         state: of the program.
-        recorder: where buckets are.
+        recorder: holds the buckets.
         max_waste: as of `st.bucketed`.
     """
 
@@ -101,17 +101,17 @@ class CallCache:
         self._max_waste = max_waste
         self.known: OrderedDict[Any, CachedCall] = OrderedDict()
         self._forgotten: dict[str, Counter[int]] = {name: Counter() for name in dims.distinct}
-        """The sizes that calls of forgotten keys had."""
+        """The true sizes of calls whose keys were dropped from the cache."""
         self._values: dict[str, set[Any]] = {}
-        """What arguments that are no tensors have been, by their place."""
+        """The values seen of arguments that are not tensors, by place."""
         self.are_bounded = recorder.max_graphs is None
-        """Do arguments have graphs for so many values only?"""
+        """True if an argument has graphs for a limited number of values only."""
 
     def __len__(self) -> int:
         return len(self.known)
 
     def first(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall:
-        """What the first call of a key is, to be remembered.
+        """Analyze the first call of a key, and cache the result.
 
         Args:
             key: what `shared_key` gives, then of each leaf.
@@ -122,12 +122,12 @@ class CallCache:
         if len(self.known) >= KEYS:
             self.known.popitem(last=False)[1].add_sizes(self._forgotten)
         if visit.reading is not None or visit.error is not None:
-            # Others may be of objects that it must not keep alive.
+            # The rest may belong to objects that the cache must not keep alive.
             self.known[key] = visit
         return visit
 
     def read(self, shared: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall:
-        """What a call is.
+        """Analyze a call: find its bucket, or the reason why it has no graph.
 
         Args:
             shared: as `shared_key` gives it.
@@ -164,7 +164,7 @@ class CallCache:
         return visit
 
     def _too_many_values(self, leaves: Sequence[Any], places: Sequence[str], style: CallFormat) -> str:
-        """Which argument is another so often that it has no graphs from now on, in words; "" where none is."""
+        """Return a reason if an argument has had too many values to get further graphs, or ""."""
         if not self.are_bounded:
             return ""
         others = [
@@ -182,11 +182,11 @@ class CallCache:
         return ""
 
     def forget_values(self) -> None:
-        """Arguments that had too many values have graphs again, for as many."""
+        """Forget the values seen so far, so that arguments that had too many get graphs again."""
         self._values.clear()
 
     def sizes(self) -> dict[str, Counter[int]]:
-        """How often each true size was seen, by Dim."""
+        """Count how often each true size was seen, by Dim."""
         sizes = {name: Counter(counted) for name, counted in self._forgotten.items()}
         for visit in self.known.values():
             visit.add_sizes(sizes)

@@ -1,4 +1,4 @@
-"""What runs without a graph: said once a reason, counted, or refused where that is asked for."""
+"""Calls that run without a graph: counted, logged once per reason, or raised as errors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Fallbacks:
 
     Args:
         name: of the program.
-        are_errors: is it an error where a call would?
+        are_errors: whether such a call is an error.
     """
 
     def __init__(self, name: str, are_errors: bool) -> None:
         self.name, self.are_errors = name, are_errors
         self.counted: Counter[str] = Counter()
-        """How many calls, by reason."""
+        """The number of such calls, by reason."""
         self._said: set[str] = set()
 
     def note(self, why: str, error: Exception | None = None) -> None:
-        """A call runs at its true sizes.
+        """Count a call that runs at its true sizes, and warn once per reason.
 
         Raises:
-            Exception: that is an error: the one that is given, or a RuleError that says why.
+            Exception: fallbacks are errors: `error` if given, else a RuleError with the reason.
         """
         if self.are_errors:
             raise error or RuleError(f"no graph for this call: {why}")
@@ -40,21 +40,21 @@ class Fallbacks:
         self.counted[why] += 1
 
     def say(self, what: str, why: str = "") -> None:
-        """Warn of something, once.
+        """Log a warning, once.
 
         Args:
-            what: to say.
-            why: its reason, which is said once whatever follows from it.
+            what: the warning.
+            why: its reason; only the first warning with this reason is logged.
         """
         if (why or what) not in self._said:
             _log.warning(what)
         self._said.add(why or what)
 
     def note_refusal(self, bucket: Bucket) -> None:
-        """A bucket could not be recorded; the call that was to record it has its answer.
+        """Warn, once per reason, that a bucket could not be captured; the call that tried has its result.
 
         Raises:
-            RuleError: that is an error.
+            RuleError: fallbacks are errors.
         """
         if self.are_errors:
             raise RuleError(f"no graph for this call: {bucket.refusal}")
@@ -62,7 +62,7 @@ class Fallbacks:
 
 
 def why_not_replayable() -> str:
-    """Why nothing can be replayed where a call is made; "" where something can."""
+    """Return the reason why no graph can be replayed in the current context, or "" if one can."""
     if is_transforming():
         return "it is inside a transform of torch.func, or forward-mode differentiation"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -71,7 +71,7 @@ def why_not_replayable() -> str:
 
 
 def summarize_error(error: Exception) -> str:
-    """An error's kind and the first line of its message, or that of what it only announces.
+    """An error's type and the first line of its message, joined with the second if the first ends with a colon.
 
     >>> summarize_error(ValueError("no"))
     'ValueError: no'

@@ -1,4 +1,4 @@
-"""Which graphs a bucketed program has: recorded within a budget, evicted, given up when what they read has moved."""
+"""The graphs of a bucketed program: captured within a budget, evicted, and dropped when what they read is stale."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from subtensors.kernels.runtime.cached_launcher import use_reference_while_compi
 _log = logging.getLogger("subtensors.bucketed")
 
 MAX_WASTED_RECAPTURES = 8
-"""So many recordings of everything in a row, none of which was replayed, and there is none any more."""
+"""After this many recaptures in a row without a replay between them, nothing is captured any more."""
 
 BUCKETS = 4096
-"""How many buckets are remembered, those without a graph among them."""
+"""The number of buckets above which the oldest one without a graph is forgotten."""
 
 
 class GraphCache:
@@ -49,9 +49,9 @@ class GraphCache:
 
     Args:
         name: of the program.
-        state: what it reads beside its arguments.
+        state: what it reads besides its arguments.
         max_graphs, memory_limit: the budget.
-        compile_options: of `torch.compile`; None where it is not asked for.
+        compile_options: of `torch.compile`; None if compilation is off.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class GraphCache:
         self.pools: dict[torch.device, GraphPool] = {}
         self.replays = ReplayCounter()
         self.clock = itertools.count(1)
-        """Tells which bucket was called last."""
+        """Counts calls, to order buckets by their last one."""
         self.leaves_traces = False
-        """Has the program written to what it reads, or drawn random numbers?"""
+        """True once the program has had side effects: it wrote to what it reads, or drew random numbers."""
         self.evictions = 0
         self.refusal = ""
-        """Why nothing is recorded any more, where that is so."""
+        """The reason why nothing is captured any more, or ""."""
         self._in_vain = self._hits_before = 0
         self._captures_unrun: dict[Any, bool] = {}
-        """Of programs that were captured at some size: can they be captured at another one without being run first?"""
+        """For each captured family of calls, whether it can be captured at another size without being run first."""
 
     def bucket_of(
         self, is_followed: bool, reading: CallSpec, leaves: Sequence[Any], call: Call, device: torch.device
     ) -> Bucket:
-        """The bucket of some calls, new where it is not known.
+        """Return the bucket of a call; make it if it is new.
 
         Args:
-            is_followed: does autograd follow them?
-            reading: what one of them is.
-            leaves: its leaves.
+            is_followed: whether autograd tracks the call.
+            reading: the call's spec.
+            leaves: the call's leaves.
             call: runs the program.
             device: of the static inputs.
         """
@@ -115,15 +115,15 @@ class GraphCache:
         return self.pools[device]
 
     def _drop_unrecorded(self) -> None:
-        """Forget the oldest buckets that hold nothing, where there are very many."""
+        """Forget the oldest bucket without a graph if there are more than `BUCKETS`."""
         if len(self.buckets) > BUCKETS:
             oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_recorded), None)
             self.buckets.pop(oldest, None)
 
     def first_answer(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        """Answer the first call of a bucket, and record it for those to come.
+        """Answer the first call of a bucket, and capture a graph for later calls.
 
-        Where it can't be recorded, the bucket's refusal says why.
+        If it can't be captured, the bucket's refusal is the reason.
         """
         if moved := self.state.moved():
             self.restart(moved)
@@ -142,13 +142,13 @@ class GraphCache:
         return self._run_and_record(bucket, reading, leaves)
 
     def _record_unrun(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Callable[[], Any] | None:
-        """Record a program that was recorded at another size, without running it at this one.
+        """Capture a program that was captured at another size, without running it at this size first.
 
-        Libraries are ready since then, and a replay answers the call. What needs a run at every size, to tune something
-        or to make what it keeps, is not for that.
+        The libraries are warm from the other capture, and a replay answers the call. This does not suit a program that
+        needs a run at every size, to tune something or to make tensors that it keeps.
 
         Returns:
-            Gives the result, once; None where there is no graph.
+            A function that returns the result, once; None if there is no graph.
         """
         self._make_room(bucket)
         bucket.allocate()
@@ -172,18 +172,18 @@ class GraphCache:
         return lambda: outputs.assembled(results)
 
     def _leave_pool(self, pool: GraphPool) -> None:
-        """Give up a pool's graphs, since the program keeps what it made in a capture: they would overwrite it."""
+        """Drop a pool's graphs: the program keeps tensors that it made in a capture, which replays would overwrite."""
         _log.info("%s keeps tensors that it made while it was captured: it is run before each capture", self.name)
         for bucket in self.recorded():
             if bucket.pool is pool:
                 bucket.forget()
 
     def _run_and_record(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        """Run the program once, which answers the call, and record it."""
+        """Run the program once, which answers the call, and capture it."""
         self._make_room(bucket)
         bucket.allocate()
         before, place = self.state.versions(), capture.random_place(bucket.device)
-        # What it keeps meanwhile is gone before a capture takes memory.
+        # What the context keeps is freed before a capture takes memory.
         with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
             if isinstance(bucket, TrainedBucket):
                 result = self._first_followed(bucket, reading, leaves)
@@ -193,7 +193,7 @@ class GraphCache:
         self.leaves_traces |= not torch.equal(place, capture.random_place(bucket.device))
         self.state.optimizers.look()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
-            # What the first call left in torch's cache is as large as what the pool needs.
+            # The first call left as much memory in torch's cache as the pool needs.
             torch.cuda.empty_cache()
         held = bucket.pool.held_bytes() if bucket.pool is not None else 0
         if not bucket.refusal:
@@ -206,7 +206,7 @@ class GraphCache:
         return result
 
     def _first_unfollowed(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        """The program on static inputs, where autograd does not follow."""
+        """Run the program on static inputs, in a call that autograd does not track."""
         steps = TrainingDetector(self.state)
         bucket.load(leaves, reading.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
@@ -223,17 +223,17 @@ class GraphCache:
         return result
 
     def _note_recorded(self, bucket: Bucket) -> None:
-        """Remember a bucket that was called, as the last of all."""
+        """Mark a bucket as the most recently called one, and no longer due for a recapture."""
         self.buckets[bucket.reading.bucket_key] = bucket
         bucket.last_call = next(self.clock)
         bucket.is_due = False
 
     def _note_writes(self, before: list[int] | None) -> None:
-        """Has the program written to its state since these were its versions?"""
+        """Note whether the program wrote to its state since `before`, its versions at an earlier time."""
         self.leaves_traces = self.state.note_writes(before) or self.leaves_traces
 
     def _first_followed(self, bucket: TrainedBucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        """The program on padded arguments, with autograd following; then what warms its recording up."""
+        """Run the program on padded arguments under autograd, and warm up its capture."""
         padded = padded_leaves(leaves, reading, bucket.device)
         copies = [(own, x, Writes([x])) for own, x in zip(leaves, padded, strict=True) if x is not own]
         before, steps = self.state.versions(), TrainingDetector(self.state)
@@ -255,14 +255,14 @@ class GraphCache:
         roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         bucket.is_differentiable = bool(roots)
         if roots and steps.any():
-            bucket.refusal = "it calls backward itself, and returns what wants a gradient: return loss.detach()"
+            bucket.refusal = "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
             bucket.forget()
         elif arguments.any() or (roots and theirs.any()):
-            bucket.refusal = "it writes to its arguments, and autograd follows"
+            bucket.refusal = "it writes to its arguments, and autograd tracks it"
             bucket.forget()
         elif roots:
             bucket.first_leaves = frozenset(leaves_behind(roots))
-            # What returns no gradients may be a whole step, which is not to be taken twice.
+            # A program whose results need no gradient may be a whole training step, which must not be taken twice.
             try:
                 with restore_state(self.state, self.state.at_risk(), [bucket.device]):
                     bucket.run_once(reading.host)
@@ -271,7 +271,7 @@ class GraphCache:
         return pytree.tree_unflatten(results, spec)
 
     def _record(self, bucket: Bucket) -> None:
-        """Capture the bucket, within the memory limit; where that can't be, its refusal says why."""
+        """Capture the bucket within the memory limit; if that fails, set its refusal to the reason."""
         held, random = self.state.held(), RandomPlaces() if self.state.reached.draws else None
         try:
             bucket.record()
@@ -291,7 +291,7 @@ class GraphCache:
             if other is not bucket and self.bytes() > self.memory_limit:
                 self._evict(other, "memory_limit")
         if self.bytes() > self.memory_limit and graphs:
-            # What the others left in the pool is torch's again only with the last graph.
+            # The memory of the evicted graphs goes back to torch only when the last graph of the pool is dropped.
             bucket.forget_graph()
             bucket.record()
         if self.bytes() > self.memory_limit:
@@ -303,13 +303,13 @@ class GraphCache:
         bucket.forget()
 
     def record_again(self, bucket: Bucket) -> None:
-        """Record a bucket that was evicted between a call's forward and its backward."""
+        """Recapture a bucket that was evicted between a call's forward and its backward."""
         self._make_room(bucket)
         bucket.allocate()
         self._record(bucket)
 
     def _make_room(self, bucket: Bucket) -> None:
-        """Evict for max_graphs before capturing: the new graph takes the memory that the old ones leave."""
+        """Evict graphs for `max_graphs` before a capture, so that the new graph can use their memory."""
         recorded = [other for other in self.recorded() if other is not bucket]
         if self.max_graphs is not None:
             for other in recorded[: max(len(recorded) + 1 - self.max_graphs, 0)]:
@@ -330,10 +330,10 @@ class GraphCache:
         return pools + sum(bucket.statistics.input_bytes for bucket in self.recorded())
 
     def statistics(self, fallbacks: Mapping[str, int], sizes: dict[str, Counter[int]]) -> Statistics:
-        """What was done so far.
+        """The statistics of the program so far.
 
         Args:
-            fallbacks: how many calls ran at their true sizes, by reason.
+            fallbacks: the number of calls that ran at their true sizes, by reason.
             sizes: how often each true size was seen, by Dim.
         """
         every = [b.statistics for b in self.buckets.values() if b.statistics.calls or b.outputs]
@@ -350,7 +350,7 @@ class GraphCache:
         )
 
     def restart(self, moved: str) -> None:
-        """Forget every graph, since what they read is no longer there."""
+        """Drop every graph because what they read is stale; the next calls recapture them."""
         recorded = self.recorded()
         if recorded:
             _log.warning("%s is recorded again: %s", self.name, moved)
@@ -370,7 +370,7 @@ class GraphCache:
             bucket.take_code(self.code)
 
     def release(self) -> None:
-        """Give up every graph and static input, and why there were none."""
+        """Drop every graph and static input, and clear the reasons why buckets have none."""
         self.refusal, self._in_vain = "", 0
         for bucket in self.buckets.values():
             bucket.is_due = bucket.is_due or bucket.is_recorded

@@ -1,4 +1,4 @@
-"""A runner in a program's place: what is asked of it that it has not is asked of the program."""
+"""A proxy for a program: attributes that it lacks are looked up on the program."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 
 class ModuleProxy:
-    """What has the attributes of `program` beside its own, as `parameters` and `eval` of a module.
+    """An object with the attributes of `program` besides its own, such as a module's `parameters` and `eval`.
 
-    A method that returns the program, as `eval` does, returns what stands for it.
+    A method that returns the program, as `eval` does, returns the proxy instead.
     """
 
     program: Callable[..., Any]

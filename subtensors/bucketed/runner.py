@@ -39,7 +39,7 @@ OnMiss = Literal["capture", "eager", "error"]
 
 
 class Bucketed(ModuleProxy):
-    """What `st.bucketed` gives; call it as the program is called. It has the program's attributes beside its own."""
+    """The result of `st.bucketed`: called like the program, with the program's attributes besides its own."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Bucketed(ModuleProxy):
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
         self._generation: Generation | None = None
         self._is_settled = False
-        """Does what it reads stay where it is for all calls to come?"""
+        """True inside `settled()`: nothing replaces what the program reads."""
         functools.update_wrapper(self, program, updated=())
 
     def __reduce__(self) -> tuple[type[Bucketed], tuple[Any, ...]]:
@@ -104,7 +104,7 @@ class Bucketed(ModuleProxy):
         return visit
 
     def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NestedCall | None:
-        """What answers a call that another bucketed program makes; None where that is the program itself."""
+        """The compiled code for a call made inside another bucketed program; None if the program itself is to run."""
         if self.recorder.compile_options is None or torch.compiler.is_compiling():
             return None
         leaves, spec = flatten(args, kwargs)
@@ -133,7 +133,7 @@ class Bucketed(ModuleProxy):
         assert reading is not None
         if why := bucket.refusal or self.recorder.refusal:
             return self._fall_back(why, None, args, kwargs)
-        self.state.refuse_sleepers()
+        self.state.refuse_releaseds()
         is_followed = isinstance(bucket, TrainedBucket)
         leaves_traces = is_followed or self.recorder.leaves_traces or bucket.leaves_traces
         looks_first = leaves_traces and not self._is_settled
@@ -154,7 +154,7 @@ class Bucketed(ModuleProxy):
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
             return self._followed(bucket, visit, leaves, reading)
         results = self._replayed(bucket, visit, leaves, reading)
-        # The device is busy with the replay meanwhile.
+        # The device is still busy with the replay.
         if not looks_first and (moved := self.state.moved()):
             self.recorder.restart(moved)
             if leaves_traces:
@@ -176,7 +176,7 @@ class Bucketed(ModuleProxy):
         return results
 
     def _followed(self, bucket: TrainedBucket, visit: CachedCall, leaves: list[Any], reading: CallSpec) -> Any:
-        """A replay that is a node of the caller's autograd graph."""
+        """Replay the graph as a node of the caller's autograd graph."""
         assert bucket.outputs is not None
         outputs = bucket.outputs
         call = TrainingCall(bucket, leaves, reading, self._lock, self.recorder)
@@ -190,7 +190,7 @@ class Bucketed(ModuleProxy):
             return self.program(*args, **kwargs)
 
     def _first(self, visit: CachedCall, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a bucket's first call, and record it for those to come."""
+        """Answer a bucket's first call, and capture a graph for later calls."""
         bucket, reading = visit.bucket, visit.reading
         assert bucket is not None
         assert reading is not None
@@ -207,18 +207,18 @@ class Bucketed(ModuleProxy):
         return result
 
     def warmup(self, *args: Any, progress: bool = True, **kwargs: Any) -> Bucketed:
-        """Record the graphs of all buckets before the first request, the largest first.
+        """Capture the graphs of all buckets before the first request, the largest first.
 
         Args:
-            args, kwargs: a call's; its sizes don't matter. Without any it is like the first call: the first that was,
-                or, before there was one, the first to come.
+            args, kwargs: an example call; its sizes don't matter. Without any, the first call is the example: the first
+                one made or, if there was none yet, the next one.
             progress: show a bar on stderr.
 
         Returns:
             The runner itself.
 
         Raises:
-            SizeError: a Dim has no max, so that its buckets have no end.
+            SizeError: a Dim has no max, so that it has no end of buckets.
         """
         with self._lock:
             if not args and not kwargs:
@@ -228,7 +228,7 @@ class Bucketed(ModuleProxy):
                 args, kwargs = self._example
             calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
             devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
-            self.state.refuse_sleepers()
+            self.state.refuse_releaseds()
             there = [x for x in flatten(args, kwargs)[0] if isinstance(x, FIXED) or not isinstance(x, Tensor)]
             others = list(callers_tensors(there))
             with restore_all(self.state, others, devices):
@@ -241,7 +241,9 @@ class Bucketed(ModuleProxy):
         visit = self.visits.read(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
         bucket, reading = visit.bucket, visit.reading
         if isinstance(bucket, TrainedBucket):
-            self.fallbacks.say(f"warmup() of {self.name} records nothing where autograd follows: use torch.no_grad()")
+            self.fallbacks.say(
+                f"warmup() of {self.name} records nothing where autograd tracks the call: use torch.no_grad()"
+            )
             return
         if bucket is None or reading is None or bucket.is_recorded or bucket.refusal:
             return
@@ -255,12 +257,12 @@ class Bucketed(ModuleProxy):
             self.fallbacks.note_refusal(bucket)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
-        """A Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
+        """Run a Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
 
         Args:
             inputs: the prompts' tokens, (rows, length) int64.
-            options: of the model's `generate`. What asks for another cache, or may get longer than the max of the Dim
-                that `input_ids` are padded on, is left to the model as it is.
+            options: of the model's `generate`. Calls that ask for another cache, or whose text may get longer than the
+                max of the Dim that `input_ids` are padded on, run the model's own `generate`.
 
         Returns:
             What the model's `generate` returns.
@@ -275,10 +277,10 @@ class Bucketed(ModuleProxy):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Nothing replaces what the program reads meanwhile, so that calls look for that behind their replays.
+        """A context in which nothing replaces what the program reads, so that calls check for that after their replay.
 
         Raises:
-            RuleError: by a call, where something did; what it wrote before is written.
+            RuleError: raised by a call, if something was replaced; what the replay wrote stays written.
         """
         if moved := self.state.moved():
             self.recorder.restart(moved)
@@ -290,7 +292,7 @@ class Bucketed(ModuleProxy):
 
     @property
     def programs(self) -> dict[str, Bucketed]:
-        """What `generate` runs, each with statistics of its own: "decoder", and "encoder" where there is one."""
+        """The programs that `generate` runs, each with its own statistics: "decoder", and "encoder" if there is one."""
         return self._generation.programs if self._generation is not None else {}
 
     def stats(self) -> Statistics:
@@ -313,7 +315,7 @@ class Bucketed(ModuleProxy):
         return self.recorder.recorded()
 
     def explain(self) -> str:
-        """What was done and why: `st.explain(run)`."""
+        """Describe what was done and why; `st.explain(run)` returns this."""
         dims = ", ".join(map(str, self.dims.distinct.values()))
         budget = f"max_graphs={self.recorder.max_graphs}, memory_limit={self.recorder.memory_limit}"
         parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
@@ -323,11 +325,11 @@ class Bucketed(ModuleProxy):
         """The buckets that would have wasted least on the sizes seen so far.
 
         Args:
-            max_graphs: at most so many of each Dim; by default the runner's own limit, or 8.
+            max_graphs: the most buckets of each Dim; by default the runner's own limit, or 8.
 
         Returns:
-            For each Dim that calls gave a size, its policy: `st.Dim(name, buckets=policy)`. Sizes beyond the Dim's max
-            count too.
+            The policy of each Dim that calls gave a size, for `st.Dim(name, buckets=policy)`. Sizes beyond the Dim's
+            max count too.
 
         Raises:
             ValueError: `max_graphs` is below 1.
@@ -339,13 +341,13 @@ class Bucketed(ModuleProxy):
         return {name: fit_buckets(sizes, most) for name, sizes in seen.items() if sizes}
 
     def plot(self) -> Figure:
-        """Draw how often each size was called, its bucket and what it wastes, a row a Dim."""
+        """Draw how often each size was called, its bucket and the bucket's waste, one row per Dim."""
         from subtensors.bucketed.report.plot import drawn
 
         return drawn(self.stats(), self.dims.distinct)
 
     def release(self) -> None:
-        """Give the memory of graphs and static inputs back to the device; the next calls record again."""
+        """Give the memory of graphs and static inputs back to the device; the next calls recapture."""
         with self._lock:
             self.recorder.release()
             self.visits.forget_values()

@@ -1,4 +1,4 @@
-"""Calls that are made up to warm a runner, of every bucket's sizes."""
+"""Example calls that warm a runner up, one for each bucket."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _log = logging.getLogger(__name__)
 
 
 def repeated(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
-    """A tensor of other sizes with the values of this one, over and over.
+    """A tensor of other sizes that repeats the values of `x`.
 
     Args:
         x: any tensor.
-        sizes: for each dim that gets another size, which.
+        sizes: the new size of each dim that changes.
 
     Example:
         >>> repeated(torch.tensor([1, 2, 3]), {0: 5})
@@ -43,12 +43,12 @@ def repeated(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
 def calls_to_warm(
     dims: ArgumentDims, most: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[list[Any], tuple[Any, ...], dict[str, Any]]]:
-    """Calls like a given one, one a bucket, the largest first: each its leaves, its arguments and its named ones.
+    """Calls like a given one, one per bucket, the largest first: the leaves, args and kwargs of each.
 
     Args:
         dims: which dims of the arguments are padded, and on which Dims.
-        most: at most so many calls; all of them where it is None.
-        args, kwargs: the call that is given.
+        most: the most calls to return; None for all.
+        args, kwargs: those of the given call.
     """
     leaves, spec = flatten(args, kwargs)
     places = dims.of_leaves(args, kwargs)
@@ -68,7 +68,7 @@ def calls_to_warm(
 
 
 def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterator[T]:
-    """The steps, with a bar on stderr that shows how many are done."""
+    """Iterate over the steps, with a progress bar on stderr."""
     if not visible:
         yield from steps
         return

@@ -1,1 +1,1 @@
-"""`ChunkedTensor`: a tensor too big in what follows it, and what its calls become."""
+"""`ChunkedTensor`: a tensor whose ops run chunk by chunk, since their results would be too large in full."""

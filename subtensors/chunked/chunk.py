@@ -1,4 +1,4 @@
-"""`st.chunk`: a ChunkedTensor, or what stands for one while a compiler traces."""
+"""`st.chunk`: makes a ChunkedTensor, or the proxy of one while a compiler traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chunk(
     accumulate: Literal["exact", "fast"] = "exact",
     compile: bool = False,
 ) -> ChunkedTensor:
-    """Have what follows `x` run chunk by chunk along a dim, so that nothing of it is ever there in full.
+    """Chunk `x` along a dim: ops on it run chunk by chunk, so that no intermediate is ever materialized in full.
 
     Args:
         x: a tensor of any dtype, with at least one dim. A PaddedTensor is returned as it is, with a warning: its rules
@@ -37,7 +37,7 @@ def chunk(
             an int, or text such as "1GiB".
         accumulate: how gradients of weights add up over chunks: "exact", as in one sum of higher precision, or "fast",
             rounded to the gradient's dtype at each chunk.
-        compile: run the maths of a chunk through torch.compile.
+        compile: run the math of a chunk through torch.compile.
 
     Returns:
         a ChunkedTensor of the sizes, dtype and device of `x`.

@@ -1,4 +1,4 @@
-"""How rows are to be divided, from the words and numbers of `st.chunk`."""
+"""The policy by which rows are divided into chunks, parsed from the arguments of `st.chunk`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 def policy(
     chunks: int | None, rows: int | None, memory_limit: int | str | None, accumulate: str, compile: bool
 ) -> Policy:
-    """How rows are divided, by the arguments of `chunk`, checked."""
+    """Check the arguments of `chunk`, and return the policy by which rows are divided."""
     given = {"chunks": chunks, "rows": rows, "memory_limit": memory_limit}
     asked = {name: value for name, value in given.items() if value is not None}
     if len(asked) > 1:

@@ -1,4 +1,4 @@
-"""`ChunkedTensor`: a tensor too big in what follows it, whose ops run chunk by chunk."""
+"""`ChunkedTensor`: a tensor whose ops run chunk by chunk, since their results would be too large in full."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ChunkedTensor(RecordedTensor):
         pass
 
     def realize(self) -> Tensor:
-        """The whole as a plain tensor, its ops run chunk by chunk.
+        """Materialize the value as a plain tensor, with its ops run chunk by chunk.
 
         Returns:
             a dense tensor; differentiable, with each chunk computed again in backward.

@@ -52,7 +52,7 @@ def _chunk(x: Tensor, dim: int, *policy: Any) -> Any:
 
 
 def _result(tensors: Sequence[Tensor], text: str, ints: Sequence[int], floats: Sequence[float]) -> Tensor:
-    """What the program gives; casts and modes are those that its text names, whatever is set around it."""
+    """Run the program and return its result; only the casts and modes that its text names apply, not the caller's."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         out = _program(text)(tensors, ints, floats)
     result: Tensor = out.realize() if isinstance(out, ChunkedTensor) else out
@@ -99,15 +99,15 @@ def chunked_program(
     sizes: list[int],
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor]]:
-    """What a program gives, and those of its gradients that are needed now.
+    """Run a program, and return its result and those of its gradients that are computed now.
 
     Args:
-        tensors: that it reads.
-        text: of the program; see `source_program.py`.
-        ints, floats: numbers that it reads.
-        needs: of which tensors a gradient is wanted.
+        tensors: the tensors that it reads.
+        text: its text; see `source_program.py`.
+        ints, floats: the numbers that it reads.
+        needs: for each tensor, whether its gradient is needed.
         deferred: whether gradients are computed at backward.
-        sizes, dtype: of what it gives, on the device of the first tensor.
+        sizes, dtype: those of its result, which is on the device of the first tensor.
     """
     now = [n and not deferred for n in needs]
     with as_called_outside(), torch.set_grad_enabled(any(now)):

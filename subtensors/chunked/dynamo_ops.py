@@ -1,4 +1,4 @@
-"""What becomes of a call on traced chunks, by its name: a step of a program, its end, or neither."""
+"""The kinds of calls on traced chunks, by name: a step of a program, its end, or neither."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSED = frozenset("requires_grad_ register_hook register_post_accumulate_grad_
 
 
 def _what_becomes(name: str) -> str:
-    """What is done with a call: "stays", "gives", "parts", or nothing of these."""
+    """The kind of a call: "stays", "gives", "parts", or "" for a call that no program holds."""
     bare = name.strip("_")
     for fate, names in (("parts", _PARTS), ("gives", _GIVES), ("stays", _STAYS)):
         if name in names or (bare in names and name.startswith("__")):
@@ -56,7 +56,7 @@ def _what_becomes(name: str) -> str:
 
 
 def _elsewhere(name: str) -> str:
-    """How a function that is none of `torch` or `F` is called: "torch.linalg.vector_norm" of "linalg_vector_norm"."""
+    """The qualified name of a function outside `torch` and `F`: "torch.linalg.vector_norm" for "linalg_vector_norm"."""
     module, _, rest = name.partition("_")
     if rest and hasattr(getattr(torch, module, None), rest):
         return f"torch.{module}.{rest}"

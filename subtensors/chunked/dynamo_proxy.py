@@ -1,10 +1,10 @@
-"""What `st.chunk` gives to torch.compile: values whose calls are written down, and become one op where they end.
+"""Proxies that `st.chunk` returns under torch.compile: calls on them are recorded, and become one op at their end.
 
-The compiler would interleave chunks, and keep them side by side. So calls on chunked values are recorded as the text of
-a program (`source_program.py`); where one gives up the rows or the wide dim, as a loss does, the program becomes one op
-that the compiler doesn't look into (`custom_op.py`), which runs it chunk after chunk. Beside each recorded value
-its plain counterpart is traced: it answers for sizes and dtype, and what nobody reads of it the compiler throws away.
-It is read where a call has no place in a program: then values are computed in full, which is logged.
+The compiler would interleave chunks, and keep several of them in memory. So calls on chunked values are recorded as the
+text of a program (`source_program.py`). At a call that reduces the rows or the wide dim, as a loss does, the program
+becomes one op that the compiler doesn't look into (`custom_op.py`), which runs it chunk after chunk. Beside each
+recorded value its plain counterpart is traced: it gives sizes and dtype, and the compiler drops what is not read of it.
+It is read where a program can't hold a call: then values are computed in full, which is logged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 class TracedChunk:
-    """A chunked value, or what was made of one, while a compiler traces.
+    """A chunked value, or one computed from it, while a compiler traces.
 
     Args:
         whole: its plain counterpart.
-        step: how it is made.
+        step: the step of the program that computes it.
         is_view: whether it may share the memory of another value.
     """
 
@@ -98,7 +98,7 @@ def _reversed(whole: Tensor, name: str) -> list[int]:
 
 
 def _home(func: Callable[..., Any], name: str) -> str:
-    """How a program calls a function."""
+    """The name by which a program calls a function; empty if it has none."""
     if getattr(F, name, None) is func:
         return f"F.{name}"
     if getattr(torch, name, None) is func:
@@ -153,7 +153,7 @@ def _called(function: Callable[..., Any], callee: str, name: str, args: tuple[An
 def _written(
     function: Callable[..., Any] | None, callee: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TracedChunk:
-    """The first operand after an in-place call: what another function gives has taken the place of its value.
+    """Run an in-place call as its functional form, whose result replaces the value of the first operand.
 
     Raises:
         RuleError: its memory may be that of another value, which would not see the write.
@@ -180,7 +180,7 @@ def _cast_once(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Can a call stand in a program? Not one that draws random numbers, or with arguments that can't be written."""
+    """Return whether a program can hold a call: one that draws no random numbers, and whose arguments have a text."""
     if name == "dropout" and kwargs.get("training", args[2] if len(args) > 2 else True):
         return False
     return _is_nameable((*args, *kwargs.values()))
@@ -225,7 +225,7 @@ def _chunks(tree: Any) -> list[TracedChunk]:
 
 
 def _given(step: ProgramStep, whole: Tensor) -> Tensor:
-    """What a program gives, as one op of the compiler's graph."""
+    """Add a program to the compiler's graph as one op, and return its result."""
     program = ProgramText()
     text = program.of(step)
     grad = torch.is_grad_enabled()
@@ -238,12 +238,12 @@ def _given(step: ProgramStep, whole: Tensor) -> Tensor:
 
 
 def traced_chunk(x: Tensor, dim: int, policy: Policy) -> Any:
-    """What `st.chunk` gives while a compiler traces.
+    """The proxy that `st.chunk` returns while a compiler traces.
 
     Args:
         x: a plain tensor.
         dim: the dim that holds the rows.
-        policy: how they are divided.
+        policy: the policy by which they are divided.
     """
     if not _tell_operands_apart():
         torch._dynamo.graph_break()

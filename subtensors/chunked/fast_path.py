@@ -33,7 +33,7 @@ Kind = type[RecordedTensor]
 
 
 def _is_recorded_loss(input: Any, target: Any, size_average: Any, reduce: Any, reduction: str) -> bool:
-    """Is this a loss of recorded scores against a tensor, by the reductions that torch still has?"""
+    """Return whether this is a loss of recorded scores against a tensor, without torch's deprecated reductions."""
     is_known = size_average is reduce is None and reduction in ("mean", "sum", "none")
     return is_known and isinstance(input, RecordedTensor) and isinstance(target, Tensor)
 
@@ -142,7 +142,7 @@ def _gather(kind: Kind, input: Any, dim: Any, index: Any, **others: Any) -> Tens
 
 
 def _shown(kind: Kind, recorded: Callable[[], LazyValue | None]) -> Tensor | None:
-    """What was recorded, as its user sees it; None where it could not be."""
+    """Record a value and return the tensor that its user sees; None if it can't be recorded."""
     try:
         value = recorded()
     except NeedsMaterialize:
@@ -153,7 +153,7 @@ def _shown(kind: Kind, recorded: Callable[[], LazyValue | None]) -> Tensor | Non
 
 
 def _linear(kind: Kind, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    """`F.linear`, recorded without going through torch, and not before something but its cross entropy is asked for."""
+    """`F.linear`, recorded without going through torch, and only once anything but its cross entropy is asked for."""
     if type(weight) not in PLAIN_TYPES or (bias is not None and type(bias) not in PLAIN_TYPES):
         return None
     if not isinstance(input, RecordedTensor) or torch.is_autocast_enabled(weight.device.type):
@@ -222,4 +222,4 @@ BY_KERNELS: dict[Any, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     torch.unbind: each_row,
     Tensor.unbind: each_row,
 }
-"""Each gives None where the call is recorded op by op."""
+"""Functions by the torch function that they replace; each returns None where the call is recorded op by op."""

@@ -77,7 +77,7 @@ def _made(kind: type[RecordedTensor], cell: AliasRef, needs_grad: bool) -> Recor
 
 
 def show_gradient(x: RecordedTensor) -> None:
-    """Have the tensor say whether a gradient flows through it, and refuse one that autograd itself would bring."""
+    """Set whether the tensor requires grad, as its cell does, and refuse gradients that autograd itself would bring."""
     needs = x._cell.needs_grad
     with torch._C.DisableTorchFunctionSubclass():
         if needs != x.requires_grad:

@@ -1,8 +1,9 @@
-"""Rows that a mask or an index picks, as of the tokens that count, and rows one by one: they are chunked again.
+"""Rows selected by a mask or an index, such as the tokens that a loss counts, and single rows: they are rechunked.
 
-Which chunk has how many of them is not known before the index is. But what was chunked is there in full: its rows are
-picked as torch picks them, and are chunked like those they come from. So are logits that are a linear layer of it: a
-layer of picked rows is the layer's picked rows. A sequence of a batch is chunked along its tokens.
+The number of selected rows in each chunk depends on the values of the index. But the input that was chunked is in
+memory in full: its rows are selected by torch, and are chunked like those they come from. Logits that are a linear
+layer of the input are handled alike: the layer is applied to the selected rows. A sequence of a batch is chunked along
+its tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def picked_rows(kind: type[RecordedTensor], x: Any, key: Any) -> Tensor | None:
 
 
 def _logits(layer: LinearLogits, rows: LazyValue, dtype: torch.dtype) -> LazyValue:
-    """What a layer makes of other rows, or of sequences of them."""
+    """The logits of a linear layer for other rows, or for sequences of rows."""
     *sizes, width = rows.shape
     flat = rows if len(sizes) == 1 else record(aten.reshape.default, rows, [math.prod(sizes), width])
     if layer.bias is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 BREAK = " ;; "
-"""What stands between statements."""
+"""The separator between statements."""
 
 
 class ProgramStep:
@@ -45,7 +45,7 @@ class ProgramStep:
 
 
 def _modes() -> str:
-    """What is set where a step is called: no gradients, casts."""
+    """The `with` prefix for the modes in which a step is called: no gradients, autocast."""
     modes = [] if torch.is_grad_enabled() else ["torch.no_grad()"]
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
@@ -54,7 +54,7 @@ def _modes() -> str:
 
 
 class ProgramText:
-    """A text under construction, and what it reads."""
+    """A text under construction, and the tensors and numbers that it reads."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -63,7 +63,7 @@ class ProgramText:
         self._steps: list[ProgramStep] = []
 
     def of(self, last: ProgramStep) -> str:
-        """The text of a program that gives what its last step does."""
+        """The text of a program that returns the result of its last step."""
         statements: list[str] = []
         for step in last.before:
             self._steps.append(step)
@@ -78,7 +78,7 @@ class ProgramText:
         return f"{step.callee}({written}{named}){place}"
 
     def _written(self, x: Any) -> str:
-        """An argument as it is written."""
+        """The text of an argument."""
         if x is None or x is True or x is False:
             return str(x)
         if x is Ellipsis:
@@ -108,7 +108,7 @@ class ProgramText:
 
 
 def _place(x: Any, among: Sequence[Any]) -> int:
-    """Where it is among others; behind them, if it is not."""
+    """The index of an object among others, by identity; their number if it is not among them."""
     for place, other in enumerate(among):
         if other is x:
             return place

@@ -1,4 +1,4 @@
-"""What becomes of a call on a chunked tensor: recorded op by op, given to kernels, or made on realised values."""
+"""Calls on chunked tensors: recorded op by op, given to kernels, or run on materialized values."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ aten = torch.ops.aten
 _log = logging.getLogger("subtensors.chunked")
 
 fallbacks: Counter[str] = Counter()
-"""How often each op had its operands realised, since it has no rule or its rule didn't hold."""
+"""The number of times that each op had its operands materialized, for lack of a rule that applies."""
 
 
 def is_metadata_query(func: Callable[..., Any]) -> bool:
-    """Is a function answered by sizes, dtype and the like?"""
+    """Return whether a function reads only metadata, such as sizes and dtype."""
     getter = getattr(func, "__name__", "") == "__get__"
     return func in _OF_THE_TENSOR_ITSELF or (getter and func not in _GETTERS_OF_VIEWS)
 
@@ -164,7 +164,7 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
     except NeedsMaterialize as missing:
         if not op.is_view or op.overloadpacket is aten.as_strided:
             raise
-        # A view of the whole may be written through, as a realised copy may not.
+        # A view of the gathered value may be written through; a materialized copy may not.
         _note(missing)
         results = record(op, *(gathered(v) if isinstance(v, LazyValue) else v for v in values), **named)
     cells = replace_leaves(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
@@ -183,7 +183,7 @@ def _values(tree: Any) -> Any:
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An in-place op: what its functional form gives takes the place of the first operand's value."""
+    """Record an in-place op as its functional form, whose result replaces the value of the first operand."""
     functional = functional_form(op)
     target = args[0] if args else None
     if functional is None or not isinstance(target, RecordedTensor):
@@ -222,7 +222,7 @@ def _note(missing: NeedsMaterialize) -> None:
 
 
 def is_unchunkable_type(x: Any) -> bool:
-    """Has a tensor rules of its own, which no pass over chunks follows? That is said once."""
+    """Return whether a tensor's type has rules of its own, which chunks can't run; log it the first time."""
     if type(x) not in MASKED_TYPES:
         return False
     fallbacks["chunk"] += 1
@@ -232,7 +232,7 @@ def is_unchunkable_type(x: Any) -> bool:
 
 
 def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch on realised operands; one that it writes to is chunked as before."""
+    """Call a function of torch on materialized operands; one that it writes to is chunked as before."""
     name = getattr(func, "__name__", "")
     writes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem__"))
     realised: dict[int, tuple[RecordedTensor, Tensor, int]] = {}

@@ -1,1 +1,1 @@
-"""`st.fused`: single-tensor maths over whole lists, eagerly and in compiled graphs."""
+"""`st.fused`: single-tensor math over whole lists, eagerly and in compiled graphs."""

@@ -2,7 +2,7 @@
 
 Dynamo records `subtensors::fused_lists` with TensorLists as its tensors, one node however many elements they
 have. When the lists are taken apart below, `_on_lists` decides: packed lists are flats, so the compiler gets
-the maths itself; the elements of other lists go to one opaque op, `subtensors::fused`.
+the math itself; the elements of other lists go to one opaque op, `subtensors::fused`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from subtensors.lists.torch_function import RULES
 
 
 class Signature(NamedTuple):
-    """What is the same for every call from one place in a compiled function."""
+    """The properties that all calls from one place in a compiled function share."""
 
     fusion: FusedFunction
     kinds: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Signature(NamedTuple):
     names: tuple[str | None, ...]
     written: tuple[int, ...]
     is_traceable: bool
-    """May tensors stand for its live numbers? Not where an op insists on a number, as `alpha=` does."""
+    """True if tensors may stand for its dynamic scalars; False where an op insists on a number, as `alpha=` does."""
 
 
 signatures: dict[str, Signature] = {}
@@ -106,7 +106,7 @@ def _fake_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor
 
 @RULES.register(torch.ops.subtensors.fused_lists.default)
 def _on_lists(call: ListCall) -> None:
-    """The call on lists: the maths itself on packed ones, one op on all elements of others."""
+    """The call on lists: the math itself on packed ones, one op on all elements of others."""
     signature, writes, reads, numbers = call.args
     if signatures[signature].is_traceable and all(x.arena is not None for x in call.lists):
         args, kwargs = _arguments(signature, 1, writes, reads, numbers, spread=False)

@@ -26,7 +26,7 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
         names: the keyword of each; None for a positional one.
 
     Returns:
-        False, having done nothing, when the maths returns tensors or an argument is nested.
+        False, having done nothing, when the math returns tensors or an argument is nested.
     """
     kinds: list[Any] = []
     for value in values:

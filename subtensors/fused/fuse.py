@@ -1,4 +1,4 @@
-"""`st.fused`: single-tensor maths that runs as one kernel over whole lists."""
+"""`st.fused`: single-tensor math that runs as one kernel over whole lists."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def fusion_of(number: int) -> FusedFunction:
 
 
 class Fused(Generic[P, R]):
-    """A function of single-tensor maths that takes TensorLists; made by `st.fused`.
+    """A function of single-tensor math that takes TensorLists; made by `st.fused`.
 
     Args:
-        function: straight-line maths on tensors and numbers.
+        function: straight-line math on tensors and numbers.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -45,7 +45,7 @@ class Fused(Generic[P, R]):
         _fusions[self._key] = self.fusion
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do the maths to every element of the lists among the arguments."""
+        """Apply the math to every element of the lists among the arguments."""
         if torch.compiler.is_compiling():
             return self._compiling(*args, **kwargs)
         args, kwargs, lists = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class Fused(Generic[P, R]):
         return optree.tree_map(lambda leaf: _close_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[arg-type, return-value]
 
     def _compiling(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The call as `torch.compile` traces it: one op on the lists, or the maths itself when it returns tensors."""
+        """The call as `torch.compile` traces it: one op on the lists, or the math itself when it returns tensors."""
         from subtensors.fused.dynamo_call import call_opaque  # which loads the compiler
 
         values = [*args, *kwargs.values()]
@@ -63,7 +63,7 @@ class Fused(Generic[P, R]):
         return None  # type: ignore[return-value]
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """What a call with these arguments runs: groups of elements, kernels, and why anything is slower."""
+        """Describe a call with these arguments: groups of elements, kernels, and the reasons for slower paths."""
         args, kwargs, _ = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
         return self.fusion.explain(*args, **kwargs)
 
@@ -98,12 +98,12 @@ class Fused(Generic[P, R]):
 
     @property
     def traces(self) -> int:
-        """How often the function was traced."""
+        """The number of times that the function was traced."""
         return self.fusion.traces
 
 
 def fused(function: Callable[P, R]) -> Fused[P, R]:
-    """Make a function of single-tensor maths run as one kernel over lists of tensors.
+    """Make a function of single-tensor math run as one kernel over lists of tensors.
 
     The function is written for one tensor: any pointwise torch op, in-place updates, comparisons, casts,
     whole-tensor reductions (`norm`, `sum`, `max`, ...), 0-d tensors and Python numbers. Called with
@@ -113,14 +113,14 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
     signature, so an `if` on them is fine.
 
     Args:
-        function: straight-line maths on tensors and numbers; returns None, a tensor or a nest of tensors.
+        function: straight-line math on tensors and numbers; returns None, a tensor or a pytree of tensors.
 
     Returns:
         A callable of the same arguments, each tensor one where a TensorList may stand. With plain tensors
-        only, it is the same maths. Results are TensorLists, or plain tensors when no argument was a list.
+        only, it is the same math. Results are TensorLists, or plain tensors when no argument was a list.
 
     Raises:
-        RuleError: at the first call, when the maths needs a value or a shape on the host, or holds an op
+        RuleError: at the first call, when the math needs a value or a shape on the host, or holds an op
             that is not element by element; names the source line.
         ValueError: the lists' structures differ; names the first path that does.
 

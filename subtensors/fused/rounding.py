@@ -27,7 +27,7 @@ def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:
     """Write `source` to a bfloat16 tensor, rounding up with the probability of the part that is cut off.
 
     The expectation of the result is `source`, so updates smaller than half a bfloat16 step are not lost but
-    taken now and then. Inside `st.fused` maths it is part of the kernel's store.
+    taken now and then. Inside `st.fused` math it is part of the kernel's store.
 
     Args:
         target: bfloat16, written in place; any shape.

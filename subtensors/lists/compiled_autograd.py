@@ -1,9 +1,9 @@
 """Lists in compiled code, and gradients through them.
 
-In eager mode autograd leads through the elements, and the list itself takes no part. Compiled code is given the list
-alone, so two functions of autograd lead from the elements to it, `JoinElements`, and in compiled code from it to
-stand-ins for them, `SplitElements`. Between these, results are lists of stand-ins that autograd follows one by one, as
-in eager mode.
+In eager mode gradients flow through the elements, and the list itself takes no part. Compiled code is given the list
+alone, so two autograd functions connect it to the elements: `JoinElements` leads from the elements to the list and,
+in compiled code, `SplitElements` leads from the list to stand-ins for the elements. Between the two, results are lists
+of stand-ins that autograd tracks one by one, as in eager mode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUESTIONS = frozenset(
     sym_size __get__ __set__ __delete__ grad
     """.split()
 )
-"""What the compiler asks of a list itself, and how it asks for gradients."""
+"""Functions that the compiler calls on a list itself, those for its gradients included."""
 
 _WRITING = frozenset(
     "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
@@ -41,7 +41,7 @@ _WRITING = frozenset(
 
 
 def run_in_compiler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that the compiler makes on lists: of what it traces, or with questions of its own."""
+    """Run a call that the compiler makes on lists: a traced one, or a metadata query of its own."""
     from subtensors.lists.tensor_list import TensorList
 
     name = getattr(func, "__name__", "")
@@ -63,7 +63,7 @@ def _run_recorded(call: ListCall, name: str) -> Any:
     writes |= name in _WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in call.kwargs
     if writes:
         raise RuleError(
-            f"{name} has no rule that writes where autograd follows a TensorList under torch.compile: give a new list, "
+            f"{name} has no rule that writes where a TensorList requires grad under torch.compile: give a new list, "
             "or write under torch.no_grad()"
         )
     args, kwargs = call.with_lists(map(parted, call.lists))
@@ -71,13 +71,13 @@ def _run_recorded(call: ListCall, name: str) -> Any:
 
 
 def is_followed(x: TensorList) -> bool:
-    """Does autograd lead to the list itself?"""
+    """Return whether the list itself requires grad."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.requires_grad
 
 
 def refuse_lost_gradients(call: ListCall) -> None:
-    """Raise where an overload acts on lists themselves, and autograd should have followed what they hold."""
+    """Raise if an overload acts on lists themselves, and the gradients of their elements would be lost."""
     if call.func not in _HARMLESS and any(map(records, call.lists)):
         raise RuleError(
             f"{call.func} has no rule that gradients flow through a TensorList by under torch.compile: compute under "
@@ -89,10 +89,10 @@ _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def marked(x: TensorList) -> TensorList:
-    """The list, which says of itself that it requires gradients where an element does.
+    """Mark the list as requiring grad if an element does, and return it.
 
-    Compiled code guards on that before it looks at the elements. `follow` makes it true. A list that compiled code
-    makes holds stand-ins that autograd follows one by one.
+    Compiled code guards on the mark before it reads the elements; `follow` connects the list to them in the autograd
+    graph. A list that compiled code makes holds stand-ins, which autograd tracks one by one.
     """
     elements = x.elements()
     if stands_in(x):
@@ -106,7 +106,7 @@ def marked(x: TensorList) -> TensorList:
 
 
 def follow(x: TensorList) -> bool:
-    """Let autograd lead to the list from its elements, as they are now; False where it can't."""
+    """Connect the list to its current elements in the autograd graph; return False if that is impossible."""
     if not x[0].is_floating_point() or any(type(t) not in PLAIN_TYPES for t in x):
         return False
     edges = [t.grad_fn if t.grad_fn is not None else t for t in x.tensors]
@@ -120,7 +120,7 @@ def follow(x: TensorList) -> bool:
 
 
 def parted(x: TensorList) -> TensorList:
-    """Of the compiler's stand-in for a list that autograd leads to, a list whose stand-ins it follows one by one."""
+    """Split a compiler's list that requires grad into a list of stand-ins that autograd tracks one by one."""
     if not torch.is_grad_enabled():
         return x
     refuse_to_record(x)
@@ -132,18 +132,18 @@ def parted(x: TensorList) -> TensorList:
 
 
 def stands_in(x: TensorList) -> bool:
-    """Does a list hold the compiler's stand-ins?"""
+    """Return whether a list holds the compiler's stand-ins."""
     held = x.held()
     return bool(held) and type(held[0]) not in PLAIN_TYPES and is_traced(held[0])
 
 
 def records(x: TensorList) -> bool:
-    """Would autograd record a call on what stands for a list in compiled code?"""
+    """Return whether autograd would record a call on the compiler's stand-in for a list."""
     return torch.is_grad_enabled() and (x._records or is_followed(x) or any(t.requires_grad for t in x.held()))
 
 
 def refuse_to_record(x: TensorList) -> None:
-    """Raise where autograd should follow a list and can't."""
+    """Raise if autograd should track a list and can't."""
     if x._records:
         raise RuleError(
             "torch.compile can't differentiate through a TensorList whose first element holds no floats, or that holds "
@@ -152,9 +152,10 @@ def refuse_to_record(x: TensorList) -> None:
 
 
 def unrecorded(x: TensorList, index: int) -> torch.Tensor:
-    """Element `index` for the compiler, which refuses inner tensors that record: a detached alias of one that does.
+    """Return element `index` for the compiler, as a detached alias if it requires grad.
 
-    Aliases are kept, as the compiler also asks in its fake mode, where detach() on a real tensor is refused.
+    The compiler refuses inner tensors that require grad. Aliases are cached, since the compiler also asks in its fake
+    mode, where detach() on a real tensor is refused.
     """
     element = x.elements()[index]
     if not element.requires_grad or stands_in(x):
@@ -166,18 +167,18 @@ def unrecorded(x: TensorList, index: int) -> torch.Tensor:
 
 
 class JoinElements(torch.autograd.Function):
-    """A list as the result of its elements."""
+    """An autograd function from elements to their list."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, *elements: torch.Tensor) -> Any:
-        """The list."""
+        """Return the list."""
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)  # torch would make a vector of zeros for a list
         return x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient of each element."""
+        """Return the gradient of each element."""
         if gradients[0] is None:
             return None, *[None for _ in ctx.needs_input_grad[1:]]
         parts = gradients[0].tensors
@@ -185,15 +186,15 @@ class JoinElements(torch.autograd.Function):
 
 
 class SplitElements(torch.autograd.Function):
-    """What a list holds: elements, or flats."""
+    """An autograd function from a list to aliases of the tensors that it holds, elements or flats."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
-        """Aliases of it."""
+        """Return aliases of the tensors."""
         ctx.like = x
         return tuple(t.view_as(t) for t in x.held())  # views of a function: torch refuses to write to them
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """The list of the gradients."""
+        """Return the list of the gradients."""
         return ctx.like.holding(list(gradients))

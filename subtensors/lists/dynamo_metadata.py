@@ -1,8 +1,8 @@
-"""What compiled code is told when it asks a list for the shapes, the strides or the dtypes of its elements.
+"""Shapes, strides and dtypes of a list's elements in compiled code.
 
-Dynamo does not ask the type: it answers from the one shape that every tensor has to it, which for a list counts the
-elements. So its answers are replaced by the map's, a list with one value an element. They are constants of the graph,
-guarded with the layout of a packed list and with each element of another.
+Dynamo does not ask the type: it answers from the one shape that every tensor has for it, and that of a list counts the
+elements. So its answers are replaced by a list with one value per element. These are constants of the graph, guarded
+with the layout of a packed list and with each element of an unpacked one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUNCTIONS = "numel is_floating_point is_complex".split()
 
 
 def teach_compiler(kind: type[torch.Tensor]) -> None:
-    """Make compiled code see the elements of lists of this type in what it asks of their geometry."""
+    """Make compiled code answer metadata queries on lists of this type from their elements."""
     dynamo.compile_methods_only_inlined(kind)
     reason = (
         "compiled code is given stand-ins for the elements of a TensorList, which have no .grad: give it the gradients "

@@ -1,4 +1,4 @@
-"""What a key names in a list: an element, or a part by slice or path; or each element, which it indexes."""
+"""Indexing of lists: a key names an element, or a part by slice or path, or it indexes every element."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from subtensors.lists.tree_structure import Path, path_name
 
 
 def indexes_each(key: object) -> bool:
-    """Is it a key for every element? It holds an Ellipsis or a tensor."""
+    """Return whether a key indexes every element: it holds an Ellipsis or a tensor."""
     parts = key if isinstance(key, tuple) else (key,)
     return any(part is Ellipsis or isinstance(part, torch.Tensor) for part in parts)
 
 
 def named(spec: optree.PyTreeSpec, key: Any) -> tuple[slice, optree.PyTreeSpec]:
-    """Which leaves a slice or a path names, and their structure: that of a leaf where it is one element.
+    """Return the leaves that a slice or path names, as a slice, and their structure, a leaf's for one element.
 
     Args:
         spec: the structure of a list.
         key: a slice, or a key of the outermost container, or a tuple of keys, from the outermost to the innermost.
 
     Raises:
-        KeyError: there is none such; the message names the part that is missing.
+        KeyError: the list has no such path; the message names the part that is missing.
 
     Example:
         >>> named(optree.tree_structure({"a": [0, 0], "b": 0}), ("a", 1))

@@ -103,7 +103,7 @@ def _elements(tensors: object) -> list[Tensor]:
 
 
 def _real(tensor: Tensor, norm_type: float) -> Tensor:
-    """Real numbers of the same norm: of order 2 the parts will do, otherwise it takes the magnitudes."""
+    """Real numbers of the same norm: for order 2 the real and imaginary parts, otherwise the magnitudes."""
     if not tensor.is_complex():
         return tensor
     return torch.view_as_real(tensor) if norm_type == 2 else tensor.abs()

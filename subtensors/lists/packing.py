@@ -1,4 +1,4 @@
-"""Arenas: where the elements of a packed list lie in one flat tensor a device and dtype.
+"""Packing: the elements of a list as views of one flat tensor per device and dtype.
 
 Element i of group k is `flats[k].as_strided(shapes[i], strides[i], offsets[i])`. Offsets are multiples of 64 values, so
 that lists of one structure and different dtypes have one layout, and every element starts on at least 64 bytes.
@@ -28,14 +28,14 @@ _Key = tuple[Any, ...]
 
 
 class PackedLayout:
-    """Where each element lies; one object for all lists laid out alike, so that comparing two is one `is`.
+    """The place of each element in the flats; lists laid out alike share one object, so that `is` compares layouts.
 
     Args:
         treespec: the structure of the list.
         shapes: the shape of each element.
         strides: the strides of each element, in values.
-        groups: which flat each element lies in.
-        offsets: where in its flat each element starts, in values.
+        groups: the index of the flat that each element lies in.
+        offsets: the offset of each element in its flat, in values.
         sizes: the number of values of each flat.
     """
 
@@ -57,7 +57,7 @@ class PackedLayout:
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> PackedLayout:
-        """The one layout of these parts."""
+        """Return the one layout with these fields."""
         key = (treespec, shapes, strides, groups, offsets, sizes)
         known = cls._known.get(key)
         if known is None:
@@ -85,7 +85,7 @@ class PackedLayout:
         return f"Layout({len(self.shapes)} elements in {len(self.sizes)} flats)"
 
     def stable_hash(self) -> str:
-        """The same text for the same layout in every process."""
+        """A hash of the layout, the same in every process."""
         parts = (str(self.treespec), self.shapes, self.strides, self.groups, self.offsets, self.sizes)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -104,7 +104,7 @@ class PackedLayout:
 
 
 class Places:
-    """Where the elements of a packed list are; once all were looked at, C++ sees whether that still holds.
+    """The addresses of a packed list's elements: compared in full once, after that by a fast check in C++.
 
     Args:
         layout: how they lie in the flats.
@@ -123,7 +123,7 @@ class Places:
     """
 
     wants_grad = False
-    """At the last look, did an element require grad?"""
+    """True if an element required grad at the last full check."""
 
     def __init__(self, layout: PackedLayout, flats: Sequence[torch.Tensor]) -> None:
         self._layout = layout
@@ -131,7 +131,7 @@ class Places:
         self._seen: IdentityGuard | None = None
 
     def hold(self, elements: Sequence[torch.Tensor]) -> bool:
-        """Is each element where it was packed, and laid out as it was?"""
+        """Return whether each element is still where it was packed, with the same shape and strides."""
         if self._seen is not None and self._seen.matches(elements):
             return True
         self._seen = None
@@ -147,10 +147,10 @@ class Places:
 
 
 def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
-    """Move the tensors into one new flat a device and dtype, each becoming a view of its place there.
+    """Move the tensors into one new flat per device and dtype; each becomes a view of its place there.
 
     Args:
-        tensors: strided tensors; the same tensor may stand several times.
+        tensors: strided tensors; the same tensor may occur several times.
         treespec: their structure.
 
     Returns:
@@ -189,7 +189,7 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
 
 
 def are_private(tensors: list[torch.Tensor]) -> bool:
-    """Does nobody hold these tensors but this list, which nobody else holds, and is there no more to each than values?
+    """Return whether only this list refers to these tensors, and each is a plain tensor without grad or attributes.
 
     >>> are_private([torch.ones(2)])
     True
@@ -212,7 +212,7 @@ def are_private(tensors: list[torch.Tensor]) -> bool:
 
 
 def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[int, int]:
-    """For each element that is another over again, the index of the first; ValueError for a partial overlap."""
+    """Map each element that repeats another to the first one's index; raise ValueError for a partial overlap."""
     ties: dict[int, int] = {}
     spans: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
     for i, t in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""What a list says of itself: how many tensors and values, of which kinds and shapes, in how many flats."""
+"""The repr of a list: its number of tensors and values, their dtypes, devices and shapes, and its flats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def described(x: TensorList) -> str:
-    """A list in a line; elements that nobody asked for are not made for it."""
+    """Describe a list in one line, without making the elements of a packed list that has none yet."""
     if x._elements is None and x._arena is not None and x._flats is not None:
         shapes = list(x._arena.shapes)
         kinds = [(x._flats[g].dtype, x._flats[g].device) for g in x._arena.groups]
@@ -27,7 +27,7 @@ def described(x: TensorList) -> str:
 
 
 def tally(kinds: Sequence[tuple[torch.dtype, torch.device]], shapes: Sequence[torch.Size]) -> str:
-    """How many tensors there are of each kind and shape, the four commonest.
+    """The number of tensors of each dtype, shape and device, the four commonest, as text.
 
     >>> tally([(torch.float32, torch.device("cpu"))] * 2, [torch.Size([3])] * 2)
     '2 x float32[3] cpu'

@@ -1,4 +1,4 @@
-"""Python's ways of taking a tensor for one value, which many tensors are not."""
+"""Python's conversions of a tensor to one value, which a list of tensors refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class NoSingleValue:
-    """What a list of tensors has before `torch.Tensor`: it is no bool, no number and no array."""
+    """A base class that precedes `torch.Tensor`, and refuses conversions to bool, numbers and arrays."""
 
     def __bool__(self) -> bool:
         self._refuse("truth value")

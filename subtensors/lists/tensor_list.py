@@ -58,12 +58,12 @@ class TensorList(NoSingleValue, torch.Tensor):
     _places: Places | None
     _aliases: dict[int, torch.Tensor]
     _records: bool
-    """Of a compiler's stand-in: does autograd follow elements of the list that it stands for, and can't lead to it?"""
+    """True for a compiler's stand-in for a list whose elements require grad, if the list can't be connected to them."""
     _edges: list[Any]
 
     @staticmethod
     def __new__(cls, x: object) -> TensorList:
-        """The list of a pytree's tensors."""
+        """Make the list of a pytree's tensors."""
         if isinstance(x, TensorList):
             return compiled_autograd.marked(copy.copy(x))
         tensors, treespec = flatten_tensors(list(x) if isinstance(x, (Iterator, KeysView, ValuesView)) else x)
@@ -87,11 +87,11 @@ class TensorList(NoSingleValue, torch.Tensor):
         )
 
     def held(self) -> list[torch.Tensor]:
-        """What the list holds: its flats while it is packed, else its elements."""
+        """The tensors that the list stores: its flats while it is packed, else its elements."""
         return self.elements() if self._flats is None else self._flats
 
     def elements(self) -> list[torch.Tensor]:
-        """`tensors`, whatever autograd may miss."""
+        """The elements, like `tensors`, but without connecting a compiler's stand-ins to the autograd graph."""
         if self._elements is None:
             assert self._arena is not None
             assert self._flats is not None
@@ -102,7 +102,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         """A list of the same structure with other elements.
 
         Args:
-            tensors: one tensor an element, of any shape and dtype.
+            tensors: one tensor per element, of any shape and dtype.
 
         Raises:
             ValueError: the number of tensors is not `len(self)`.
@@ -125,7 +125,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         return self.treespec.unflatten(self.tensors)
 
     def same_structure(self, other: TensorList) -> bool:
-        """Whether both lists came from pytrees of one structure, so that they can meet in a call.
+        """Return whether both lists came from pytrees of one structure, so that one call can take both.
 
         Example:
             >>> a = TensorList([torch.ones(2)])
@@ -135,12 +135,12 @@ class TensorList(NoSingleValue, torch.Tensor):
         return self.treespec == other.treespec
 
     def pack(self) -> TensorList:
-        """Move the elements into one flat arena a device and dtype, each becoming a view of its place there.
+        """Move the elements into one flat arena per device and dtype; each becomes a view of its place there.
 
         The tensors keep their identity, values, `requires_grad`, `.grad` and, where dense, their strides; only their
-        memory is another. An element that was a view of some other tensor stops being one. Pointwise and in-place ops
-        between lists packed alike then run once a group, and `torch.compile` sees one tensor a group. An element whose
-        `.data` is later set elsewhere is noticed; the list is then treated as unpacked.
+        memory changes. An element that was a view of some other tensor stops being one. Pointwise and in-place ops
+        between lists packed alike then run once per group, and `torch.compile` sees one tensor per group. If an
+        element's `.data` is later set to other memory, the list is treated as unpacked.
 
         Returns:
             This list.
@@ -158,14 +158,14 @@ class TensorList(NoSingleValue, torch.Tensor):
         if self.arena is None and len(self):
             self._flats, self._arena = pack(self.tensors, self.treespec)
             self._places = Places(self._arena, self._flats)
-            # Views made of the flats when they are asked for are as good as elements that nobody could name.
+            # Elements that nothing else refers to are dropped: views of the flats are made when they are asked for.
             elements, self._elements = self.elements().copy(), None
             self._elements = None if are_private(elements) else elements
         return self
 
     @property
     def arena(self) -> PackedLayout | None:
-        """The layout of a packed list; None for an unpacked one, or once an element was moved away."""
+        """The layout of a packed list; None for an unpacked one, or once an element left it."""
         if self._arena is not None and self._elements is not None and not self._in_place(self._arena):
             _log.warning("an element of a packed TensorList was moved; the list is treated as unpacked")
             self._flats = self._arena = self._places = None
@@ -173,7 +173,7 @@ class TensorList(NoSingleValue, torch.Tensor):
 
     @property
     def flats(self) -> list[torch.Tensor]:
-        """The arenas of a packed list, one 1-d tensor a device and dtype; gaps between elements hold no meaning."""
+        """The arenas of a packed list, one 1-d tensor per device and dtype; gaps between elements hold no meaning."""
         if self.arena is None or self._flats is None:
             raise ValueError("this TensorList is not packed; call .pack()")
         return self._flats
@@ -188,7 +188,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         return self._places.hold(self._elements)
 
     def wants_grad(self) -> bool:
-        """Does an element require grad? Of a packed list, as it was when `arena` was asked for last."""
+        """Return whether an element requires grad; for a packed list, as of the last check that `arena` made."""
         if self._arena is not None and self._places is not None:
             return self._places.wants_grad
         return any(t.requires_grad for t in self._elements or self._flats or ())
@@ -220,7 +220,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         return part[0] if spec.is_leaf() else _of_elements(part, spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Write into the memory of what `self[key]` names."""
+        """Write into the memory of `self[key]`."""
         if indexes_each(key):
             torch_function.run(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
             return
@@ -264,7 +264,7 @@ class TensorList(NoSingleValue, torch.Tensor):
                     f"{func.__name__} on a TensorList has no rule under torch.compile: the compiler would rebuild the "
                     f"alias from one shape, which a list does not have; call it outside the compiled function"
                 )
-            # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
+            # Dynamo records the call unchanged; the compiler runs it again outside Dynamo, in the branch below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling() or ops.is_tracing():
             return compiled_autograd.run_in_compiler(func, args, kwargs or {})
@@ -310,7 +310,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         out._records = records
         if records and type(inner[0]) in PLAIN_TYPES:
             raise RuleError(
-                "a compiled function can't return a TensorList that autograd follows: return its elements, list(x)"
+                "a compiled function can't return a TensorList that requires grad: return its elements, list(x)"
             )
         return out
 
@@ -323,7 +323,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         raise AttributeError(f"'TensorList' object has no attribute {name!r}")
 
     def holding(self, held: list[torch.Tensor]) -> TensorList:
-        """A list of this structure, and of this layout while it is packed, that holds other tensors."""
+        """A list of the same structure and, if packed, the same layout, that stores other tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             size = self.shape
         if self._flats is None or self._arena is None:

@@ -1,4 +1,4 @@
-"""How a torch call over TensorLists is run: on flats, as one foreach call, batched by shape, or mapped."""
+"""Execution of torch calls over TensorLists: on flats, as one foreach call, batched by shape, or mapped."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ListPlan:
-    """What will be done with a call, in words, and the doing of it."""
+    """A way to run a call: its description, and the function that runs it."""
 
     describe: Callable[[], str]
     run: Callable[[], Any]
 
 
 def run(call: ListCall) -> Any:
-    """A torch function called with TensorLists."""
+    """Run a torch function called with TensorLists."""
     return plan(call).run()
 
 
 def explain_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """How a torch function is run when it is called with these arguments.
+    """Describe how a torch function is run when it is called with these arguments.
 
     Args:
         func: a torch function or Tensor method, `torch.add` or `torch.Tensor.add_`.
@@ -64,7 +64,7 @@ def explain_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def plan(call: ListCall) -> ListPlan:
-    """The way a call is run."""
+    """Choose the way a call is run."""
     lists: list[TensorList] = call.lists
     if special := _SPECIAL.get(call.func):
         found = special(call)
@@ -86,11 +86,11 @@ RULES = RuleTable(
     "TensorList",
     dict.fromkeys(OpClass, "hand torch.compile and the transforms of torch.func the elements, tl.tree()"),
 )
-"""What a list does with an overload that reaches `__torch_dispatch__`: each rule takes the `ListCall`."""
+"""The rules for overloads that reach `__torch_dispatch__`; each rule takes the `ListCall`."""
 
 
 def run_overload(call: ListCall) -> Any:
-    """An overload called with TensorLists, as the compiler does: on flats where it can be, else by `RULES`.
+    """Run an overload called with TensorLists, as the compiler does: on flats or mapped, else by `RULES`.
 
     The compiler and the code above `__torch_dispatch__` see a list as a vector with one entry an element; an op that
     reads that shape (a view, a matrix product) has lost its meaning by the time it arrives here, and is refused.
@@ -130,7 +130,7 @@ def _fits_flats(call: ListCall, arena: PackedLayout) -> bool:
 
 
 def _plain_operands_fit(call: ListCall, arena: PackedLayout) -> bool:
-    """Whether the other tensors go with a flat as they go with each element, and no element comes twice."""
+    """Return whether plain tensors act on a flat as they do on each element, and no element occurs twice."""
     if arena.has_ties:
         return False
     plain = [v for i, v in enumerate(call.leaves) if isinstance(v, torch.Tensor) and i not in call.positions]
@@ -165,7 +165,7 @@ def _run_on_flats(call: ListCall, arena: PackedLayout) -> Any:
 
 
 def _note_change(x: TensorList) -> None:
-    """Tell autograd that the elements changed: re-homed ones do not share their flat's version counter."""
+    """Increment the elements' version counters: packed elements do not share that of their flat."""
     if x._elements and not torch.compiler.is_compiling() and not x._elements[0].is_inference():
         torch.autograd.graph.increment_version(x._elements)
 
@@ -188,7 +188,7 @@ RULES.register(OpClass.POINTWISE, OpClass.REDUCTION)(_map)
 
 
 def _gathered(results: list[Any], lists: Sequence[TensorList]) -> Any:
-    """Results of each element as lists; where they are an argument's own elements, that argument."""
+    """Gather the results of each element into lists; results that are an argument's own elements give that argument."""
 
     def wrap(tensors: list[torch.Tensor]) -> TensorList:
         for x in lists:
@@ -210,7 +210,7 @@ _TENSOR_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag", "data")
 
 
 def _of_nothing(call: ListCall) -> Any:
-    """What a function gives on an empty list: the list itself for an in-place one, else an empty list."""
+    """The result of a function on an empty list: the list itself for an in-place one, else an empty list."""
     name = getattr(call.func, "__name__", "")
     first: TensorList = call.lists[0]
     if name in ("__set__", "__delete__"):

@@ -1,4 +1,4 @@
-"""Questions about pytrees of tensors: the name of a path, the first difference, the first leaf that is no tensor."""
+"""Utilities for pytrees of tensors: names of paths, the first difference, the first leaf that is no tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Path = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Structure:
-    """What torch.compile is told of an unpacked list: its structure, in a form that its logs can print."""
+    """The structure of an unpacked list, as metadata for torch.compile that its logs can print."""
 
     treespec: optree.PyTreeSpec
 
@@ -29,7 +29,7 @@ def path_name(path: Path) -> str:
 
 
 def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) -> str | None:
-    """Where two structures part, as `path: what a has, what b has`; None when they are the same."""
+    """The first difference between two structures, as `path: difference`; None if they are the same."""
     if a == b:
         return None
     if a.is_leaf() or b.is_leaf() or a.type is not b.type:
@@ -54,7 +54,7 @@ def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
 
 
 def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
-    """The tensors of a pytree in order, and its structure; TypeError names the first leaf that is no tensor."""
+    """Return a pytree's tensors in order and its structure; a TypeError names the first leaf that is no tensor."""
     leaves: list[Any]
     leaves, spec = optree.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
@@ -69,7 +69,7 @@ def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
 
 
 def _mutable(tree: Any) -> Any:
-    """The pytree with lists and dicts for those that stand for them in a graph of the compiler."""
+    """Replace the immutable lists and dicts of an fx graph in a pytree by plain ones."""
 
     def mutable(leaf: Any) -> Any:
         if isinstance(leaf, immutable_list):

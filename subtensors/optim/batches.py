@@ -25,20 +25,20 @@ class Batch:
     """Parameters of a group that one fused call updates: of one device, all with masters or all without."""
 
     indices: list[int] | None
-    """Where they are in the group; None: they are all of it."""
+    """Their positions in the group; None if they are the whole group."""
     device: torch.device
     is_complex: bool
     params: TensorColumn
     master: TensorColumn | None
     entries: tuple[TensorColumn | Quantized | StochasticallyRounded | None, ...]
-    """For each state entry that `update` takes, and for their average, it for each parameter; None where these
-    parameters have none."""
+    """One column a state entry that `update` takes, and last one for the averages; None where these parameters have
+    no such entry."""
     sharding: Sharding | None = None
-    """How the parameters are spread over processes."""
+    """The sharding of the parameters over processes; None if they are not DTensors."""
     sees_shards: bool = False
-    """Is the step that of the shards that are here? Otherwise it sees DTensors."""
+    """True if the step runs on the local shards; otherwise it sees DTensors."""
     adds_up: bool = False
-    """Does the step of a shard depend on sums over the whole tensor?"""
+    """True if the step of a shard depends on sums over the whole tensor."""
 
     def __post_init__(self) -> None:
         # Asking every tensor where its memory is would cost more than the rest of the step. What moves memory under a
@@ -55,11 +55,11 @@ class Batch:
 
     @property
     def holds_parameters(self) -> bool:
-        """Was `hold_parameters` called?"""
+        """Return whether `hold_parameters` was called."""
         return self._views is not None
 
     def hold_parameters(self) -> None:
-        """Let C++ hold each parameter too, which makes it cheaper to look at all of them (`holding_views`)."""
+        """Keep views that hold each parameter in C++, which makes checking all of them cheaper (`holding_views`)."""
         # Where modules swap their parameters for others, nobody else may hold them.
         is_held = self.has_plain_gradients and not torch.__future__.get_swap_module_params_on_conversion()
         self._views = memory.holding_views(self.params) if is_held else []
@@ -70,7 +70,7 @@ class Batch:
         return [part for column in kept for part in (column if isinstance(column, tuple) else (column,))]
 
     def has_moved(self) -> bool:
-        """Is the state's memory elsewhere? AddressError where it is away."""
+        """Return whether the state's memory has changed address; raise AddressError if it is released."""
         check_resident(self._columns, "a step")
         return [t.data_ptr() for t in self._firsts] != self._places
 
@@ -80,7 +80,7 @@ class Batch:
         return self.params if self.indices is None and self.has_plain_gradients else None
 
     def gradients(self, grads: TensorColumn) -> TensorColumn:
-        """Of the group's gradients, those of these parameters."""
+        """Select the gradients of this batch's parameters from those of the group."""
         if grads.holder is self.params:
             return grads
         own = grads if self.indices is None else [grads[i] for i in self.indices]
@@ -119,18 +119,18 @@ class Batch:
 
 
 GRADIENTS = 1
-"""Which leaf of the call they are."""
+"""The position of the gradients among the arguments of the call."""
 
 
 def is_immutable(option: Any) -> bool:
-    """Is it enough to see this object again to know its value?"""
+    """Return whether an option is immutable, so that the same object always has the same value."""
     if type(option) is tuple:
         return all(map(is_immutable, option))
     return option is None or type(option) in (bool, int, float, str, torch.dtype)
 
 
 def _has_plain_gradient(p: Tensor) -> bool:
-    """Does torch see to it that the gradient has the parameter's dtype?"""
+    """Return whether torch guarantees that the gradient has the parameter's dtype."""
     return type(p) in PLAIN_TYPES and getattr(p, "grad_dtype", p.dtype) == p.dtype
 
 
@@ -153,7 +153,7 @@ class GroupBatches:
     def is_current(
         self, params: list[Tensor], grads: Sequence[Tensor | None], entries: tuple[str, ...], form: tuple[Any, ...]
     ) -> bool:
-        """Do the lists fit a step with these parameters, gradients and state entries?"""
+        """Return whether the batches fit a step with these parameters, gradients and state entries."""
         return (
             entries == self.entries
             and form == self.form
@@ -163,7 +163,7 @@ class GroupBatches:
         )
 
     def has_params(self, params: list[Tensor]) -> bool:
-        """Are these the very parameters that the lists were made for?"""
+        """Return whether these are the same parameter objects that the batches were made for."""
         # Lists compare by identity first, in C. Where two tensors are not the same, `==` compares them: those of one
         # element may be equal, so they are looked at before; of others torch refuses to say.
         if len(params) != len(self.params):
@@ -175,7 +175,7 @@ class GroupBatches:
 
 
 def missing(grads: Sequence[Tensor | None]) -> list[int]:
-    """Where there is no gradient."""
+    """The positions of the parameters without a gradient."""
     # The first pass is all there is in most steps, and has nothing to count.
     return [i for i, g in enumerate(grads) if g is None] if [g for g in grads if g is None] else []
 

@@ -1,4 +1,4 @@
-"""`opt.capture()`: a step becomes one graph replay, for as long as it is the step that was recorded."""
+"""`opt.capture()`: replay a captured step as one CUDA graph, as long as a step still matches the captured one."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Capture:
     """The recorded steps of one optimizer, and how often and why they were recorded.
 
     Args:
-        check: look, at every replay, at each address that it uses.
+        check: check, at every replay, each address that it uses.
         packed: the memory of parameters and gradients, where they are packed.
     """
 
     # Which parameters have a gradient may alternate, as with layers that are dropped in turn.
     KEPT = 8
 
-    # So many recordings that served one step each are enough to see that the next would serve one too.
+    # After this many recordings in a row that served one step each, the next would serve one step too.
     FUTILE = 3
 
     def __init__(self, check: bool, packed: PackedMemory | None = None) -> None:
         self.check, self.packed = check, packed
         self._futile = 0
         self._is_fresh = False
-        """Was the last step recorded for itself alone, so far?"""
+        """True if the last step's recording has served no other step so far."""
         self._last: RecordedStep | None = None
         self._is_packed = False
-        """Did the last full look find the last step's tensors where they are packed?"""
+        """True if the last full check found the step's tensors in their packed places."""
         self.replays = self.recordings = self.eager_steps = 0
         self.looks = 0
-        """Steps that looked at every address, where a glance at packed memory was not enough."""
+        """The number of steps that checked every address, because a fast check of packed memory was not enough."""
         self.reasons: Counter[str] = Counter()
-        """Why steps were recorded again, each with how often."""
+        """The reasons for which steps were recaptured, with their counts."""
         self.obstacles: Counter[str] = Counter()
-        """Why steps ran eagerly, each with how often."""
+        """The reasons for which steps ran eagerly, with their counts."""
         self._steps: list[RecordedStep] = []
 
     def take_step(self, optimizer: Optimizer) -> bool:
@@ -81,7 +81,7 @@ class Capture:
         return True
 
     def take_glance(self, optimizer: Optimizer) -> bool:
-        """As `take_step`, done only where a glance is enough: what most steps over packed memory cost the host."""
+        """Replay the step if a fast check of packed memory suffices, as for most steps; otherwise return False."""
         if self.packed is None or self.check or _obstacle():
             return False
         step = self._at_a_glance(optimizer)
@@ -102,20 +102,20 @@ class Capture:
         self.replays += 1
 
     def _at_a_glance(self, optimizer: Optimizer) -> RecordedStep | None:
-        """The last step, where packed memory shows that it is this one too; None where a full look is due."""
+        """The last step, if a fast check of packed memory shows that it still matches; None if a full check is due."""
         if self.packed is None or not self._is_packed or not self.packed.is_intact():
             return None
         return None if self._steps[0].glance(optimizer) else self._steps[0]
 
     def _look(self, optimizer: Optimizer) -> RecordedStep:
-        """The step, found or recorded after a look at every address."""
+        """Find or record the step after a check of every address."""
         if self.packed is None:
             return self._step(optimizer)
         self._is_packed = False
         self.packed.check()
         self.packed.unwatch_gradients()
         step = self._step(optimizer)
-        # A parameter that has no gradient may be given one: no glance would show it.
+        # A parameter that has no gradient may be given one: no fast check would show it.
         self._is_packed = not any(lists.missing for lists in step.lists) and (
             step.gradient_places.addresses == self.packed.gradient_addresses
         )
@@ -152,11 +152,11 @@ class Capture:
         return step
 
     def stats(self) -> dict[str, int]:
-        """How many steps were recorded, replayed, and run eagerly."""
+        """The numbers of steps recorded, replayed and run eagerly."""
         return {"recordings": self.recordings, "replays": self.replays, "eager_steps": self.eager_steps}
 
     def explain(self) -> str:
-        """What a step is, and why, in a few lines."""
+        """Describe what a step replays, and the reasons for recaptures and eager steps, in a few lines."""
         lines = [f"captured: {self.recordings} recordings, {self.replays} replays, {self.eager_steps} eager steps"]
         if self._steps and (recording := self._steps[0].recording) is not None:
             launches = len(recording.launches)
@@ -169,7 +169,7 @@ class Capture:
 
 
 def _obstacle() -> str:
-    """Why no step can be replayed now."""
+    """The reason why no step can be replayed now; empty if one can."""
     if torch.compiler.is_compiling():
         return "the step is being compiled"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

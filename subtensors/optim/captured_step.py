@@ -1,8 +1,8 @@
-"""One recorded step of an optimizer: what it was recorded for, and what a later step must find for it to be replayed.
+"""One captured step of an optimizer, and the checks that decide whether a later step can replay it.
 
-A step is the recorded one if nothing that its launches were made of has changed: the parameters, which of them have a
-gradient, where parameters and state are, the options that decide the maths. What may change from step to step is
-handed to the replay: live numbers, and where the gradients are.
+A step can be replayed if nothing that its launches depend on has changed: the parameters, which of them have a
+gradient, the addresses of parameters and state, and the options that decide the math. Dynamic scalars and the addresses
+of gradients may change from step to step, and are handed to the replay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
 
 Gradients = list[TensorColumn]
-"""Those of each group, in the order of its parameters; None where there is none."""
+"""The gradients of each group, in the order of its parameters; None for a parameter without one."""
 
 HELD_NUMBER = "a number changed that the graph of this optimizer holds"
 HELD_GRADIENT = "a gradient moved whose address the graph of this optimizer holds"
@@ -37,7 +37,7 @@ CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
 class RecordedStep:
-    """A step of this optimizer with these gradients, recorded; or why it can't be.
+    """A captured step of an optimizer with given gradients, or the reason why it can't be captured.
 
     Args:
         optimizer: whose step; state that a parameter lacks is made.
@@ -51,7 +51,7 @@ class RecordedStep:
     def __init__(self, optimizer: Optimizer, gradients: Gradients, obstacle: str = "") -> None:
         self.recording: Recording | None = None
         self.obstacle = ""
-        """Why there is no recording; such steps run eagerly."""
+        """The reason why there is no recording, so that such steps run eagerly; empty if there is one."""
         batches = [
             batch
             for index, (group, own) in enumerate(zip(optimizer.param_groups, gradients, strict=True))
@@ -72,7 +72,7 @@ class RecordedStep:
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
         self.options = [options_of(group) for group in optimizer.param_groups]
         self.values: list[list[Any]] = [[] for _ in optimizer.param_groups]
-        """What each group held in the last step, where it is enough to see the same objects again; else nothing."""
+        """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = current_stream(self.device)
@@ -81,7 +81,7 @@ class RecordedStep:
         self.signatures = [signature for signature, _, _ in taken]
         self.numbers = [numbers for _, numbers, _ in taken]
         self.is_whole = not isinstance(optimizer._fusion, FusedFunction)
-        """Is the step more than fused calls, so that its graph holds whatever else it was given?"""
+        """True if the step is more than fused calls, so that its graph holds fixed whatever else it was given."""
         try:
             if obstacle:
                 raise NotRecordable(obstacle)
@@ -109,7 +109,7 @@ class RecordedStep:
         if moved or not self.gradient_places.matches(_present(optimizer._gradients())):
             raise AddressError(f"{moved or 'a gradient'} moved while a step was recorded")
         self.held = [set(range(len(paths))) for paths in self.paths]
-        """Of each group's numbers those that are the graph's: another value is another step."""
+        """The positions of each group's numbers that are constants of the graph: a new value needs a recapture."""
         for launch in self.recording.launches:
             if launch.source is not None:  # the norm has none, and takes no numbers
                 self._follow_numbers(optimizer, launch)
@@ -136,7 +136,7 @@ class RecordedStep:
             vars(optimizer).update(given)
 
     def _follow_numbers(self, optimizer: Optimizer, launch: Launch) -> None:
-        """Find the numbers of a launch among those of its group, which may change between replays."""
+        """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
         assert isinstance(launch.source, int)
         _, numbers, hosts = step_signature(optimizer, optimizer.param_groups[launch.source], self.device)
         if self.is_whole:
@@ -150,7 +150,7 @@ class RecordedStep:
         self.held[launch.source] -= set(launch.taken)
 
     def moved(self) -> str:
-        """The first tensor of the step, gradients apart, that is not where it was recorded; empty when none moved."""
+        """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
         if (index := self.param_places.first_elsewhere(self.params)) is not None:
             return f"parameter {index} of the step"
         if not self.param_places.matches(self.params):
@@ -160,7 +160,7 @@ class RecordedStep:
         return ""
 
     def difference(self, optimizer: Optimizer, gradients: Gradients) -> str:
-        """Why a step that finds this is not the recorded one; empty when it is, and is ready to be replayed."""
+        """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
         if difference := self.glance(optimizer):
             return difference
         if any(missing(own) != lists.missing for own, lists in zip(gradients, self.lists, strict=True)):
@@ -170,7 +170,7 @@ class RecordedStep:
         return self._take_gradients(_present(gradients))
 
     def glance(self, optimizer: Optimizer) -> str:
-        """As `difference`, for a step that has its parameters and gradients where they were."""
+        """The same as `difference`, for a step whose parameters and gradients are known to be at their addresses."""
         if optimizer.state.changes.mark is not self.mark:
             return "state was added or replaced"
         if len(optimizer.param_groups) != len(self.lists):
@@ -195,7 +195,7 @@ class RecordedStep:
         return ""
 
     def _take_options(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
-        """Hand the numbers of a group to the recording; why it can't take them, if it can't."""
+        """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
         lists = self.lists[index]
         if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
             return f"group {index} keeps other state"
@@ -215,7 +215,7 @@ class RecordedStep:
         return ""
 
     def _take(self, index: int, numbers: list[float], hosts: list[float]) -> str:
-        """Hand one group's numbers to the recording."""
+        """Hand one group's numbers to the recording; return the reason if it can't take them, else ""."""
         if self.recording is not None:
             if any(numbers[i] != self.numbers[index][i] for i in self.held[index]):
                 return HELD_NUMBER
@@ -223,7 +223,7 @@ class RecordedStep:
         return ""
 
     def _take_gradients(self, own: list[Tensor]) -> str:
-        """Tell the recording where the gradients are; why it can't take them, if it can't."""
+        """Hand the gradients' addresses to the recording; return the reason if it can't take them, else ""."""
         has_moved = not self.gradient_places.matches(own)
         if (has_moved or not self.are_plain) and not self.gradients_alike.matches(own):
             return "a gradient has another layout or dtype"
@@ -237,7 +237,7 @@ class RecordedStep:
         return ""
 
     def replay(self, optimizer: Optimizer) -> None:
-        """Take the step, but for telling autograd what it wrote: that is `recording.written`."""
+        """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
         check_resident((self.params, self.state))
         for name, buffer in self.buffers.items():
@@ -245,10 +245,10 @@ class RecordedStep:
         self.recording.replay()
 
     def check(self) -> None:
-        """Look at everything that the next replay reads and writes.
+        """Check the addresses of everything that the next replay reads and writes, gradients apart.
 
         Raises:
-            AddressError: a tensor moved.
+            AddressError: a tensor's address has changed.
         """
         if moved := self.moved():
             raise AddressError(
@@ -261,7 +261,7 @@ _SCALES = ("grad_scale", "found_inf")
 
 
 def _modes() -> tuple[Any, ...]:
-    """The modes of torch that decide the maths; whether autograd records does not, within a step."""
+    """The modes of torch that decide the math; grad mode, which has no effect within a step, is left out."""
     return modes()[1:]
 
 

@@ -1,7 +1,7 @@
-"""Parameters that are spread over processes: DTensors, as FSDP2 makes them. A step sees the shard that is here.
+"""Parameters that are sharded over processes: DTensors, as FSDP2 makes them. A step sees the local shard.
 
-What is element by element happens to each shard alone. What adds up over all elements is added up over the mesh too.
-Maths of whole matrices is done by every process to all of them, each of which keeps its own part of the result.
+Pointwise math runs on each shard alone. Sums over all elements of a tensor are also summed over the mesh. Math of whole
+matrices is done by every process on the gathered tensors, and each process keeps its own part of the result.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from subtensors.dispatch.torch_internals import ops as ops_internals
 
 
 class Sharding(NamedTuple):
-    """How a tensor is spread: over which dimensions of which mesh; over others it is repeated."""
+    """The mesh of a DTensor, and the mesh dims over which it is spread; over the others it is replicated."""
 
     mesh: Any
     dims: tuple[int, ...]
 
     @property
     def is_repeated(self) -> bool:
-        """Do several processes have the same shard?"""
+        """Return whether several processes hold the same shard."""
         return any(self.mesh.size(i) > 1 for i in range(self.mesh.ndim) if i not in self.dims)
 
     def bring_together(self, results: Tensor, kind: str = "sum") -> None:
-        """Make what every process has of its shards into what the whole tensors have, on each of them.
+        """All-reduce results of shards into results of the whole tensors, on each process.
 
         Args:
-            results: of the shards of this process; written in place.
+            results: those of this process's shards; written in place.
             kind: "sum", "prod", "amax" or "amin".
         """
         for dim in self.dims:
@@ -46,24 +46,24 @@ if torch.distributed.is_available():
 
 
 def is_sharded(t: Tensor) -> bool:
-    """Is this a DTensor?"""
+    """Return whether this is a DTensor."""
     return hasattr(t, "to_local") and hasattr(t, "placements")
 
 
 def sharding_of(t: Any) -> Sharding | None:
-    """How the tensor is spread; None when it is not."""
+    """The sharding of a DTensor; None for another tensor."""
     if not is_sharded(t):
         return None
     return Sharding(t.device_mesh, tuple([i for i, place in enumerate(t.placements) if not place.is_replicate()]))
 
 
 def shard(t: Any) -> Tensor:
-    """The part of a DTensor that this process has, sharing its memory; another tensor itself."""
+    """The local shard of a DTensor, sharing its memory; another tensor itself."""
     return t.to_local() if is_sharded(t) else t  # type: ignore[no-any-return]
 
 
 def spread_like(local: Tensor, like: Any) -> Tensor:
-    """What each process has here of a tensor that is spread as `like` is; of one that is not, the tensor itself."""
+    """Wrap a local shard as a DTensor that is sharded as `like` is; return it unchanged if `like` is no DTensor."""
     if not is_sharded(like):
         return local
     whole: Tensor = type(like).from_local(
@@ -73,12 +73,12 @@ def spread_like(local: Tensor, like: Any) -> Tensor:
 
 
 def whole(t: Any) -> Tensor:
-    """All of a DTensor, gathered from the processes that have its parts; another tensor itself."""
+    """The full tensor of a DTensor, gathered from all processes; another tensor itself."""
     return t.full_tensor() if is_sharded(t) else t  # type: ignore[no-any-return]
 
 
 def write_part(t: Any, value: Tensor) -> None:
-    """Write into a DTensor, without a message, the part of the whole `value` that this process has."""
+    """Write this process's part of the full `value` into a DTensor, without communication."""
     from torch.distributed.tensor import distribute_tensor  # here, so that without DTensors nobody waits for it
 
     part = distribute_tensor(value, t.device_mesh, t.placements, src_data_rank=None)
@@ -86,7 +86,7 @@ def write_part(t: Any, value: Tensor) -> None:
 
 
 class LocalShards:
-    """The shards that parameters have here, and those of their gradients, as lists that a step knows again.
+    """The local shards of parameters and of their gradients, as columns that stay the same while the shards do.
 
     Args:
         params: DTensors.
@@ -95,11 +95,11 @@ class LocalShards:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
         self.own = TensorColumn()
-        """The parameters', as last looked at."""
+        """The local shards of the parameters, as of the last call of `have_changed`."""
         self._have_plain_gradients = all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in params)
 
     def have_changed(self) -> bool:
-        """Are the parameters' shards others than at the last look? `own` then holds those."""
+        """Return whether the parameters' local shards changed since the last call; update `own` if they did."""
         now = ops_internals.local_tensors(self.params)
         if len(self.own) == len(now) and all(map(is_, self.own, now)):
             return False
@@ -107,7 +107,7 @@ class LocalShards:
         return True
 
     def of_gradients(self, gradients: Sequence[Tensor]) -> TensorColumn:
-        """What of these gradients belongs to the parameters' shards."""
+        """The local shards of these gradients, redistributed where their placements differ from the parameters'."""
         if not ops_internals.are_spread_alike(gradients, self.params):
             return TensorColumn([_shard_like(g, p) for g, p in zip(gradients, self.params, strict=True)])
         parts = ops_internals.local_tensors(gradients)

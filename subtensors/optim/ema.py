@@ -1,4 +1,4 @@
-"""Weights averaged over the steps, in the place of those that are trained, for as long as a block runs."""
+"""A context that swaps averaged weights in for the trained ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def in_place_of(weights: Sequence[Tensor], averages: Sequence[Tensor]) -> Iterator[None]:
-    """Let each weight hold its average within the block, and what it held before after it.
+    """A context in which each weight holds its average; on exit each gets its old value back.
 
     Args:
         weights: written in place.

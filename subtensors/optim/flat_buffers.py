@@ -1,14 +1,15 @@
-"""Parameters and gradients of an optimizer at addresses of their own, so that a glance shows whether they are there.
+"""Parameters and gradients of an optimizer packed into flat tensors, so that a fast check covers all their addresses.
 
-All parameters of a device and dtype are views of one flat tensor, and so are their gradients, which backward passes add
-to. Asking a thousand tensors where they are takes longer than their update; a flat tensor is asked instead:
+All parameters of a device and dtype are views of one flat tensor, and so are their gradients, to which backward passes
+add. Reading the addresses of a thousand tensors takes longer than their update, so the fast check looks at the flat
+tensors instead:
 
     the first and the last parameter start where they did, and the first and the last gradient are the same tensors
     as many tensors share the flat memory as did before: none has left it
 
-Who takes one tensor away in the middle and keeps it, so that as many share the memory as before, is not seen by that.
-So a few parameters and gradients are each looked at in every glance, and of many each marks when it is given other
-memory, or another gradient.
+That check misses a tensor in the middle that was replaced while something still holds the old one, since as many share
+the memory as before. So up to `CHECK_EACH_LIMIT` parameters and their gradients are also checked one by one; where
+there are more, each of them is watched, and marks when it is given other memory or another gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from subtensors.optim.watched_tensors import unwatch, watch
 from subtensors.static.static_tensor import in_place
 
 CHECK_EACH_LIMIT = 16
-"""So many parameters and gradients are looked at in each glance."""
+"""The largest number of parameters at which each fast check also checks every one of them and its gradient."""
 
 
 class PackedMemory:
@@ -62,7 +63,7 @@ class PackedMemory:
         self._flats = list(map(in_place, flats))
         views = self._layout.view(self._flats)
         self.alone = [p for p, view in zip(self.params, views, strict=True) if not _join(p, view)]
-        """Parameters whose versions autograd counts apart; those of the others are those of the flat tensors."""
+        """Parameters with version counters of their own; the others share those of the flat tensors."""
         del views
         self._gradient_flats = [in_place(torch.zeros_like(flat)) for flat in flats]
         self._ends = [
@@ -101,7 +102,7 @@ class PackedMemory:
         return [g.data_ptr() for g in places]
 
     def take_note(self) -> None:
-        """Take what shares the flat memory now for what should: after a full look, which found all in its place."""
+        """Record the current sharers of the flat memory as the expected ones, after a full check found no change."""
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._changes)
@@ -111,11 +112,11 @@ class PackedMemory:
         self._gradient_counts = self._gradient_sharers.counts()
 
     def unwatch_gradients(self) -> None:
-        """Let gradients be plain tensors: those that replace some of them are, and a step tells types apart."""
+        """Give the gradients their plain class back: one that replaces them is plain, and a step tells types apart."""
         unwatch(map(_gradient, self.params))
 
     def is_intact(self) -> bool:
-        """Is everything where it was, at a glance?"""
+        """Return whether a fast check finds all parameters and gradients in their packed places."""
         return (
             self._sharers.counts() == self._counts
             and _addresses(self._ends) == self._places
@@ -136,7 +137,7 @@ class PackedMemory:
         return not any(g is None for g in gradients) and self._gradient_guard.matches(gradients)
 
     def check(self) -> None:
-        """Look at every parameter.
+        """Check the address of every parameter.
 
         Raises:
             AddressError: one is not where it was packed.
@@ -149,7 +150,7 @@ class PackedMemory:
                 )
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the packing in one line."""
         return f"{len(self.params)} parameters and their gradients are packed into {len(self._flats)} flat tensors each"
 
     def zero_gradients(self) -> None:
@@ -161,7 +162,7 @@ class PackedMemory:
                 flat.zero_()
 
     def others(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Of these parameters, those that are not packed."""
+        """The given parameters that are not packed."""
         given = list(params)
         if len(given) == len(self.params) and all(map(is_, given, self.params)):
             return []

@@ -53,7 +53,7 @@ class GradientNorm:
 
         Args:
             gradients: of each batch.
-            is_followed: does a fused call for the first batch come next?
+            is_followed: whether a fused call for the first batch comes next.
 
         Returns:
             What that call has to make first; None where the sum was launched.
@@ -122,7 +122,7 @@ class _Sweep:
         """Copies that the launch to come reads."""
 
     def suits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
-        """Is it that of these gradients?"""
+        """Return whether this kernel was built for these batches, gradient dtypes and total."""
         return (
             len(batches) == len(self.batches)
             and all(map(is_, batches, self.batches))

@@ -1,4 +1,4 @@
-"""The live numbers of a parameter group, and what beside them decides the maths of a recorded step."""
+"""The dynamic scalars of a parameter group, and the signature of its other options that decides a captured step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 
 def options_of(group: dict[str, Any]) -> list[Any]:
-    """What a group holds beside its parameters."""
+    """The options of a group: all its values but the parameters."""
     return [value for name, value in group.items() if name != "params"]
 
 
 def are_numbers(now: Any, before: Any) -> bool:
-    """Are these the same, or live numbers that differ in nothing else? One that is 0 may be left out of the maths."""
+    """Return whether two values are the same object, or differ only as dynamic scalars do.
+
+    A number that was 0 or becomes 0 counts as different, since the step may leave a 0 out of the math.
+    """
     if now is before:
         return True
     if type(now) is tuple and type(before) is tuple and len(now) == len(before):
@@ -27,7 +30,7 @@ def are_numbers(now: Any, before: Any) -> bool:
 
 
 def number_paths(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> list[tuple[Any, ...]]:
-    """Where in a group its live numbers are, in the order that the step takes them."""
+    """The paths of a group's dynamic scalars, in the order in which the step takes them."""
     values: Any = optimizer._values(group, device)
     paths = optree.tree_paths(values, none_is_leaf=True)
     leaves = optree.tree_leaves(values, none_is_leaf=True)
@@ -35,14 +38,14 @@ def number_paths(optimizer: Optimizer, group: dict[str, Any], device: torch.devi
 
 
 def another(value: Any) -> Any:
-    """An equal number that is an object of its own, alone or in a tuple; other values as they are."""
+    """A copy of a float that is a new object, also inside a tuple; other values unchanged."""
     if type(value) is tuple:
         return tuple([another(v) for v in value])
     return value * 1.0 if type(value) is float else value
 
 
 def number_at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
-    """The number that is there, as a float."""
+    """The number at a path of a group, as a float."""
     value = group[path[0]]
     return float(value if len(path) == 1 else value[path[1]])
 
@@ -50,7 +53,7 @@ def number_at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
 def step_signature(
     optimizer: Optimizer, group: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], list[float], list[float]]:
-    """What of a group's options decides the launches, and the numbers that don't: live ones, and tensors on the CPU."""
+    """Split a group's options into a signature that decides the launches, dynamic scalars, and CPU scalars."""
     numbers: list[float] = []
     hosts: list[float] = []
     signature: list[Any] = [(name, value) for name, value in group.items() if type(value) in (bool, str, type(None))]

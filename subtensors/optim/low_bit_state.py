@@ -20,7 +20,7 @@ from subtensors.kernels.fused import blockwise
 from subtensors.optim.dtensor import shard, spread_like
 
 SCALES = "_absmax"
-"""What the name of an entry of codes takes at its end to name its scales."""
+"""The suffix that turns the name of an entry of codes into the name of its scales."""
 
 MIN_QUANTIZED_NUMEL = 4096
 """Elements below which a tensor's state is not quantized: little would be saved, and norms and biases are delicate."""
@@ -40,7 +40,7 @@ class StochasticallyRounded(NamedTuple):
 
 
 def check_state_dtype(name: str, state_dtype: Any, low_bit: Mapping[str, bool]) -> None:
-    """Refuse what no state can be kept in.
+    """Refuse a `state_dtype` that no state can be kept in.
 
     Args:
         name: the optimizer's.
@@ -57,12 +57,12 @@ def check_state_dtype(name: str, state_dtype: Any, low_bit: Mapping[str, bool]) 
 
 
 def check_sharded_forms(forms: Collection[torch.dtype | None], sees_shards: bool, is_repeated: bool) -> None:
-    """Refuse forms that a parameter's state can't have which is spread over processes.
+    """Refuse forms that the state of a sharded parameter can't have.
 
     Args:
         forms: of its entries.
-        sees_shards: is the step that of each shard alone?
-        is_repeated: do several processes have the same shard?
+        sees_shards: whether the step runs on each shard alone.
+        is_repeated: whether several processes hold the same shard.
 
     Raises:
         RuleError: blocks of a step that needs whole tensors, or random bits that would differ between processes.
@@ -80,7 +80,7 @@ def check_sharded_forms(forms: Collection[torch.dtype | None], sees_shards: bool
 
 
 def form_of(entry: str, p: Tensor, group: Mapping[str, Any], low_bit: Mapping[str, bool]) -> torch.dtype | None:
-    """How this parameter's entry is kept.
+    """The dtype that a state entry of this parameter is stored in.
 
     Args:
         entry: its name.
@@ -145,7 +145,7 @@ def _is_signed(codes: Tensor) -> bool:
 
 
 def read(entry: Quantized | StochasticallyRounded) -> Tensor:
-    """The entry in float32, within fused maths."""
+    """The entry in float32, within fused math."""
     if isinstance(entry, StochasticallyRounded):
         value: Tensor = entry.stored.float()
         return value
@@ -154,7 +154,7 @@ def read(entry: Quantized | StochasticallyRounded) -> Tensor:
 
 
 def write(entry: Quantized | StochasticallyRounded, value: Tensor, found_inf: Tensor | None) -> None:
-    """Store what the maths made of the entry, or leave it after an overflow, within fused maths."""
+    """Store what the math made of the entry, or leave it after an overflow, within fused math."""
     ops = torch.ops.subtensors
     if isinstance(entry, StochasticallyRounded):
         rounded = ops.stochastic_round(value)

@@ -1,4 +1,4 @@
-"""The base class: an optimizer is a `state` declaration and one `update` method of single-tensor maths."""
+"""The base class: an optimizer is a `state` declaration and one `update` method of single-tensor math."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Optimizer(Stepping):
 
     - `state`: for each entry of a parameter's state, how it starts: a function of the parameter (of its float32
       master, where there is one).
-    - `update(self, p, g, <state entries>, *, <hyperparameters>)`: straight-line maths that writes `p` and the entries
+    - `update(self, p, g, <state entries>, *, <hyperparameters>)`: straight-line math that writes `p` and the entries
       in place, traced once for the class (see `fused`). What comes after `p` and `g` is taken from the state by
       name; `step` needs no declaration: it is a 0-d float32 count on the parameter's device, 0 before the first
       step, and `update` adds to it. Keyword-only arguments come from the parameter group: numbers stay live (a new
@@ -88,7 +88,7 @@ class Optimizer(Stepping):
     optional: ClassVar[Collection[str]] = ()
 
     is_replayable: ClassVar[bool] = True
-    """Does a step do the same whatever numbers and state hold, and write them in fused functions alone?"""
+    """True if a step does the same for any values of numbers and state, and writes them in fused functions alone."""
 
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
@@ -124,7 +124,7 @@ class Optimizer(Stepping):
 
     @classmethod
     def _step_function(cls) -> Callable[..., Any]:
-        """What a step calls with the lists of a batch."""
+        """The function that a step calls with the columns of a batch."""
         return FusedFunction(single_tensor(cls))
 
     def __init__(self, params: Params, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
@@ -142,7 +142,7 @@ class Optimizer(Stepping):
             self.capture()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """What one step does to one tensor; the method that a subclass is."""
+        """Update one tensor in one step; each subclass implements it."""
         raise NotImplementedError
 
     def _gradients(self) -> list[TensorColumn]:
@@ -182,7 +182,7 @@ class Optimizer(Stepping):
         try:
             self._fusion_of(batch).run(call, prelude)
             if batch.sees_shards:
-                # What was written through a shard, autograd must be told of the whole.
+                # The step wrote the local shards; autograd must be told that the whole DTensors were written.
                 torch.autograd.graph.increment_version(batch.params)
         except RuntimeError:
             self._refuse_sparse(grads)
@@ -237,7 +237,7 @@ class Optimizer(Stepping):
     def _kinds(
         self, params: list[Tensor], grads: list[Tensor], entries: tuple[str, ...], group: dict[str, Any]
     ) -> dict[tuple[Any, ...], list[int]]:
-        """The parameters that have a gradient, by what those of one batch have in common; each has its state then."""
+        """Group the parameters with a gradient by what a batch must have in common, and make the state they lack."""
         present = [i for i, g in enumerate(grads) if g is not None]
         names = [self._names(params[i], entries, group) for i in present]
         self._fill_all([params[i] for i in present], names, group)
@@ -277,11 +277,11 @@ class Optimizer(Stepping):
         return kinds.items()
 
     def _forget(self) -> None:
-        """Drop what is known of the parameters; what was traced and compiled stays."""
+        """Drop the batches of all groups; traced and compiled functions stay."""
         self._lists.clear()
 
     def _views(self, group: dict[str, Any], device: torch.device) -> tuple[bool, bool]:
-        """Of sharded parameters: can a step be done to the shards that are here, and do they depend on each other?"""
+        """Return whether a sharded step can run on local shards, and whether it then sums over processes."""
         if not self._is_fused:
             return False, False
         p = torch.ones(2, device="cpu")
@@ -297,7 +297,7 @@ class Optimizer(Stepping):
         return (has_kernels and self._fusion.takes_parts(*call),) * 2
 
     def _fusion_of(self, batch: Batch) -> Any:
-        """What a step calls for a batch."""
+        """The function that a step calls for this batch."""
         if not batch.adds_up:
             return self._fusion
         assert batch.sharding is not None

@@ -31,7 +31,7 @@ class DeclaredState(torch.optim.Optimizer):
     _entries: ClassVar[tuple[str, ...]]
 
     def keeps(self, entry: str, group: dict[str, Any]) -> bool:
-        """Whether the parameters of this group have this state entry; `update` is given None for one they lack.
+        """Return whether the parameters of this group have this state entry; `update` is given None if they lack it.
 
         Args:
             entry: a name from `state`, or `step`.
@@ -40,7 +40,7 @@ class DeclaredState(torch.optim.Optimizer):
         return True
 
     def start(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """What a state entry is before the first step, where more than the parameter decides it.
+        """The initial value of a state entry; override it where that depends on more than the parameter.
 
         Args:
             entry: a name from `state`.
@@ -53,7 +53,7 @@ class DeclaredState(torch.optim.Optimizer):
         return self._declaration[entry](p)
 
     def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether this parameter has a state entry that its group keeps; `update` is given None where it has not.
+        """Return whether this parameter has a state entry that its group keeps; `update` is given None if it lacks it.
 
         Args:
             entry: a name from `state`, or `step`.
@@ -68,14 +68,14 @@ class DeclaredState(torch.optim.Optimizer):
         return own if group.get("ema") is None else (*own, AVERAGE)
 
     def _names(self, p: Tensor, entries: tuple[str, ...], group: dict[str, Any]) -> tuple[str, ...]:
-        """Of these entries, those that the parameter has, a master among them."""
+        """The given entries that the parameter has, after its master if it has one."""
         own = entries
         if type(self).suits is not DeclaredState.suits:
             own = tuple([entry for entry in entries if entry == AVERAGE or self.suits(entry, p, group)])
         return (MASTER, *own) if group.get("master_weights") and is_narrow(p.dtype) else own
 
     def _fill_all(self, params: Sequence[Tensor], names: Sequence[tuple[str, ...]], group: dict[str, Any]) -> None:
-        """Make what these parameters lack of their state entries; what is alike of those without state, together."""
+        """Make the state entries that these parameters lack, together for like parameters without any state."""
         # What goes into fewer bits or elsewhere is made one by one, so that there is never twice the memory.
         stays = group.get("state_dtype") is None and self._arena is None
         begun: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -93,7 +93,7 @@ class DeclaredState(torch.optim.Optimizer):
                 self.state[p] = dict(zip(own, entries, strict=True))
 
     def _begin(self, params: list[Tensor], name: str, has_master: bool, group: dict[str, Any]) -> list[Tensor]:
-        """What `_start` makes of each of these parameters, which are of one device and dtype."""
+        """The initial values of one entry for each of these parameters, which share a device and dtype."""
         if name == "step" and name not in self._declaration:
             return counts(params)
         is_copy = name in (MASTER, AVERAGE)
@@ -104,7 +104,7 @@ class DeclaredState(torch.optim.Optimizer):
         return at_once(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
 
     def _fill(self, p: Tensor, names: tuple[str, ...], group: dict[str, Any]) -> None:
-        """Make what the parameter lacks of these state entries."""
+        """Make those of these state entries that the parameter lacks."""
         if not names:
             return  # asking for the state would make an empty one
         state = self.state[p]
@@ -135,7 +135,7 @@ class DeclaredState(torch.optim.Optimizer):
         return self._arena.static(entry)
 
     def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
-        """What state entry `name` of this parameter is before its first step."""
+        """The value of state entry `name` of this parameter before its first step."""
         if name == "step" and name not in self._declaration:
             return torch.zeros((), device=p.device, dtype=torch.float32)
         p = p.detach()

@@ -1,6 +1,6 @@
-"""State of many parameters begun at once: each tensor has memory of its own, and they are filled together.
+"""Initialization of many parameters' state at once: each tensor has its own memory, and all are filled together.
 
-With a fill for each tensor, those would be most of a first step over thousands of them: Adam begins three a parameter.
+One fill a tensor would take most of a first step over thousands of parameters: Adam makes three tensors a parameter.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 
 EMPTY_CACHE_BYTES = 64 << 20
-"""Bytes of state for which room is made."""
+"""The least bytes of new state for which torch's cache is emptied first."""
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def can_begin_with_others(p: Tensor) -> bool:
-    """Is this a tensor whose state torch's foreach calls can fill beside that of others?"""
+    """Return whether torch's foreach calls can fill this parameter's state together with that of others."""
     return type(p) in PLAIN_TYPES and p.dtype in _DTYPES and p.layout is torch.strided
 
 
 def make_room(params: Sequence[Tensor], entries: int) -> None:
-    """Have torch give the memory that it caches back, where what will be begun is large.
+    """Empty torch's CUDA cache before a large initialization.
 
-    State lives as long as the model. Begun in what the first backward left, it would break segments up that the next
-    backward, or a graph's memory, wants whole.
+    State lives as long as the model. In the blocks that the first backward left in the cache, it would break up
+    segments that the next backward, or a graph's memory, needs whole.
 
     Args:
         params: of one device.
@@ -69,4 +69,4 @@ AT_ONCE: dict[Callable[[Tensor], Tensor], Callable[[Sequence[Tensor], torch.dtyp
     torch.zeros_like: zeros,
     torch.clone: copies,
 }
-"""For what a declared entry starts as, what makes it for many parameters."""
+"""Functions that initialize an entry of many parameters, by the function that `state` declares for it."""

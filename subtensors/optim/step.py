@@ -1,4 +1,4 @@
-"""When a step updates, and how: now, as one of several passes, or as the replay of a graph."""
+"""Optimizer steps: an eager update, one of several accumulated passes, or the replay of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stepping(SavedState):
     @property
     @abstractmethod
     def _is_fused(self) -> bool:
-        """Is the update of a batch one fused call?"""
+        """Return whether the update of a batch is one fused call."""
 
     @abstractmethod
     def _update_batch(self, group: dict[str, Any], batch: Batch, grads: TensorColumn, prelude: Prelude | None) -> None:
@@ -54,7 +54,7 @@ class Stepping(SavedState):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Drop what is known of the parameters; what was traced and compiled stays."""
+        """Drop the batches of all groups; traced and compiled functions stay."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -131,27 +131,28 @@ class Stepping(SavedState):
             kept.source = None
 
     def _is_accumulating(self) -> bool:
-        """Will a later call of `step` update with the gradients that there are?"""
+        """Return whether the current gradients are left for a later call of `step` to update with."""
         passes: int = self.param_groups[0].get("accumulate", 1)
         return self._passes % passes != 0
 
     def capture(self, *, packed: bool = False, check: bool | None = None) -> Capture:
-        """Take steps by replaying a CUDA graph, recorded in the next step, and again when a step is another one.
+        """Take steps by replaying a CUDA graph, captured in the next step and recaptured when a step no longer matches.
 
-        Numbers of the parameter groups stay live, and gradients may be anywhere. What can't be replayed runs as it
-        would without: on a CPU, and within a graph of the caller's. `st.explain(opt)` says what happened and why.
+        Numbers of the parameter groups may change between replays, and so may the addresses of gradients. A step that
+        can't be replayed runs eagerly: on a CPU, and inside a graph that the caller captures. `st.explain(opt)` tells
+        what happened and why.
 
         Args:
             packed: move the parameters into one flat tensor a device and dtype, and give each a gradient in another, to
-                which backward passes add. Then a step sees at a glance that all is where it was, however many
-                parameters there are. `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
-            check: look, at every replay, at each address that it uses; None: where `SUBTENSORS_CHECK_REPLAYS` is set.
+                which backward passes add. Then one fast check covers all addresses, whatever the number of parameters.
+                `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
+            check: check, at every replay, each address that it uses; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
 
         Returns:
-            What was recorded so far, with its counts; nothing at first.
+            The captured steps, with their counts; none at first.
 
         Raises:
-            RuleError: a parameter is spread over processes.
+            RuleError: a parameter is a DTensor.
 
         Example:
             >>> import subtensors as st
@@ -178,11 +179,11 @@ class Stepping(SavedState):
 
     @property
     def replays(self) -> int | None:
-        """How many steps were replayed since `capture()`; None where it was not called."""
+        """The number of steps replayed since `capture()`; None if it was not called."""
         return None if self._capture is None else self._capture.replays
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless an update is still to come that they are added up for; packed ones become zero.
+        """Drop the gradients, unless they are still being accumulated for an update; packed ones become zero.
 
         Args:
             set_to_none: drop them rather than write zeros.
@@ -202,7 +203,7 @@ class Stepping(SavedState):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Let the parameters hold their averages (`ema=`) within the block, to evaluate or save; take no step in it.
+        """A context in which the parameters hold their averages (`ema=`), to evaluate or save; take no step in it.
 
         Raises:
             ValueError: no parameter has an average.
@@ -226,7 +227,7 @@ class Stepping(SavedState):
             yield
 
     def explain(self) -> str:
-        """What a step is, in a few lines; `st.explain(opt)` says the same."""
+        """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""
         count = sum(len(group["params"]) for group in self.param_groups)
         how = "steps run eagerly" if self._capture is None else self._capture.explain()
         return f"{type(self).__name__} of {count} parameters, {how}"

@@ -1,4 +1,4 @@
-"""What torch does around an optimizer's step, done only when somebody asked for it."""
+"""Torch's hooks and profiler range around an optimizer's step, run only when a hook or a profiler is active."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def with_hooks(step: Step) -> Step:
-    """A step that runs its hooks and shows in profiles, and costs nothing more while there are neither.
+    """Wrap a step so that it runs its hooks and shows in profiles, at no cost while there are neither.
 
-    `torch.optim.Optimizer` wraps the step of every class in a profiler's range and in the calls of its hooks,
-    which take longer than what else a step costs that has few parameters.
+    `torch.optim.Optimizer` wraps the step of every class in a profiler range and in the calls of its hooks. For an
+    optimizer with few parameters those take longer than the rest of the step.
 
     Args:
         step: the method.

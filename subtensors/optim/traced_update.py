@@ -1,7 +1,7 @@
-"""What a step does to one tensor, around an optimizer's `update`; all of it is traced into one program.
+"""The step of one tensor: an optimizer's `update` and the math around it, traced into one program.
 
 w, *states = p (or its master), *state entries      in float32 where they are stored in less
-g          = g.to(w.dtype) / (grad_scale passes)    the mean of so many passes; negated when maximizing
+g          = g.to(w.dtype) / (grad_scale passes)    the mean over the passes; negated when maximizing
 g          = g min(1, max_norm / (norm + 1e-6))     where clipping is asked for
 update(w, g, *states, **hyperparameters)
 average    = ema average + (1 - ema) w              where one is kept; it is the last of the entries
@@ -102,11 +102,11 @@ def taken_gradient(
 
 
 SQUARES = "gradient_squares"
-"""The sum of the squares of all gradients, as they are stored: what a step that clips is handed."""
+"""The name under which a step that clips is given the sum of squares of all gradients, as they are stored."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Is this a float of less than 32 bits?"""
+    """Return whether this is a floating-point dtype of less than 32 bits."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 

@@ -1,8 +1,8 @@
-"""Parameters and gradients that tell when Python gives them other memory, or another gradient.
+"""Parameters and gradients that mark when Python gives them other memory, or another gradient.
 
-`p.grad = g` and `p.data = t` leave no trace that is cheap to find among a thousand tensors, where someone keeps what
-was there before. So the tensors are given a class that does what theirs does, and marks the change. What is computed
-of them, copied or pickled is of their own class again.
+`p.grad = g` and `p.data = t` leave no trace that is cheap to find among a thousand tensors, if something still holds
+the old gradient or memory. So the tensors are given a class that behaves as theirs does, and marks the change. Tensors
+that are computed, copied or unpickled from them have the original class again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHANGES = "_changes"
 
 
 def _marking(attribute: Any) -> Any:
-    """The attribute of tensors, changes of which are marked."""
+    """Wrap a tensor attribute so that setting or deleting it is marked."""
 
     def change(t: Tensor, value: Any) -> None:
         attribute.__set__(t, value)
@@ -39,7 +39,7 @@ def _marking(attribute: Any) -> Any:
 
 
 def _marking_call(method: Callable[..., Any]) -> Any:
-    """The method of tensors, each call of which is marked."""
+    """Wrap a tensor method so that each call is marked."""
 
     @wraps(method, assigned=("__name__",))  # not the examples of torch's own documentation
     def call(t: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def _mark(t: Tensor) -> None:
 
 
 class WatchedTensor(Tensor):
-    """A tensor that marks when it is moved, or given another gradient."""
+    """A tensor that marks when it is given other memory, or another gradient."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -82,7 +82,7 @@ for _name in ("as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "sque
 
 
 class WatchedParameter(WatchedTensor, Parameter):
-    """A parameter that marks when it is moved, or given another gradient."""
+    """A parameter that marks when it is given other memory, or another gradient."""
 
 
 _WATCHED: dict[type[Tensor], type[Tensor]] = {Tensor: WatchedTensor, Parameter: WatchedParameter}
@@ -115,7 +115,7 @@ def watch(tensors: Iterable[Tensor], changes: Changes) -> None:
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
-    """Let these tensors be what they were; those that are not watched, None too, stay as they are."""
+    """Give watched tensors their original class back; skip tensors that are not watched, and None."""
     for t in tensors:
         if type(t) in _OWN:
             t.__class__ = _OWN[type(t)]

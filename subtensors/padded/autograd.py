@@ -1,7 +1,7 @@
-"""Between a PaddedTensor and the storage that its rules compute on: autograd leads through both ways.
+"""Autograd functions between a PaddedTensor and the storage that its rules compute on: `Unwrap` and `Wrap`.
 
-Each is an autograd function whose backward is the other: the gradient of a PaddedTensor is a PaddedTensor, and that of
-its storage a storage.
+Each is the backward of the other: the gradient of a PaddedTensor is a PaddedTensor, and that of its storage a plain
+tensor of the bucket shape.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from subtensors.padded.views import current, note_plain
 
 
 def wrapped(value: PaddedValue) -> Tensor:
-    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd leads through."""
+    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd tracks."""
     if not value.padded_dims:
         return value.dense
     return Wrap.apply(value.dense, value) if value.records else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def followed(x: PaddedTensor) -> PaddedValue:
-    """The value of a PaddedTensor whose storage autograd follows."""
+    """The value of a PaddedTensor, whose storage autograd tracks if the tensor requires grad."""
     x = current(x)
     value = value_of(x)
     if torch.is_grad_enabled() and x.requires_grad:

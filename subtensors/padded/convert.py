@@ -68,7 +68,7 @@ def to_nested(x: PaddedTensor) -> Tensor:
         x: (rows, ragged, *rest), padded on its second dim.
 
     Returns:
-        The rows in one jagged tensor; autograd follows.
+        The rows in one jagged tensor, tracked by autograd.
 
     Raises:
         RuleError: the tensor is not a ragged batch of that form.

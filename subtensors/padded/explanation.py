@@ -1,4 +1,4 @@
-"""What `st.explain` says of a PaddedTensor, and of a call with one."""
+"""The text of `st.explain` for a PaddedTensor, and for a call with one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from subtensors.padded.padded_tensor import PaddedTensor
 
 
 def explain_padding(x: PaddedTensor) -> str:
-    """A line for each padded dim, and one for what is known of the padding.
+    """Describe each padded dim in a line, and the known contents of the padding in another.
 
     Args:
         x: the tensor.
@@ -37,7 +37,7 @@ def explain_padding(x: PaddedTensor) -> str:
 
 
 def has_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is a PaddedTensor among the arguments of a call?"""
+    """Return whether a PaddedTensor is among the arguments of a call."""
     return bool(found(PaddedTensor, (args, kwargs)))
 
 

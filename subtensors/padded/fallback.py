@@ -1,8 +1,8 @@
-"""What runs where there is no rule: the function on the logical data, and its result padded again.
+"""The fallback for calls without a rule: run the function on the unpadded data, and pad its result again.
 
-Where the true sizes go in the result is found by running the function on shapes alone, at other true sizes: a dim that
-follows one symbol in a straight line is padded on it. A result whose size follows in another way comes back plain, of
-its true size.
+The padded dims of the result are found by running the function on shapes alone, at other true sizes: a dim whose size
+is an affine function of one symbol is padded on it. A result whose size varies in another way is returned as a plain
+tensor of its true size.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _log = logging.getLogger("subtensors.padded")
 
 
 def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: Exception) -> Any:
-    """Run a function on the logical data of its PaddedTensors.
+    """Run a function on the unpadded data of its PaddedTensors.
 
     Args:
         func: the function.
         args, kwargs: its arguments.
-        missing: why no rule applies.
+        missing: the reason why no rule applies.
 
     Returns:
         Its result, padded again.
@@ -92,7 +92,7 @@ def _refuse_unless_known(func: Callable[..., Any], padded: list[PaddedTensor], m
 
 
 def _write(outer: PaddedTensor, new: Tensor) -> None:
-    """Give an argument what the function wrote to its logical copy."""
+    """Copy what the function wrote to an unpadded copy back into the argument."""
     if tuple(new.shape) != outer.logical_shape:
         raise RuleError(f"in place, a PaddedTensor keeps its true shape {outer.logical_shape}; got {tuple(new.shape)}")
     value = value_of(outer)
@@ -108,7 +108,7 @@ _Key: TypeAlias = "tuple[sympy.Symbol, int]"
 def _shapes_elsewhere(
     func: Callable[..., Any], leaves: list[Any], spec: Any, sizes: TrueSizes
 ) -> dict[_Key, list[Any]]:
-    """The shapes of the results with one true size moved, by (symbol, size); {} where shapes don't tell."""
+    """The shapes of the results with one true size changed, by (symbol, size); {} where they can't be computed."""
     found: dict[_Key, list[Any]] = {}
     truth = sizes.assignment()
     for symbol, bucket in zip(sizes.symbols, sizes.buckets, strict=True):

@@ -1,9 +1,9 @@
-"""Functions of torch that are one op: their rule is run at once.
+"""A fast path for torch functions that are a single op: their rule runs directly.
 
-Any other call goes through torch's dispatcher, which says what ops it is made of. To get there and back every tensor is
-put into a shell and taken out again, for which the host takes longer than for the op. What these functions are made of
-is known, where their arguments are of the plain kinds that the op takes; and with autocast and every mode off, nobody
-between the function and the rule has a say in it.
+Any other call goes through torch's dispatcher, which decomposes it into ops. For that every tensor is put into a shell
+and taken out again, which takes the host longer than the op itself. These functions are known to be one op where their
+arguments are of the plain types that the op takes; and with autocast and every mode off, nothing between the function
+and the rule can change the call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OP_OF: dict[Callable[..., Any], OpOverload] = {
     **dict.fromkeys([torch.sigmoid, Tensor.sigmoid], aten.sigmoid.default),
     **dict.fromkeys([torch.rsqrt, Tensor.rsqrt], aten.rsqrt.default),
 }
-"""Functions by the op that they are, whose arguments theirs are, the tensor perhaps by another name."""
+"""The single op of each function; their arguments agree, but for the name of the tensor."""
 
 OP_OF_SIZES: dict[Callable[..., Any], OpOverload] = {
     Tensor.view: aten.view.default,
@@ -58,13 +58,13 @@ OP_OF_SIZES: dict[Callable[..., Any], OpOverload] = {
     Tensor.permute: aten.permute.default,
     Tensor.expand: aten.expand.default,
 }
-"""Those that also take a tuple as so many arguments."""
+"""The same for functions that also take a tuple as separate arguments."""
 
 OP_UNLESS_IN_PLACE: dict[Callable[..., Any], OpOverload] = {
     functional.relu: aten.relu.default,
     functional.silu: aten.silu.default,
 }
-"""Those that can be told to write to their argument."""
+"""The same for functions that can be told to write to their argument."""
 
 
 def _drops_nothing(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
@@ -72,7 +72,7 @@ def _drops_nothing(input: Any, p: float = 0.5, training: bool = True, inplace: b
 
 
 IDENTITY_CALLS: dict[Callable[..., Any], Callable[..., bool]] = {functional.dropout: _drops_nothing}
-"""Functions that give their first argument back, and when."""
+"""Functions that may return their first argument, each with the condition under which they do."""
 
 Kinds = frozenset[type]
 
@@ -87,11 +87,11 @@ _KINDS: dict[str, Kinds] = {
     "str": frozenset([str]),
     "List[int]": _SEQUENCE,
 }
-"""The types of arguments that a schema's may be given as, without torch having to choose."""
+"""The Python types that an argument of each schema type may have without torch having to choose an overload."""
 
 
 def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call gives by the rule of the op that it is; NotImplemented where it may be something else."""
+    """Run a call by the rule of its single op; return NotImplemented where it may be something else."""
     op = OP_OF.get(func)
     if op is not None:
         pass
@@ -121,7 +121,7 @@ def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return values[id(x)]
         return plain(x) if kind in PLAIN_TYPES else x
 
-    # A view that is behind its whole is taken again here, by a call of its own.
+    # A view that is older than the last write to its base is retaken here, by a call of its own.
     inner_args, inner_kwargs = [*map(inner, args)], {name: inner(x) for name, x in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():
         call = PaddedCall(op, inner_args, inner_kwargs)
@@ -135,7 +135,7 @@ def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _takes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Are the arguments such that torch can only mean this op?"""
+    """Return whether the arguments are of types for which torch can only choose this op."""
     positional, named, least = _parameters(op)
     if not least <= len(args) <= len(positional):
         return False
@@ -148,7 +148,7 @@ def _takes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 @functools.cache
 def _parameters(op: OpOverload) -> tuple[list[Kinds], dict[str, Kinds], int]:
-    """What each argument may be, by position and by name; how many have to be given by position."""
+    """The types that each argument may have, by position and by name; the number that must be given by position."""
     arguments = schema_of(op).arguments
     named = {a.name: _kinds(a.name, str(a.type)) for a in arguments}
     positional = [named[a.name] for a in arguments if not a.kwarg_only]
@@ -156,7 +156,7 @@ def _parameters(op: OpOverload) -> tuple[list[Kinds], dict[str, Kinds], int]:
 
 
 def _kinds(name: str, written: str) -> Kinds:
-    """Those of an argument whose type is written so in its schema."""
+    """The Python types that an argument of this schema type may have."""
     whole = written.removeprefix("Optional[").removesuffix("]") if written.startswith("Optional[") else written
     kinds = _KINDS.get(whole, frozenset())
     if whole == "Tensor":

@@ -1,4 +1,4 @@
-"""What a call wrote arrives in the memory of its argument, whose padding keeps what it held."""
+"""In-place writes: new values are written into the argument's memory, and its padding keeps its contents."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from subtensors.padded.views import refresh_copies, refuse_plain_views
 
 
 def copied_whole(target: Tensor, source: Tensor) -> bool:
-    """Copy a storage onto one of the same padding, which a compiler asks for at the end of what it traced.
+    """Copy a storage onto one of the same padding, which compiled code does at its end.
 
     Returns:
-        Whether that is what `target.copy_(source)` is: their padding lies in the same places and holds the same.
+        True if `target.copy_(source)` was such a copy, and is done; False if their padding differs in place or
+        contents, or gradients are involved.
     """
     if not isinstance(target, PaddedTensor) or not isinstance(source, PaddedTensor) or target._view == "copy":
         return False
@@ -39,7 +40,7 @@ def copied_whole(target: Tensor, source: Tensor) -> bool:
 
 
 def write_real(target: PaddedTensor, new: PaddedValue) -> None:
-    """Write into the memory that a view lies in; padding keeps what it held."""
+    """Write into the memory of a view; its padding keeps its contents."""
     if new.dims != target._dims and new.padded_dims:
         raise UnsupportedCall(f"a view of {target._dims} takes no values of {new.dims}")
     mask = value_of(target).mask()
@@ -48,7 +49,7 @@ def write_real(target: PaddedTensor, new: PaddedValue) -> None:
 
 
 def write_back(outer: Tensor, new: PaddedValue) -> None:
-    """Give an argument that the call wrote to its new value; its padding keeps what it held."""
+    """Give an argument that a call wrote to its new value; its padding keeps its contents."""
     if not isinstance(outer, PaddedTensor):
         if new.padded_dims:
             raise RuleError(
@@ -85,10 +86,10 @@ def write_back(outer: Tensor, new: PaddedValue) -> None:
 
 
 def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: PaddedValue) -> None:
-    """Write through a view, also where autograd follows, or where the view has to be copied.
+    """Write through a view, also where gradients are recorded, or where the view is a copy.
 
-    The elements of `x` are numbered, the view is taken of the numbers, and the values are scattered to them; what would
-    be written beyond the true end goes to a position that is cut off.
+    The elements of `x` are numbered, the view is taken of the numbers, and the values are scattered to those positions.
+    Values beyond the true end go to an extra position, which is cut off.
 
     Args:
         x: what is written to.

@@ -1,8 +1,8 @@
-"""Calls whose outcome is known: the op on the storages as they are, and what an earlier call of its kind found of it.
+"""A cache of call outcomes: run the op on the storages, and take dims and fill from an earlier call of its kind.
 
-A rule looks at dims, fills and dtypes, and often finds nothing to fill or to mask. Where it only ran the op on its
-operands' storages, a call with operands of the same dims, fills and dtypes does no more. That holds for ops whose rules
-ask for nothing else, as true sizes that the host knows, and where autograd doesn't follow.
+A rule looks at dims, fills and dtypes, and often finds nothing to fill or to mask. If it only ran the op on its
+operands' storages, a call with operands of the same dims, fills and dtypes does the same. That holds for ops whose
+rules depend on nothing else, such as true sizes known on the host, and where autograd tracks nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, wrap
 
 KINDS = 4096
-"""How many kinds of calls are remembered."""
+"""The most kinds of calls that are remembered."""
 
 
 class CachedOutcome(NamedTuple):
-    """What is known of a result beside its storage; fields as of `PaddedValue`."""
+    """The properties of a result other than its storage; fields as in `PaddedValue`."""
 
     dims: tuple[Factors, ...]
     fill: Fill | None

@@ -67,16 +67,16 @@ class PaddedTensor(Tensor):
 
     @property
     def dense(self) -> Tensor:
-        """The padded storage, of the bucket shape; autograd follows. What stands in the padding is undefined."""
+        """The padded storage, of the bucket shape, tracked by autograd. The contents of the padding are undefined."""
         from subtensors.padded.autograd import dense_of
 
         return dense_of(self)
 
     def mask(self) -> Tensor:
-        """Where data is real.
+        """The mask of valid elements.
 
         Returns:
-            bool of the bucket shape.
+            A bool tensor of the bucket shape, True where an element is valid.
 
         Example:
             >>> import subtensors as st
@@ -121,7 +121,7 @@ class PaddedTensor(Tensor):
         """The logical data.
 
         Returns:
-            A tensor of the true shape; for a ragged batch a list of tensors, one a row. Autograd follows.
+            A tensor of the true shape; for a ragged batch a list of tensors, one a row. Tracked by autograd.
 
         Raises:
             RuleError: under `torch.compile`, where the true size is unknown.
@@ -169,10 +169,10 @@ class PaddedTensor(Tensor):
         """The logical data as an array.
 
         Args:
-            force: also where autograd follows it, or where it is on a device.
+            force: also if the tensor requires grad, or is on a device.
 
         Raises:
-            RuleError: of a ragged batch, whose rows are arrays of their own.
+            RuleError: the tensor is a ragged batch, whose rows are separate arrays.
 
         Example:
             >>> import subtensors as st
@@ -188,7 +188,7 @@ class PaddedTensor(Tensor):
         if id(self) not in memo:
             sizes = None
             if self._sizes is not None:
-                # Tensors of one copied nest go on sharing their sizes.
+                # Tensors of one copied pytree go on sharing their sizes.
                 sizes = memo.setdefault(id(self._sizes), self._sizes.clone())
                 memo.setdefault(id(memo), []).append(self._sizes)
             new = wrap(PaddedValue(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
@@ -210,7 +210,7 @@ class PaddedTensor(Tensor):
         if len(types) > 1 and not LAZY_TYPES.isdisjoint(types):
             return NotImplemented
         if torch.compiler.is_dynamo_compiling():
-            # Recorded as it stands; the compiler runs it again outside of its interpreter, and then it comes below.
+            # Dynamo records the call unchanged; the compiler later runs it outside of Dynamo, and it gets past this.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return _calls().call(func, args, kwargs or {})
 
@@ -225,7 +225,7 @@ class PaddedTensor(Tensor):
         return self._dims, symbols, buckets, self._fill
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code that is kept on disk depends on."""
+        """The hash of the metadata that compiled code cached on disk depends on."""
         return hashlib.sha256(repr(self._context()).encode()).hexdigest()
 
     @property
@@ -246,7 +246,7 @@ class PaddedTensor(Tensor):
         return wrap(PaddedValue(inner_tensors["_dense"], dims, sizes, fill))
 
     def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: type | None = None) -> Any:
-        """This gradient with the padding that a compiled backward was traced for."""
+        """Return this gradient with the padding that a compiled backward was traced for."""
         if expected_type is Tensor:
             return self._dense
         dims, symbols, _, fill = expected
@@ -260,14 +260,14 @@ class PaddedTensor(Tensor):
 
 @functools.cache
 def _calls() -> Any:
-    """The module of what a PaddedTensor does in a call, which imports this one; the rules come with it."""
+    """The module that runs calls on PaddedTensors; imported late, since it imports this one, and the rules with it."""
     from subtensors.padded import torch_function
 
     return torch_function
 
 
 def wrap(value: PaddedValue) -> PaddedTensor:
-    """A PaddedTensor of a value; autograd doesn't lead from one to the other."""
+    """A PaddedTensor of a value, without an autograd connection between the two."""
     dense = value.dense
     out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         PaddedTensor,
@@ -286,12 +286,12 @@ def wrap(value: PaddedValue) -> PaddedTensor:
 
 
 def value_of(x: PaddedTensor) -> PaddedValue:
-    """What the rules see of a PaddedTensor."""
+    """The value of a PaddedTensor as the rules see it."""
     return PaddedValue(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._arrival)
 
 
 def fill_of(x: PaddedTensor) -> Fill | None:
-    """What is known of a PaddedTensor's padding now."""
+    """The known contents of a PaddedTensor's padding; None if they are unknown, as after a write."""
     is_stale = x._written is not None and x._dense._version != x._written
     return None if is_stale else x._fill
 
@@ -306,7 +306,7 @@ def _rebuild(
 
 
 def _run_whole_in_graphs() -> None:
-    """Have compiled code call what reads a PaddedTensor's parts on its stand-ins, and not look into it."""
+    """Allow `dense_of`, `mask_of` and `count_of` in Dynamo's graphs as calls that it doesn't trace into."""
     from subtensors.padded import autograd
 
     for function in (autograd.dense_of, autograd.mask_of, autograd.count_of):

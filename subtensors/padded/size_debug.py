@@ -123,7 +123,7 @@ def watch_size_arithmetic() -> Iterator[None]:
 
 
 def is_watching() -> bool:
-    """Is the debug mode on?"""
+    """Return whether the debug mode is on."""
     return bool(_modes)
 
 

@@ -1,10 +1,10 @@
-"""A torch function meets a PaddedTensor: how the call reaches the rules, and what comes back.
+"""Calls of torch functions on PaddedTensors: how a call reaches the rules, and how its result is wrapped.
 
-A rule computes on dense storages that autograd follows, so its backward is torch's own. To get there a call runs below
-autograd, on *shells*: PaddedTensors whose storage records though they themselves don't. Each op that torch makes of the
-call meets the shells in `dispatch`, which puts autograd back and runs the rule; plain tensors among the arguments go in
-shells as well, so that nothing they meet goes unrecorded. What comes out of the call is wrapped, and the wrapping is an
-autograd function whose backward unwraps.
+A rule computes on dense storages that autograd tracks, so its backward is torch's own. For that a call runs below
+autograd, on *shells*: PaddedTensors whose storage autograd tracks although it doesn't track the shells themselves. Each
+op that torch makes of the call reaches `dispatch` with shells, which puts autograd back and runs the rule. Plain
+tensors among the arguments are put in shells as well, so that every op on them is recorded too. The results of the call
+are wrapped, by an autograd function whose backward unwraps.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 _OFTEN_ASKED = frozenset(
     getattr(Tensor, name).__get__ for name in "shape dtype device ndim requires_grad is_cuda grad_fn is_leaf".split()
 )
-"""Of the questions to the wrapper those that models ask all the time, which torch answers without a warning."""
+"""Getters that models call all the time, answered by the wrapper, and by torch without a warning."""
 
 # What autograd's engine and the compiler do with tensors themselves.
 _BELOW_AUTOGRAD = frozenset(
@@ -66,11 +66,11 @@ _BELOW_AUTOGRAD = frozenset(
 )
 
 RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
-"""What reads its first argument's memory by itself, of which a shell has none, and writes it without a trace."""
+"""Functions that access their first argument's memory directly: a shell has none, and their writes go unnoticed."""
 
 
 fallbacks: Counter[str] = Counter()
-"""How often each function ran on logical data."""
+"""The number of times that each function ran on unpadded data."""
 
 
 class _State(threading.local):
@@ -90,7 +90,7 @@ class CallFrame:
         self.overwritten: list[Any] = []
 
     def shell(self, x: Tensor) -> Tensor:
-        """What stands for an argument below autograd."""
+        """The shell that stands for an argument below autograd; one an argument."""
         if id(x) not in self.shells:
             new = wrap(followed(x) if isinstance(x, PaddedTensor) else plain(x))
             self.shells[id(x)] = new
@@ -156,7 +156,7 @@ def _fallen_back(func: Callable[..., Any], args: Any, kwargs: Any, missing: Rule
 
 
 def _quietly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The compiler asks every tensor for its .grad, and torch warns of asking one that can't have any."""
+    """Call a getter without warnings: the compiler reads every tensor's .grad, and torch warns if it can't have one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return func(*args, **kwargs)
@@ -170,13 +170,13 @@ def _watched_size(x: PaddedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _is_padded_as(x: PaddedTensor, other: Any) -> bool:
-    """Is another tensor, which broadcasts to `x`, padded wherever that is?"""
+    """Return whether `other`, which broadcasts to `x`, is a PaddedTensor with the same dims wherever `x` is padded."""
     dims = [d - x.dim() for d in value_of(x).padded_dims]
     return isinstance(other, PaddedTensor) and all(other.dim() >= -d and other._dims[d] == x._dims[d] for d in dims)
 
 
 def _attribute(func: Any) -> str:
-    """The attribute that a `__get__` or `__set__` is of."""
+    """The name of the attribute that a `__get__` or `__set__` belongs to."""
     name: str = getattr(getattr(func, "__self__", None), "__name__", "")
     return name
 
@@ -207,7 +207,7 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _scripted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Code of TorchScript by rules; its optimizer would run ops together that these are to meet one by one."""
+    """Run TorchScript code by rules, without its optimizer, which would fuse ops that the rules must see one by one."""
     if torch.is_grad_enabled():
         raise RuleError("PaddedTensor has no rule for the gradients of TorchScript's code: call the Python module")
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ def _outside(t: Tensor, running: CallFrame) -> Tensor:
 
 
 def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An overload meets PaddedTensors: shells of a running call, or tensors that autograd's engine handles."""
+    """Run an op overload on PaddedTensors: shells of a running call, or tensors that autograd's engine handles."""
     if not isinstance(op, OpOverload):
         raise RuleError(f"PaddedTensor has no rule for the higher-order op {op}: call it on the unpadded values")
     if not _state.calls:
@@ -274,7 +274,7 @@ def _inner(t: Tensor) -> PaddedValue:
 
 
 def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame) -> Any:
-    """Run an op that writes as its functional form; the shell of what it writes takes the new value."""
+    """Run an in-place op as its functional form; the shell of the argument that it writes takes the new value."""
     twin = functional_form(op)
     targets = _targets(op, args, kwargs)
     if twin is None or not targets:
@@ -286,7 +286,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         return targets[0]
     through_views = {id(target): target for target in targets if id(target) not in running.outer and target._view}
     if recording and any(target._dense.requires_grad for target in through_views.values()):
-        raise UnsupportedCall(f"{op} writes through a view of what autograd follows")
+        raise UnsupportedCall(f"{op} writes through a view of a tensor that requires grad")
     if any(target._view == "copy" for target in through_views.values()):
         raise UnsupportedCall(f"{op} writes through a view that had to be copied")
     if recording:
@@ -300,7 +300,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
         if id(target) in through_views:
             if value.records:
-                raise UnsupportedCall(f"{op} writes what autograd follows through a view")
+                raise UnsupportedCall(f"{op} writes a tensor that requires grad through a view")
             write_real(target, value)
             continue
         if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
@@ -321,7 +321,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
 def _writes_anything(
     op: OpOverload, targets: list[PaddedTensor], args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame
 ) -> bool:
-    """May a pointwise op write to all of its first argument's storage? Then nobody knows what its padding held."""
+    """Return whether a pointwise op may write to all of its first argument's storage: its padding is undefined."""
     target = targets[0]
     outer = running.outer.get(id(target))
     if op_class(op) is not OpClass.POINTWISE or args[0] is not target or len(targets) > 1:

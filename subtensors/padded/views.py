@@ -1,8 +1,9 @@
-"""What a view of a padded tensor is a view of: it is taken again after the whole was written to.
+"""Views of padded tensors: each remembers its base, and is retaken from it after the base was written to.
 
-Autograd follows a tensor's storage through the rules, and to it every result of a rule is a tensor of its own. So of a
-write to the whole a view would keep its old gradient, and where it had to be copied its old values too. A view knows
-the call that took it, and is that of the whole as it is now. A plain tensor, with no padded dim left, can't know.
+Autograd tracks a tensor's storage through the rules, and sees every result of a rule as a separate tensor. So after a
+write to the base a view would keep its old gradient, and if it had to be copied its old values too. A view therefore
+remembers the call that took it, and repeats that on the base as it is now. A plain tensor, with no padded dim left,
+can't remember it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from subtensors.padded.padded_tensor import PaddedTensor
 
 @dataclass(eq=False)
 class ViewSource:
-    """Where a view comes from.
+    """The origin of a view: its base, and the call that takes it.
 
     Args:
-        held: gives what it is a view of; None where nobody holds that any more, and a copy holds it not either.
-        view: takes it.
-        versions: of the base and what that is a view of, when it was taken.
-        latest: the view as it was taken last; None where that is the view itself.
+        held: returns the base; None if nothing holds it any more, as a copied view doesn't.
+        view: takes the view of a base.
+        versions: those of the base, and of what that is a view of, when the view was taken.
+        latest: the view as last retaken; None if it was never retaken.
     """
 
     held: Callable[[], PaddedTensor | None]
@@ -40,12 +41,12 @@ class ViewSource:
 def remember(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, plain: Sequence[Tensor]
 ) -> None:
-    """Have the views that a call gave know where they come from.
+    """Store the origin of the views that a call returned.
 
     Args:
         func, args, kwargs: the call.
-        out: what it gave.
-        plain: those of its results that lie in the first argument's memory, and are plain.
+        out: its result.
+        plain: the plain tensors in the result that share the first argument's memory.
     """
     if not args or not isinstance(args[0], PaddedTensor) or args[0]._dense.is_inference():
         return
@@ -66,7 +67,7 @@ def remember(
 
 
 def current(x: PaddedTensor) -> PaddedTensor:
-    """A view as its whole is now; what is none as it is."""
+    """The view, retaken if its base was written to; another tensor itself."""
     origin: ViewSource | None = x._origin
     if origin is None:
         return x
@@ -80,7 +81,7 @@ def current(x: PaddedTensor) -> PaddedTensor:
 
 
 def refresh_copies(x: PaddedTensor) -> None:
-    """Have views that had to be copied follow what was just written: a copy doesn't hold what it is a view of."""
+    """Retake the copied views of a tensor that was just written to: a copy doesn't share the memory of its base."""
     for whole in _wholes(x):
         for held in whole._copies:
             copied = held()
@@ -89,7 +90,7 @@ def refresh_copies(x: PaddedTensor) -> None:
 
 
 def note_plain(base: PaddedTensor, plain: Sequence[Tensor]) -> None:
-    """Note plain tensors that lie in the memory of a padded one."""
+    """Note plain tensors that share the memory of a padded one."""
     if plain and torch.is_grad_enabled():
         for x in _wholes(base):
             alive = [held for held in x._plain_views if held() is not None]
@@ -97,7 +98,7 @@ def note_plain(base: PaddedTensor, plain: Sequence[Tensor]) -> None:
 
 
 def refuse_plain_views(x: PaddedTensor) -> None:
-    """Raise RuleError where a plain tensor would go on with the gradient of what is about to be overwritten."""
+    """Raise RuleError if a plain view is alive, which would keep the gradient of what is about to be overwritten."""
     if any(held() is not None for held in x._plain_views):
         raise RuleError(
             "a plain view of this PaddedTensor is held, which would not follow what is written to it where autograd "
@@ -106,7 +107,7 @@ def refuse_plain_views(x: PaddedTensor) -> None:
 
 
 def _wholes(x: PaddedTensor) -> Iterator[PaddedTensor]:
-    """A tensor, what it is a view of, and so on."""
+    """Yield a tensor, its base, and so on."""
     whole: PaddedTensor | None = x
     while whole is not None:
         yield whole
@@ -114,6 +115,6 @@ def _wholes(x: PaddedTensor) -> Iterator[PaddedTensor]:
 
 
 def _versions(x: PaddedTensor, copied: bool) -> tuple[int, ...]:
-    """How often a tensor and what it is a view of were written to: copies count what autograd doesn't follow, too."""
+    """The versions of a tensor and its bases; with `copied` also of their storages, which count all writes."""
     with torch._C.DisableTorchFunctionSubclass():
         return tuple(v for whole in _wholes(x) for v in (whole._version, whole._dense._version if copied else 0))

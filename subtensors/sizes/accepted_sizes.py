@@ -20,12 +20,12 @@ from subtensors.sizes.dims import Dim
 
 @dataclass(frozen=True)
 class SizeClass:
-    """Sizes that take the same way through a program.
+    """Sizes that take the same path through a program.
 
     Args:
-        condition: that they meet, within the range of their Dims.
+        condition: the condition that they meet, within the range of their Dims.
         sizes: the set of them: of integers for one Dim, of tuples for several.
-        example: the first of them, a size a name.
+        example: the first of them, one size per name.
         refusal: the error that the program ends with; None where it accepts them.
     """
 
@@ -36,21 +36,21 @@ class SizeClass:
 
     @property
     def is_accepted(self) -> bool:
-        """Does the program run on these sizes?"""
+        """Return whether the program runs on these sizes."""
         return self.refusal is None
 
 
 @dataclass(frozen=True)
 class AcceptedSizes:
-    """What `st.infer_sizes` found.
+    """The result of `st.infer_sizes`.
 
     Args:
         dims: the dimensions, in the order of tuples in `sizes`.
-        classes: the ways through the program, by their examples.
-        condition: what the accepted sizes meet, within the range of their Dims.
+        classes: the paths through the program, by their examples.
+        condition: the condition that the accepted sizes meet, within the range of their Dims.
         sizes: the set of accepted sizes: of integers for one Dim, of tuples for several.
         is_complete: whether every size in range belongs to a class; a program that decides on each size anew has more
-            classes than are looked for.
+            classes than are searched for.
     """
 
     dims: tuple[Dim, ...]
@@ -117,7 +117,7 @@ class AcceptedSizes:
 
 
 def integer_set(values: Sequence[int]) -> sympy.Set:
-    """Increasing integers as the fewest progressions that a look from the left finds.
+    """Increasing integers as arithmetic progressions, found greedily from the left.
 
     >>> integer_set([1, 2, 3, 4, 8, 16, 24, 32])
     Union(Range(1, 5, 1), Range(8, 40, 8))
@@ -152,14 +152,14 @@ def size_set(dims: Sequence[Dim], axes: Sequence[np.ndarray], condition: sympy.B
 
 
 def held(condition: sympy.Basic, dims: Sequence[Dim], axes: Sequence[np.ndarray]) -> np.ndarray:
-    """Where on a grid of sizes a condition holds."""
+    """Evaluate a condition on a grid of sizes, as a boolean mask."""
     grid = np.meshgrid(*axes, indexing="ij")
     symbols = [dim.symbol for dim in dims]
     return np.asarray(_held(condition, symbols, np.stack([g.ravel() for g in grid])), dtype=bool).reshape(grid[0].shape)
 
 
 def _held(condition: sympy.Basic, symbols: Sequence[sympy.Symbol], sizes: np.ndarray) -> np.ndarray:
-    """For each column of sizes, (number of symbols, points), whether a condition holds."""
+    """Evaluate a condition on each column of sizes, (number of symbols, points)."""
     if isinstance(condition, sympy.And | sympy.Or | sympy.Not):
         parts = [_held(part, symbols, sizes) for part in condition.args]
         if isinstance(condition, sympy.Not):
@@ -180,7 +180,7 @@ def _held(condition: sympy.Basic, symbols: Sequence[sympy.Symbol], sizes: np.nda
 
 
 def _whole(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, np.ndarray]) -> Any:
-    """The value of an expression of whole numbers; a KeyError where it holds another function."""
+    """Evaluate an expression of whole numbers; raise KeyError if it contains another function."""
     if expression.is_Integer:
         return np.int64(int(expression))
     if isinstance(expression, sympy.Symbol):
@@ -213,7 +213,7 @@ _COMPARISONS = {
 def simplest(
     conditions: Sequence[sympy.Basic], mask: np.ndarray, dims: Sequence[Dim], axes: Sequence[np.ndarray]
 ) -> sympy.Basic | None:
-    """As few of these conditions as say the same as the mask; None where even all of them do not."""
+    """A small subset of the conditions that is equivalent to the mask; None if not even all of them together are."""
     kept = [(c, where) for c in conditions if not (where := held(c, dims, axes)).all()]
 
     def together(chosen: Sequence[tuple[sympy.Basic, np.ndarray]]) -> np.ndarray:
@@ -225,7 +225,7 @@ def simplest(
         for chosen in itertools.combinations(kept, size):
             if np.array_equal(together(chosen), mask):
                 return sympy.And(*(c for c, _ in chosen))
-    # Longest first: what torch asks by the way is longer than what the program asks.
+    # Longest first: torch's own checks are longer than the program's.
     for pair in sorted(kept, key=lambda pair: -sympy.count_ops(pair[0])):
         fewer = [other for other in kept if other is not pair]
         if np.array_equal(together(fewer), mask):

@@ -1,4 +1,4 @@
-"""Bucket policies: which few sizes stand for all sizes of a dimension."""
+"""Bucket policies: the few sizes that all sizes of a dimension are padded to."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Sizes(BucketPolicy):
 
 
 def bucket_policy(given: BucketPolicy | int | Iterable[int]) -> BucketPolicy:
-    """The policy that a user's short form stands for.
+    """Return the policy of a user's short form.
 
     Args:
         given: a policy; an int, the step of a `Linear` one; or a list, the buckets themselves.

@@ -122,11 +122,11 @@ class Dim:
 
     @property
     def symbol(self) -> sympy.Symbol:
-        """What stands for this Dim's true size in size expressions."""
+        """The symbol of this Dim's true size in size expressions."""
         return size_symbol(self.name)
 
     def admits(self, size: int) -> bool:
-        """Is this size within the Dim's range?"""
+        """Return whether a size is within the Dim's range."""
         return size >= self.min and (self.max is None or size <= self.max)
 
     def _refusal(self, size: int) -> str:
@@ -163,16 +163,16 @@ class SizeAgreement:
         self._places: dict[str, tuple[Dim, str]] = {}
 
     def bind(self, dim: Dim, size: int | tuple[int, ...], place: str) -> bool:
-        """Say that a tensor has this size along a Dim.
+        """Record a tensor's size along a Dim, and check that it agrees with the sizes recorded before.
 
         Args:
             dim: the Dim.
-            size: the tensor's true size; for a ragged dim one a row.
-            place: where it has it, as an error would say it: "dim 1 of input_ids".
+            size: the tensor's true size; for a ragged dim one per row.
+            place: the tensor and dim, as an error message names them: "dim 1 of input_ids".
 
         Returns:
-            Whether the tensor may be padded on the Dim; False only for one with `strict=False` that the size is out of
-            the range of, or that another tensor disagrees with.
+            Whether the tensor may be padded on the Dim; False only for a Dim with `strict=False`, if the
+            size is out of its range or another tensor disagrees.
 
         Raises:
             SizeError: the size is out of range, another tensor gave the Dim another one, or another Dim has its name.
@@ -198,7 +198,7 @@ class SizeAgreement:
 
 
 def _listed(size: int | tuple[int, ...]) -> str:
-    """A size in words; of many lengths the first few."""
+    """A size as text; the first few of many lengths."""
     if isinstance(size, int):
         return str(size)
     return f"[{', '.join(map(str, size[:8]))}{', ...' * (len(size) > 8)}]"

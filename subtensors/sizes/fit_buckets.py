@@ -21,7 +21,7 @@ from subtensors.sizes.bucket_policies import Sizes
 
 
 def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, multiple_of: int = 1) -> Sizes:
-    """The policy of at most so many buckets that pads a sample of lengths least.
+    """Return the policy of at most `max_graphs` buckets that pads a sample of lengths least.
 
     Args:
         lengths: a sample of the sizes to come, each a positive int; a tensor is read on the host.
@@ -52,7 +52,7 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
 
 
 def _last_of_runs(sizes: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], most: int) -> list[int]:
-    """Where the runs of the best cut end: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
+    """The ends of the best cut's runs: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
     number = len(sizes)
     counted = np.concatenate([[0], np.cumsum(counts)])
     summed = np.concatenate([[0], np.cumsum(counts * sizes)])
@@ -74,7 +74,7 @@ def _last_of_runs(sizes: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], mos
     buckets = int(np.argmin([table[number] for table in tables]))
     ends, j = [], number
     while j:
-        # Where one bucket more gained nothing, the cut is that of one bucket less.
+        # If one more bucket gained nothing, the cut is that of one bucket less.
         while starts[buckets - 1][j] < 0:
             buckets -= 1
         ends.append(j - 1)

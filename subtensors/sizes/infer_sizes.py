@@ -1,4 +1,4 @@
-"""Which sizes a program accepts, found from the decisions that it takes on them."""
+"""Inference of the sizes that a program accepts, from the decisions that it takes on them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("subtensors.sizes")
 
 LIMIT = 512
-"""The largest size that is looked at of a Dim without a max."""
+"""The largest size that is considered for a Dim without a max."""
 
 POINTS = 1 << 20
-"""Combinations of sizes that are looked at; with more, the largest sizes of each Dim are left out, but for its max."""
+"""The most combinations of sizes considered; beyond it, the largest sizes of each Dim except its max are left out."""
 
 CLASSES = 64
-"""Ways through the program that are looked for."""
+"""The most paths through the program that are searched for."""
 
 DimsOf = Mapping[int, "Dim | str"]
 
@@ -36,11 +36,11 @@ DimsOf = Mapping[int, "Dim | str"]
 def infer_sizes(
     fn: Callable[..., Any], args: Sequence[Any], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
 ) -> AcceptedSizes:
-    """The sizes that a program accepts, from its own guards: divisibility, bounds, equalities.
+    """Find the sizes that a program accepts, from its own guards: divisibility, bounds, equalities.
 
-    The program runs on stand-ins without values, once for each way that sizes can take through it: the conditions that
-    a run met tell which sizes would have gone the same way, and the first size that would not is tried next. What
-    depends on values rather than sizes is not seen: an index out of range, say.
+    The program runs on tensors without values, once for each path that sizes can take through it: the conditions that a
+    run met tell which sizes would take the same path, and the first size that would not is tried next. Errors that
+    depend on values rather than sizes, such as an index out of range, are not found.
 
     Args:
         fn: a function or a module, whose parameters and buffers stay as they are; it should change no other tensor.
@@ -113,7 +113,7 @@ def _summary(
         classes.append(SizeClass(condition, size_set(known, axes, condition, where), example, way.refusal))
     accepted = np.logical_or.reduce([w for way, w, _ in ways if way.refusal is None] + [np.zeros_like(ways[0][1])])
     everywhere = [c for way, _, _ in ways if way.refusal is None for c in way.conditions]
-    # What a refusal is for is what the accepted sizes do not meet.
+    # The accepted sizes do not meet the conditions of the refused ones.
     everywhere += [sympy.Not(c) for way, _, _ in ways if way.refusal is not None for c in way.conditions]
     common = [c for c in dict.fromkeys(everywhere) if held(c, known, axes)[accepted].all()]
     condition = simplest(common, accepted, known, axes)
@@ -126,7 +126,7 @@ def _summary(
 def _places(
     fn: Callable[..., Any], args: Sequence[Any], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
 ) -> list[dict[int, Dim]]:
-    """For each argument its varying dimensions, counted from the front."""
+    """The varying dimensions of each argument, counted from the front."""
     if isinstance(dims, Mapping):
         function = fn.forward if isinstance(fn, torch.nn.Module) else fn
         names = list(inspect.signature(function).parameters)[: len(args)]
@@ -159,7 +159,7 @@ def _distinct(places: Sequence[Mapping[int, Dim]]) -> tuple[Dim, ...]:
 
 
 def _axes(dims: Sequence[Dim]) -> list[np.ndarray]:
-    """The sizes of each Dim that are looked at."""
+    """The sizes of each Dim that are considered."""
     most = int(POINTS ** (1 / len(dims)))
     axes = []
     for dim in dims:

@@ -1,1 +1,1 @@
-"""`StaticAddressTensor` and `Arena`: addresses that hold, memory that can be lent away."""
+"""`StaticAddressTensor` and `Arena`: fixed addresses, and memory that can be released."""

@@ -17,17 +17,17 @@ class AddressRange(Protocol):
     size: int
 
     def map(self, start: int, size: int) -> None:
-        """Put memory under a part, or raise and leave it as it was."""
+        """Map memory under a part, or raise and change nothing."""
 
     def unmap(self, start: int, size: int) -> None:
-        """Take the memory of a part that one call mapped."""
+        """Unmap the memory of a part that one call mapped."""
 
     def close(self) -> None:
         """Give the addresses back."""
 
 
 class Carving:
-    """A part of a range that is given back when nothing refers to this object any more.
+    """A part of a range, freed when nothing refers to this object any more.
 
     Args:
         carver: whose range it is.
@@ -74,11 +74,11 @@ class Carver:
         self._mapped: set[int] = set()
 
     def take(self, size: int, alignment: int = 1) -> Carving:
-        """A part of at least `size` bytes with memory under it; nothing changes where one of the errors is raised.
+        """Take a part of at least `size` bytes with memory under it; an error leaves everything unchanged.
 
         Args:
             size: bytes.
-            alignment: of this part, where it is more than that of all.
+            alignment: of this part, if it is more than that of all parts.
 
         Raises:
             AddressError: the range is used up.
@@ -101,7 +101,7 @@ class Carver:
         return Carving(self, start, size)
 
     def collect(self) -> None:
-        """Take back what was dropped, in the order in which it was."""
+        """Free the dropped parts, in the order in which they were dropped."""
         while self.dropped:
             start, size = self.dropped.popleft()
             del self._used[start]
@@ -127,17 +127,17 @@ class Carver:
                 yield chunk, low, high - low
 
     def starts(self) -> list[int]:
-        """Where the parts in use begin."""
+        """The start offsets of the parts in use."""
         self.collect()
         return list(self._used)
 
     def map_chunk(self, chunk: int) -> None:
-        """Put memory under a chunk that has none."""
+        """Map memory under a chunk that has none."""
         self.memory.map(chunk * self.chunk, self.chunk)
         self._mapped.add(chunk)
 
     def unmap_all(self) -> None:
-        """Take all memory; the parts in use keep their addresses."""
+        """Unmap all memory; the parts in use keep their addresses."""
         for chunk in sorted(self._mapped):
             self.memory.unmap(chunk * self.chunk, self.chunk)
             self._mapped.discard(chunk)
@@ -149,7 +149,7 @@ class Carver:
 
     @property
     def mapped_bytes(self) -> int:
-        """Memory under the range."""
+        """Bytes of memory mapped under the range."""
         return len(self._mapped) * self.chunk
 
     @property

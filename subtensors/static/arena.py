@@ -1,4 +1,4 @@
-"""`Arena`: a range of addresses that tensors are carved from, whose memory can be lent away and brought back."""
+"""`Arena`: a range of addresses that tensors are carved from, whose memory can be released and restored."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Arena(Constructors):
     def release(self, keep: Literal["cpu"] | None = "cpu") -> None:
         """Free the arena's memory. Addresses stay reserved, and every op on its tensors is refused until `restore()`.
 
-        Tensors that are deleted meanwhile free their part of the range. Waits until the device has done its work.
+        Tensors that are deleted while it is released free their part of the range. Waits until the device is idle.
 
         Args:
             keep: "cpu" copies the contents to host memory, page-locked for a CUDA device and kept for the next
@@ -125,7 +125,7 @@ class Arena(Constructors):
             self._sleep = sleep
 
     def restore(self) -> None:
-        """Bring the memory back at the same addresses, and the contents where they were kept; wake the tensors.
+        """Map memory at the same addresses, copy back contents that were kept, and make the tensors usable again.
 
         After `release(keep=None)` the contents are whatever the memory holds.
 
@@ -147,9 +147,9 @@ class Arena(Constructors):
     def pool(self) -> torch.cuda.MemPool:
         """A memory pool of torch's allocator whose memory lies in this arena, on a CUDA device.
 
-        `torch.cuda.use_mem_pool(pool)` puts ordinary tensors there, `torch.cuda.graph(g, pool=pool.id)` what a captured
-        graph works in. The pool must live as long as it is allocated from. While the arena is released, an allocation
-        is out of memory.
+        `torch.cuda.use_mem_pool(pool)` puts ordinary tensors there, `torch.cuda.graph(g, pool=pool.id)` the memory of a
+        captured graph. The pool must live as long as it is allocated from. While the arena is released, allocations
+        run out of memory.
 
         Returns:
             A new pool; torch asks the arena for 2 MiB, or 20 MiB, at a time.
@@ -162,7 +162,7 @@ class Arena(Constructors):
         return pool_over(self, Arena._take)
 
     def guard(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
-        """A callable that refuses while the arena is released: for what holds bare addresses, as captured graphs do.
+        """Make a callable raise while the arena is released: for holders of bare addresses, such as captured graphs.
 
         Args:
             call: `graph.replay`, say.
@@ -187,12 +187,12 @@ class Arena(Constructors):
         return guarded
 
     def trim(self) -> None:
-        """Give back the host memory that is kept for the next release; what a released arena keeps stays."""
+        """Free the host memory kept for the next release; the contents of a released arena stay."""
         with self._lock:
             self._contents.trim()
 
     def explain(self) -> str:
-        """How much is reserved, mapped, carved and kept on the host; what `st.explain(arena)` says."""
+        """Describe how much is reserved, mapped, carved and kept on the host; `st.explain(arena)` returns this."""
         with self._lock:
             return "\n".join(
                 [
@@ -205,22 +205,22 @@ class Arena(Constructors):
 
     @property
     def released(self) -> bool:
-        """Is the memory away?"""
+        """Return whether the arena's memory is released."""
         return self._sleep is not None
 
     @property
     def address(self) -> int:
-        """Where the range begins."""
+        """The start address of the range."""
         return self._carver.memory.address
 
     @property
     def reserved(self) -> int:
-        """Bytes of addresses."""
+        """Bytes of reserved addresses."""
         return self._carver.memory.size
 
     @property
     def mapped(self) -> int:
-        """Bytes of the device under the range."""
+        """Bytes of memory mapped under the range."""
         return self._carver.mapped_bytes
 
     @property
@@ -230,7 +230,7 @@ class Arena(Constructors):
             return self._carver.used_bytes
 
     def __contains__(self, t: object) -> bool:
-        """Does this tensor's storage begin in the range?"""
+        """Return whether a tensor's storage begins in the range."""
         if not isinstance(t, Tensor):
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -268,7 +268,7 @@ class Arena(Constructors):
             return self._carver.take(size, alignment)
 
     def _refuse_if_held(self, census: ReferenceCensus) -> None:
-        """AddressError where C++ holds memory without a Python tensor that could be put to sleep."""
+        """Raise AddressError if C++ code holds memory without a Python tensor that could be marked as released."""
         held = census.held_by_others()
         shape = f"a tensor of shape {tuple(held.shape)}" if held is not None else ""
         known = census.storage_addresses | segments_of(self)
@@ -294,7 +294,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def explain_place(t: StaticAddressTensor) -> str:
-    """Where a static tensor is, and whose memory that is; what `st.explain(t)` says.
+    """Describe where a static tensor is, and whose memory it uses; `st.explain(t)` returns this.
 
     >>> arena = Arena("cpu")
     >>> explain_place(arena.zeros(2, 3))

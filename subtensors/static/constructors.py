@@ -1,4 +1,4 @@
-"""Tensors made in memory that somebody carves, by torch's names of what makes tensors."""
+"""Constructors of tensors in carved memory, under torch's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from subtensors.static.static_tensor import StaticAddressTensor, refuse_other, w
 
 
 class Constructors(ABC):
-    """The part of an arena that makes tensors."""
+    """The constructors of an arena."""
 
     @abstractmethod
     def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
@@ -79,7 +79,7 @@ class Constructors(ABC):
         return self._carve(torch.empty_like(t, dtype=dtype, device="meta"))
 
     def zeros_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
-        """As `empty_like`, every value being 0; it may stand where torch.zeros_like makes an optimizer's state."""
+        """As `empty_like`, every value being 0; it may replace torch.zeros_like where an optimizer makes its state."""
         return self._carve(torch.empty_like(t, dtype=dtype, device="meta"), 0)
 
     def static(self, t: Tensor) -> StaticAddressTensor:

@@ -1,4 +1,4 @@
-"""Which parts of a range are free: first fit from the low end, and what is given back joins its neighbours."""
+"""The free parts of a range: first fit from the low end; freed parts merge with their neighbours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FreeList:
         self._ends = [size]
 
     def take(self, size: int, alignment: int) -> int | None:
-        """The lowest aligned start of `size` free places, which are then taken; None when there are none."""
+        """Take `size` free places at the lowest aligned start, and return that start; None if there are none."""
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             at = -(-start // alignment) * alignment
             if at + size <= end:

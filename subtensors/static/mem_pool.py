@@ -1,4 +1,4 @@
-"""Torch's allocator over an arena: what is allocated under a pool, captured graphs' memory too, lies in the arena.
+"""Torch's allocator over an arena: memory allocated from a pool, captured graphs' too, lies in the arena.
 
 The allocator asks for segments of some MiB, and cuts them up itself. A segment is a part of the arena like any other.
 """
@@ -35,7 +35,7 @@ def pool_over(arena: Arena, take: Callable[[Arena, int], Carving]) -> torch.cuda
 
     Args:
         arena: on a CUDA device.
-        take: a part of the arena of so many bytes, or an error.
+        take: takes a part of the arena of a size in bytes, or raises.
     """
     weak = ref(arena)
 

@@ -1,4 +1,4 @@
-"""The contents of an arena on their way to the host, and back under the same addresses."""
+"""Copies of an arena's contents to the host, and back to the same addresses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Contents:
         """For each chunk its runs: (start, size, place on the host)."""
 
     def save(self) -> None:
-        """Copy what is in use to the host; MemoryError where the host is full."""
+        """Copy the parts in use to the host; raise MemoryError if the host is full."""
         kept: dict[int, list[tuple[int, int, int]]] = {}
         place = 0
         for chunk, start, size in self._carver.runs():
@@ -45,7 +45,7 @@ class Contents:
         self._kept = kept
 
     def load(self) -> None:
-        """Map the chunks in use, and copy back what was saved: a chunk's bytes travel while the next one is mapped.
+        """Map the chunks in use, and copy back what was saved: a chunk is copied while the next one is mapped.
 
         Raises:
             torch.OutOfMemoryError: the device has not enough memory, MemoryError on a CPU; what was saved stays saved,
@@ -63,17 +63,17 @@ class Contents:
             raise
 
     def forget(self) -> None:
-        """What was saved is not needed any more; its memory is kept for the next time."""
+        """Discard what was saved; its host memory is kept for the next time."""
         self._kept = {}
 
     def trim(self) -> None:
-        """Give back the host's memory, unless something is saved in it."""
+        """Free the host memory, unless something is saved in it."""
         if not self._kept:
             self._pages = HostPages(self._device)
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the host that is held."""
+        """Bytes of host memory that are held."""
         return self._pages.size
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Host memory for bytes whose own memory is lent away."""
+"""Host memory for the contents of a released arena."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class HostPages:
     """Host memory that grows, in pieces; for a CUDA device page-locked, which copies at the speed of the bus.
 
     One thread locks 20 GB in a dozen seconds, most of which goes into the first touch of each page. So threads touch
-    pages of 2 MiB, which takes about as long as the copy, and the first pieces are copied meanwhile. What was locked
-    is kept for the next time.
+    pages of 2 MiB, which takes about as long as the copy, and the first pieces are copied at the same time.
+    Locked memory is kept for the next time.
 
     Args:
         device: whose bytes will be kept.
@@ -40,7 +40,7 @@ class HostPages:
         self._pieces: list[Future[Tensor]] = []
 
     def grow(self, size: int) -> None:
-        """Begin to make room for so many bytes."""
+        """Begin to make room for `size` bytes."""
         missing = -(-size // _PIECE) - len(self._pieces)
         if missing > 0:
             threads = ThreadPoolExecutor(min(_THREADS, missing))
@@ -48,7 +48,7 @@ class HostPages:
             threads.shutdown(wait=False)
 
     def parts(self, start: int, size: int) -> list[Tensor]:
-        """These bytes as uint8 tensors, one for each piece that they lie in; waits until the pieces are there."""
+        """A range of bytes as uint8 tensors, one for each piece that it lies in; waits until the pieces are there."""
         parts = []
         while size:
             piece, offset = divmod(start, _PIECE)
@@ -58,17 +58,17 @@ class HostPages:
         return parts
 
     def settle(self) -> None:
-        """Wait until no thread makes pages any more, whether they were made or not."""
+        """Wait until all threads that make pages are done, with or without an error."""
         wait(self._pieces)
 
     @property
     def size(self) -> int:
-        """Bytes of the host that are held."""
+        """Bytes of host memory that are held."""
         return len(self._pieces) * _PIECE
 
 
 class _Pages:
-    """Mapped pages of the host, which are given back with this object."""
+    """Mapped host pages, which are freed with this object."""
 
     is_locked = False
 

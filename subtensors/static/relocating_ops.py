@@ -1,4 +1,4 @@
-"""What moves a tensor or lets it grow, and what to do instead."""
+"""Ops that would move a tensor or let it grow, and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SHAPE = "give it the shape of the result"
 _VIEW = "take a view of it instead"
 
 _INSTEAD = {"set_": COPY, "resize_": COPY, "resize_as_": COPY, "as_strided_": _VIEW, "addbmm_": _SHAPE}
-"""In place; the last one is the one op that broadcasts the tensor itself."""
+"""In-place ops; the last one is the only op that broadcasts the tensor itself."""
 
 MOVERS: dict[Any, tuple[str, str]] = {
     Tensor.data.__set__: (".data =", COPY),  # type: ignore[attr-defined]
     Tensor.share_memory_: ("share_memory_", "share a clone() of it"),
 }
-"""Each with its name and what to do instead. Torch asks about methods, functions, overloads and packets of them."""
+"""Each op's name and what to do instead. Torch dispatches methods, functions, overloads and overload packets."""
 
 for _name, _instead in _INSTEAD.items():
     _packet = getattr(torch.ops.aten, _name)
@@ -28,7 +28,7 @@ for _name, _instead in _INSTEAD.items():
 
 
 def stays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does this call of a mover leave the tensor as it is? Torch makes such calls: `module.to(its own device)`."""
+    """Return whether a call of a mover leaves the tensor in place, as torch's in `module.to(its own device)` do."""
     tensor, rest = args[0], args[1:]
     if func == Tensor.data.__set__:  # type: ignore[attr-defined]
         return same_place(tensor, rest[0])
@@ -44,7 +44,7 @@ def stays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Is one laid out as the other, in the same memory?"""
+    """Return whether two tensors have the same memory, layout, dtype and device."""
     return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
         b.data_ptr(),
         b.shape,

@@ -1,8 +1,8 @@
 """`StaticAddressTensor`: values at an address that holds for their whole life.
 
 The tensor is an alias of memory that torch cannot resize, marked so that the compiler copies nothing of it into a
-CUDA graph. It has no rule for any op: what reads it, or writes into it, meets an ordinary tensor. Only what would move
-it is looked at, in `__torch_function__`, and refused.
+CUDA graph. It has no rule for any op: ops that read it, or write into it, see an ordinary tensor. Only ops that would
+move it are caught, in `__torch_function__`, and refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_sleeper
+from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_released
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, read_as_plain
 from subtensors.dispatch.torch_internals import dynamo, memory, ops
@@ -36,13 +36,13 @@ _CONVERSIONS = frozenset(
 
 
 class _ReadAsPlain(Tensor):
-    """A tensor whose every op runs as on a plain one, and gives plain ones."""
+    """A tensor whose every op runs as on a plain tensor, and returns plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class StaticAddressTensor(_ReadAsPlain):
-    """A tensor whose address holds for its whole life: what reads or writes it works as on any tensor.
+    """A tensor whose address holds for its whole life; reads and writes work as on any tensor.
 
     `torch.compile(mode="reduce-overhead")` copies none of it into its CUDA graphs. Results of ops are plain tensors;
     `detach()` and `nn.Parameter(...)` give the same memory and the same type, and `to()`, `deepcopy`, pickling and
@@ -55,7 +55,7 @@ class StaticAddressTensor(_ReadAsPlain):
 
     Raises:
         TypeError: `t` is no such tensor.
-        AddressError: a CUDA graph is being captured, whose memory is used again by others.
+        AddressError: a CUDA graph is being captured, whose memory others reuse.
 
     Example:
         >>> s = StaticAddressTensor(torch.arange(3.0))
@@ -74,7 +74,7 @@ class StaticAddressTensor(_ReadAsPlain):
 
     @staticmethod
     def __new__(cls, t: Tensor) -> StaticAddressTensor:
-        """The tensor at its own address."""
+        """Return the tensor at an address of its own."""
         return static(t)
 
     def __init__(self, t: Tensor) -> None:
@@ -97,7 +97,7 @@ class StaticAddressTensor(_ReadAsPlain):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The same memory as a plain tensor that autograd does not watch."""
+        """The same memory as a plain tensor that autograd does not track."""
         with torch._C.DisableTorchFunctionSubclass():
             # Compiled code has no words for the attribute of another class.
             return Tensor.detach(self) if torch.compiler.is_compiling() else super().data
@@ -108,13 +108,13 @@ class StaticAddressTensor(_ReadAsPlain):
             _refuse(self, ".data =", COPY)
 
     def detach(self) -> Tensor:
-        """The same memory as another StaticAddressTensor that autograd does not watch."""
+        """Return the same memory as another StaticAddressTensor that autograd does not track."""
         if torch.compiler.is_compiling():
             return super().detach()
         return of_memory(_alias(self))
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: it would move the tensor."""
+        """Raise AddressError: it would move the tensor."""
         _refuse(self, "set_", COPY)  # torch asks no __torch_function__ about this one
 
     def _use_count(self) -> NoReturn:  # type: ignore[override]
@@ -165,11 +165,11 @@ def static(t: Tensor) -> StaticAddressTensor:
 
 
 def refuse_other(t: object) -> None:
-    """TypeError for what can't be put at an address: no strided tensor of a CPU or CUDA device, or a subclass."""
+    """Raise TypeError unless `t` is a plain strided tensor on a CPU or CUDA device."""
     if not isinstance(t, Tensor):
         raise TypeError(f"st.static takes a tensor; got {type(t).__name__}")
     if isinstance(t, ReleasedTensor):
-        refuse_sleeper("st.static")
+        refuse_released("st.static")
     if type(t) not in PLAIN_TYPES or t.layout != torch.strided:
         raise TypeError(f"st.static takes a strided torch.Tensor; got a {t.layout} {type(t).__name__}")
     if t.is_quantized:
@@ -198,7 +198,7 @@ def new_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """AddressError while a CUDA graph is being captured."""
+    """Raise AddressError while a CUDA graph is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise AddressError(
             "a static tensor can't be made while a CUDA graph is captured: its memory would be the graph's, which "
@@ -221,10 +221,10 @@ def of_memory(t: Tensor) -> StaticAddressTensor:
 
 
 def in_place(t: Tensor) -> Tensor:
-    """The memory of a tensor as a static one, which holds it; the tensor itself where that can't be.
+    """Return a static tensor over a tensor's memory, which it keeps alive; or `t` itself if that is impossible.
 
     Args:
-        t: given back where it is of another type, static ones among them, has gaps, or is a CUDA graph's.
+        t: returned itself if it is of another type, static ones included, has gaps, or is a CUDA graph's.
     """
     if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not memory.is_dense(t):
         return t
@@ -247,7 +247,7 @@ def _is_plain(kind: type) -> bool:
 def _among_others(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: list[Any]
 ) -> Any:
-    """Another type decides, by rules of its own; one that takes no static tensors is given plain views of them."""
+    """Call another type's `__torch_function__`; a type that takes no static tensors gets plain views of them."""
     if torch.compiler.is_compiling():
         return NotImplemented
     for kind in others:
@@ -260,7 +260,7 @@ def _among_others(
 
 
 def _plain_view(value: Any) -> Any:
-    """Of a static tensor a plain one over the same memory, which autograd leads through."""
+    """Return a plain view of a static tensor, which gradients flow through; other values unchanged."""
     if not isinstance(value, StaticAddressTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -276,7 +276,7 @@ def _refuse(tensor: Tensor, op: str, instead: str) -> NoReturn:
 
 
 def _outs_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a call is given to write its results into, each by its name: torch resizes them."""
+    """The tensors that a call writes its results into, by argument name; torch resizes them."""
     names = _names_of_outs(func) if isinstance(func, OpOverload | OpOverloadPacket) else ("out",)
     return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
 
@@ -291,7 +291,7 @@ def _names_of_outs(op: OpOverload | OpOverloadPacket) -> tuple[str, ...]:
 def _write_out(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: dict[str, Any]
 ) -> Any:
-    """A call with `out=`: torch is given aliases, so that it resizes those if it must, and the tensors stay."""
+    """Run a call with `out=` on aliases, so that torch resizes those if it must, and the tensors stay."""
     given = [t for out in outs.values() for t in (out if isinstance(out, tuple | list) else [out])]
     fixed = [(t, _alias(t)) for t in given if isinstance(t, StaticAddressTensor) and not t.requires_grad]
     alias_of = {id(t): alias for t, alias in fixed}
@@ -319,7 +319,7 @@ def _write_out(
 
 
 def _alias(t: Tensor) -> Tensor:
-    """The same memory as a plain tensor; what is written to one is noted by autograd for both."""
+    """The same memory as a plain tensor that shares the version counter."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(t)
 

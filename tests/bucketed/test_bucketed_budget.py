@@ -147,7 +147,7 @@ def test_warm_up_where_gradients_are_asked_for_says_that_it_does_nothing(
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
         run.warmup(data(3, device), progress=False)
     assert [r.message for r in caplog.records] == [
-        "warmup() of Linear records nothing where autograd follows: use torch.no_grad()"
+        "warmup() of Linear records nothing where autograd tracks the call: use torch.no_grad()"
     ]
     assert recorded(run) == []
     with torch.no_grad():

@@ -64,7 +64,7 @@ def accumulators(*roots: Tensor) -> dict[Any, Tensor]:
 
 @pytest.fixture
 def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Tensor]]:
-    """The accumulating nodes behind each run of a bucket that autograd follows."""
+    """The accumulating nodes behind each run of a bucket that autograd tracks."""
     found: list[dict[Any, Tensor]] = []
     forward = TrainedBucket._forward
 

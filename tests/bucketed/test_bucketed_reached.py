@@ -182,7 +182,7 @@ def test_parameters_that_are_frozen_meanwhile_get_no_gradients_and_others_theirs
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None:
                 assert_same(p.grad, q.grad)
-    # A graph for each set of what wants a gradient, which stays for when it is wanted again.
+    # A graph for each set of what requires grad, which stays for when it is wanted again.
     assert run.stats().hits == 8 - 4
 
 

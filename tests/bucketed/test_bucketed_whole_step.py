@@ -211,7 +211,7 @@ def test_a_step_that_returns_its_loss_undetached_is_taken_once_a_call(device: st
         same_weights(net, alone)
         for p, q in zip(net.parameters(), alone.parameters(), strict=True):
             assert_same(p.grad, q.grad)
-    reason = "it calls backward itself, and returns what wants a gradient: return loss.detach()"
+    reason = "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
     assert run.stats().fallbacks == {reason: 2}
 
 

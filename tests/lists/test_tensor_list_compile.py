@@ -286,10 +286,10 @@ def test_a_list_whose_elements_changed_is_followed_from_what_they_are_now() -> N
 
 
 REFUSED_WITH_GRADIENTS: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda x: x.mul_(2), "mul_ has no rule that writes where autograd follows a TensorList"),
-    (lambda x: torch.mul(x, 2, out=x), "has no rule that writes where autograd follows a TensorList"),
-    (lambda x: descend(x, x, lr=0.5), "has no rule that writes where autograd follows a TensorList"),
-    (lambda x: x * 2, "can't return a TensorList that autograd follows"),
+    (lambda x: x.mul_(2), "mul_ has no rule that writes where a TensorList requires grad"),
+    (lambda x: torch.mul(x, 2, out=x), "has no rule that writes where a TensorList requires grad"),
+    (lambda x: descend(x, x, lr=0.5), "has no rule that writes where a TensorList requires grad"),
+    (lambda x: x * 2, "can't return a TensorList that requires grad"),
     (lambda x: x[0].mul_(2), "is a view and is being modified inplace"),
     (lambda x: x.__setitem__(0, x[0] * 2), "is a view and is being modified inplace"),
 ]

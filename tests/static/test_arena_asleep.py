@@ -110,7 +110,7 @@ def test_what_asks_no_subclass_is_refused_too_while_released(device: str, use: s
     view.add_(1)
     assert t.tolist() == [1, 2, 2, 2]
     assert t.data_ptr() == at
-    assert "_memory_of_sleeper" not in vars(t)
+    assert "_memory_of_released" not in vars(t)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import triton
+from triton_interpreter import mend_interpreter
 
 from subtensors.dispatch.fused.bound_call import cpu_kernels
+
+if triton.knobs.runtime.interpret:
+    mend_interpreter()  # in processes that tests start, too
 
 
 @contextmanager

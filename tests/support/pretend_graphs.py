@@ -100,7 +100,7 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = Fa
     Args:
         patch: undoes it.
         watches: see `PretendPool`.
-        trained: those as well that autograd follows.
+        trained: those as well that autograd tracks.
 
     Returns:
         The pools, one a runner, as they come to be.

@@ -1,4 +1,4 @@
-"""Elements laid out again: side by side, repeated, padded, or cleared where positions say."""
+"""Copies of elements: concatenated, repeated, padded, or masked by position."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def record(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         the nest of its results, with values in place of tensors.
 
     Raises:
-        NeedsValues: the op has no rule, or its rule doesn't hold for these arguments.
+        NeedsMaterialize: the op has no rule, or its rule doesn't hold for these arguments.
     """
     args, kwargs = replace_leaves((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
     call = BoundCall(op, args, kwargs)

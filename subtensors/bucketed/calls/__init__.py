@@ -1,1 +1,1 @@
-"""What goes into a call of a bucketed program, and what comes out: arguments, and results cut to their true sizes."""
+"""The inputs and outputs of a call of a bucketed program: its arguments, and results cut to their true sizes."""

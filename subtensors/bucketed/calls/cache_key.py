@@ -1,4 +1,4 @@
-"""What of an argument that is told by its identity may be another later, and is a part of the graph's key."""
+"""The parts of identity-keyed arguments that may change later, and so belong to the graph's key."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from subtensors.bucketed.state.constant_guards import is_plain
 from subtensors.bucketed.state.tensor_snapshot import held_of
 
 CODE = (types.FunctionType, types.MethodType, functools.partial)
-"""What is called, and has values of its own: in a closure, in the object of a method, as arguments."""
+"""Callables that hold values: in a closure, in the object of a method, or as arguments of a partial."""
 
 _DEPTH = 2
-"""Steps from the argument: values in the containers and objects that it holds count, and nothing behind them."""
+"""Steps from the argument: values in the containers and objects that it holds count, and nothing beyond."""
 _FEW = 100
-"""A container of more than that is data."""
+"""A container with more parts than this is data."""
 _MANY = 10_000
-"""Of an argument that leads to more parts the others are not looked for."""
+"""The search for tensors in arguments ends after this many parts."""
 
 
 def has_parts(x: Any) -> bool:
-    """Does an argument have parts that may become others, while it stays what it is?"""
+    """Return whether an argument has parts that may change while its identity stays the same."""
     is_slotted = type(x).__hash__ is BY_IDENTITY and hasattr(type(x), "__slots__")
     return isinstance(x, CODE) or is_by_identity(x) or is_slotted
 
 
 def object_key(x: Any) -> tuple[Any, ...]:
-    """Plain values, functions and tensors that an object holds, or a function reads, by where.
+    """Return the plain values, functions and tensors that an object holds, or a function reads, with their paths.
 
     >>> options = type("Options", (), {})()
     >>> options.scale, options.shifts = 2, [1.0, 3.0]
@@ -53,10 +53,10 @@ def _keys(x: Any, at: tuple[Any, ...], depth: int) -> Iterator[Any]:
 
 
 def callers_tensors(leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors that a program which is given these may read and write where they lie.
+    """Yield the tensors that a program may read and write in place through these arguments.
 
     Args:
-        leaves: of the arguments, without those that are copied.
+        leaves: the leaves of the arguments, without those that are copied.
 
     Example:
         >>> cache = type("Cache", (), {})()
@@ -77,11 +77,11 @@ def callers_tensors(leaves: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def parts_of(x: Any, most: int = _FEW) -> Iterator[tuple[Any, Any]]:
-    """What an object, a container or something that is called holds itself, and where.
+    """Yield the parts that an object, a container or a callable holds directly, each after its name.
 
     Args:
         x: the object.
-        most: a container of more is data, and has none.
+        most: the maximum size of a container; a larger one is data, and yields nothing.
     """
     if isinstance(x, (list, tuple, dict)):
         if len(x) <= most:

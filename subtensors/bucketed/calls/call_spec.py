@@ -1,8 +1,7 @@
-"""What a call's arguments are to a bucketed program: sources of static inputs, fixed state, or part of the graph's key.
+"""The roles of a call's arguments: sources of static inputs, fixed state, or part of the graph's key.
 
-A call is first known by its *key*: the true shapes and dtypes of its tensors, and its other arguments themselves. What
-a key means is worked out once, as a `CallSpec`: which Dims have which size, which bucket that is, and where each tensor
-goes.
+A call is looked up by its *key*: the true shapes and dtypes of its tensors, and its other arguments themselves. Each
+key is analyzed once, into a `CallSpec`: the size of each Dim, the bucket, and the static input of each tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     import sympy
 
 FIXED = (torch.nn.Parameter, StaticAddressTensor)
-"""Tensors that stay where they are: a graph reads them there."""
+"""Tensors at a stable address, which a graph reads in place."""
 
 _LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -41,8 +40,8 @@ class NotCacheable(Exception):
     """These arguments have no bucket.
 
     Args:
-        why: in words.
-        error: what a size is refused with, where one is out of its Dim's range.
+        why: the reason, in words.
+        error: the error of a size that is out of its Dim's range, if that is the reason.
     """
 
     def __init__(self, why: str, error: SizeError | None = None) -> None:
@@ -52,17 +51,17 @@ class NotCacheable(Exception):
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One tensor that goes into a static input.
+    """One tensor that is copied into a static input.
 
     Args:
-        leaf: which of the call's leaves holds it.
-        shape: of the static input.
-        dtype: of both.
-        device: of both.
-        which: for each dim which of the call's true sizes it has, -1 for a dim without padding.
+        leaf: the index of the call's leaf that holds it.
+        shape: the shape of the static input.
+        dtype: the dtype of both.
+        device: the device of both.
+        which: for each dim the index of its size among the call's true sizes, -1 for a dim without padding.
         dims: the padded dims of a PaddedTensor that the caller made, whose storage this is.
-        sizes: which of the caller's `TrueSizes` it has, by order; -1 for the call's own.
-        requires_grad: does autograd follow it?
+        sizes: the index of its true sizes among the caller's `TrueSizes`; -1 for the call's own.
+        requires_grad: whether it requires grad.
     """
 
     leaf: int
@@ -77,12 +76,12 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class CallerSizes:
-    """True sizes that came with a PaddedTensor of the caller's.
+    """The true sizes of a PaddedTensor that the caller made.
 
     Args:
-        leaf: one that has them.
-        symbols, buckets: whose sizes.
-        shape: of their tensor.
+        leaf: the index of a leaf that has them.
+        symbols, buckets: the symbols and buckets of these sizes.
+        shape: the shape of the tensor that holds them.
     """
 
     leaf: int
@@ -93,17 +92,17 @@ class CallerSizes:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What the arguments of one key are.
+    """The analysis of the calls of one key: their Dims' sizes, their bucket and their static inputs.
 
     Args:
-        dims: the Dims that the call has sizes of.
+        dims: the Dims that are padded in the call.
         sizes: their true sizes.
         buckets: their buckets.
-        sources: the tensors that go into static inputs.
+        sources: the tensors that are copied into static inputs.
         caller: the true sizes of the caller's own PaddedTensors.
         host: every symbol's true size.
-        bucket_key: what tells this bucket from all others.
-        family_key: the same but for the Dims' sizes.
+        bucket_key: the key of the bucket, unique to it.
+        family_key: the key without the Dims' sizes, shared by all buckets of a program that differ only in these.
     """
 
     dims: tuple[Dim, ...]
@@ -117,12 +116,12 @@ class CallSpec:
 
 
 def is_flat(leaves: Sequence[Any]) -> bool:
-    """Is none of these a container?"""
+    """Return whether no leaf is a container."""
     return all(isinstance(x, _LEAVES) for x in leaves)
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and their structure: None where none is a container."""
+    """Return the leaves of a call's arguments and their structure, which is None if no argument is a container."""
     leaves = [*args, *kwargs.values()]
     if is_flat(leaves):
         return leaves, None
@@ -135,7 +134,7 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
 def unflatten(
     leaves: Sequence[Any], spec: Any, count: int, names: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with these leaves; what `flatten` took apart."""
+    """Return the arguments with these leaves; the inverse of `flatten`."""
     if spec is not None:
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
         return args, kwargs
@@ -143,7 +142,7 @@ def unflatten(
 
 
 def leaf_key(x: Any) -> Any:
-    """What of a leaf decides which reading it has."""
+    """Return the part of a call's key for one leaf: metadata for a tensor, otherwise the value with its type."""
     kind = type(x)
     if kind is Tensor:
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x.layout
@@ -152,7 +151,7 @@ def leaf_key(x: Any) -> Any:
         known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
         return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
     if issubclass(kind, FIXED):
-        # A gradient is of the tensor itself, whatever others have its memory.
+        # A gradient belongs to the tensor itself, even if others share its memory.
         return kind, x.requires_grad, x.requires_grad and x.is_leaf and id(x), held_of(x) or id(x)
     if kind is float:
         return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
@@ -162,22 +161,22 @@ def leaf_key(x: Any) -> Any:
 
 
 def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Which of the caller's PaddedTensors have their true sizes in common: for each the first with the same."""
+    """Return for each of the caller's PaddedTensors the index of the first one that shares its true sizes."""
     found = [id(x._sizes) for x in leaves if type(x) is PaddedTensor]
     return tuple(map(found.index, found))
 
 
 def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> CallSpec:
-    """Work out what the leaves of a call are.
+    """Analyze the leaves of a call.
 
     Args:
         leaves: the arguments' leaves.
-        places: of each its place and padded dims.
-        shared: what else tells one bucket from another.
+        places: for each leaf its place and padded dims.
+        shared: further parts of the bucket's key.
 
     Raises:
         SizeError: one Dim has two sizes.
-        Unreadable: a size is out of its Dim's range, or a leaf can't be part of a graph.
+        NotCacheable: a size is out of its Dim's range, or a leaf can't be part of a graph.
     """
     agreed = SizeAgreement()
     padded: dict[int, dict[int, Dim]] = {}
@@ -207,11 +206,11 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
 
 
 def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
-    """The sizes that one leaf of a call has of Dims.
+    """Return the Dims of one leaf of a call, each with the leaf's size.
 
     Args:
         x: the leaf.
-        given: on which Dims it is padded.
+        given: the Dims on which it is padded, by dim.
     """
     if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
         return []
@@ -219,7 +218,7 @@ def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
 
 
 def padded_leaves(leaves: Sequence[Any], reading: CallSpec, device: torch.device) -> list[Any]:
-    """A call's leaves with the padding of their bucket; their true sizes are in one place, as those of a graph are."""
+    """Return a call's leaves padded to their bucket; like those of a graph, they share one `TrueSizes`."""
     dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
     values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
     sizes = TrueSizes(tuple(dim.symbol for dim in reading.dims), reading.buckets, values, reading.sizes)
@@ -231,10 +230,10 @@ def padded_leaves(leaves: Sequence[Any], reading: CallSpec, device: torch.device
 
 
 def device_of(reading: CallSpec, state: Iterable[Tensor]) -> torch.device:
-    """Where a call runs: on the device of its arguments, else on that of what the program reads beside them.
+    """Return the device of a call: that of its arguments, or else of the program's state, or else the CPU.
 
     Raises:
-        Unreadable: there are several.
+        NotCacheable: there are several.
     """
     devices = {source.device for source in reading.sources} or {t.device for t in state}
     if len(devices) > 1:
@@ -243,7 +242,7 @@ def device_of(reading: CallSpec, state: Iterable[Tensor]) -> torch.device:
 
 
 def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAgreement) -> dict[int, Dim]:
-    """The dims of an argument that are padded in this call, counted from the front."""
+    """Return the dims of an argument that are padded in this call, counted from the front."""
     for d in given:
         if not -x.dim() <= d < x.dim():
             raise ValueError(f"dim {d} of {place} is padded, which has {x.dim()} dims")
@@ -257,14 +256,14 @@ def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAg
 def _source(
     leaf: int, x: Any, padded: Mapping[int, Dim], dims: tuple[Dim, ...], buckets: tuple[int, ...], order: dict[int, int]
 ) -> InputSpec | None:
-    """What is copied of a leaf into a static input; None where it is part of the key.
+    """Return the static input that a leaf is copied into; None if the leaf is part of the key.
 
     Args:
-        leaf: its number.
+        leaf: its index.
         x: the leaf.
-        padded: which of its dims are padded.
+        padded: its padded dims.
         dims, buckets: those of the call.
-        order: the number of each PaddedTensor's true sizes, by their identity.
+        order: the index of each PaddedTensor's true sizes, by their identity.
     """
     if isinstance(x, PaddedTensor):
         n = order[id(x._sizes)] if x._sizes is not None else -1
@@ -285,19 +284,19 @@ def _source(
 
 
 def _is_padded(dim: Dim, size: int, place: str, agreed: SizeAgreement) -> bool:
-    """Is a tensor of this true size padded on a Dim?"""
+    """Return whether a tensor of this true size is padded on a Dim."""
     if not dim.admits(size):
         try:
             dim.bucket(size)  # which refuses or notes it
         except SizeError as error:
-            # Without the size: one reason for all of them.
+            # Without the size, so that all sizes share one reason.
             raise NotCacheable(re.sub(r" is \d+,", " is", str(error)), error) from None
         return False
     return agreed.bind(dim, size, place) and not _is_exact(dim, size)
 
 
 def _is_exact(dim: Dim, size: int) -> bool:
-    """Is this the only size that goes into its bucket? Then nothing of it is padding, in any call."""
+    """Return whether a size is the only one of its bucket, which then has no padding in any call."""
     return size == dim.bucket(size) and (size - 1 < dim.min or dim.bucket(size - 1) != size)
 
 

@@ -1,4 +1,4 @@
-"""Results that the caller may write to: in memory of their own."""
+"""Copies of results that alias other tensors, so that the caller may write to them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from subtensors.padded.padded_tensor import PaddedTensor
 
 
 def callers_own(results: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """The leaves of a result: of padded ones the real part, of what shares memory with others a copy.
+    """Return the leaves of a result: padded ones cut to their valid part, and copies of those that alias others.
 
     Args:
         results: leaves of any kind.
-        others: what the program was given and reads.
+        others: the program's arguments and state.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ def _own(x: Any, theirs: Collection[Any]) -> Any:
 
 
 def _memory(x: Any) -> int | None:
-    """Where the memory of a tensor begins; None where there is none."""
+    """Return the address of a tensor's storage; None if it has none, or if `x` is no tensor."""
     try:
         return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else None
     except (RuntimeError, NotImplementedError):  # a sparse one, or a subclass of many

@@ -1,4 +1,4 @@
-"""Which dims of a program's arguments are padded: what `st.bucketed` is told, by argument, in nests like theirs."""
+"""The padded dims of a program's arguments, as given to `st.bucketed`: by argument, in pytrees like theirs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from subtensors.sizes.dims import Dim
 
 
 class ArgumentDims:
-    """Which dims of a program's arguments are padded.
+    """The padded dims of a program's arguments.
 
     Args:
         program: the function or module.
         dims: for each argument, by name or position, its padded dims: `{1: seq}`; for a container the same for every
-            tensor in it, or a dict or list like it. Such dims alone are those of every tensor among the arguments.
+            tensor in it, or a dict or list like it. Padded dims alone hold for every tensor among the arguments.
 
     Raises:
-        TypeError, ValueError: it is none of these, or names an argument that the program doesn't take.
+        TypeError, ValueError: `dims` is none of these, or names an argument that the program doesn't take.
     """
 
     def __init__(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> None:
@@ -48,7 +48,7 @@ class ArgumentDims:
                 raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
 
     def of_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Mapping[int, Dim] | None]]:
-        """For each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
+        """Return for each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
         found: list[tuple[str, Mapping[int, Dim] | None]] = []
         named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
         for name, x in [*named, *kwargs.items()]:
@@ -74,7 +74,7 @@ def _padded_dims(given: Mapping[int, Any]) -> dict[int, Dim]:
 
 
 def _checked(given: Any, place: str) -> Any:
-    """A nest of padded dims, with each written as Dims."""
+    """Return a pytree of padded dims with every one given as a Dim."""
     if given is None or (isinstance(given, Mapping) and not given):
         return None
     if _is_padded_dims(given):
@@ -87,7 +87,7 @@ def _checked(given: Any, place: str) -> Any:
 
 
 def _paths(x: Any) -> list[tuple[Any, ...]]:
-    """Where the leaves of a container are, as pytrees say it; parts that have no names there are counted."""
+    """Return the pytree paths of a container's leaves; parts of a class registered without names are numbered."""
     try:
         return [path for path, _ in pytree.tree_flatten_with_path(x)[0]]
     except ValueError:  # a class that was registered without names
@@ -107,7 +107,7 @@ def _all_dims(given: Any) -> list[Dim]:
 
 
 def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
-    """The padded dims of the leaf at a path below an argument."""
+    """Return the padded dims of the leaf at a path below an argument."""
     for step in path:
         if given is None or _is_padded_dims(given):
             break
@@ -120,7 +120,10 @@ def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
 
 
 def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool, bool]:
-    """The names of the arguments, those that can be given by position; does it take others, by name, by position?"""
+    """Return a program's parameter names, the positional ones, and whether it takes more.
+
+    The last two values say whether it takes any others by name, and by position.
+    """
     called = program.forward if isinstance(program, torch.nn.Module) else program
     try:
         parameters = inspect.signature(called).parameters.values()

@@ -1,4 +1,4 @@
-"""Objects that are no containers to torch's pytrees and hold tensors all the same, taken apart by their attributes."""
+"""Flattening of objects that hold tensors but are no containers to torch's pytrees, by their attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from subtensors.bucketed.calls.object_snapshot import attributes_of
 
 
 class FlattenedObject:
-    """An object by its attributes, as pytrees see it; put together it is a new object of its kind."""
+    """The attributes of an object, as a pytree node; unflattening it makes a new object of the same class."""
 
     def __init__(self, kind: type, attributes: dict[str, Any]) -> None:
         self.kind, self.attributes = kind, attributes
@@ -40,11 +40,11 @@ pytree.register_pytree_node(FlattenedObject, _parts, _made, flatten_with_keys_fn
 
 
 def opened_results(result: Any, given: Collection[int]) -> Any:
-    """A result with objects that hold tensors opened.
+    """Return a result with objects that hold tensors flattened.
 
     Args:
         result: any pytree.
-        given: ids of what the program was given, which comes back as it is.
+        given: ids of the program's arguments, which are not flattened.
     """
 
     def is_open(x: Any, parts: list[Any]) -> bool:
@@ -54,7 +54,7 @@ def opened_results(result: Any, given: Collection[int]) -> Any:
 
 
 def opened_arguments(arguments: Any) -> Any:
-    """Arguments with dataclasses opened that hold tensors, or have no hash to be a part of a key by.
+    """Return arguments with those dataclasses flattened that hold tensors, or cannot be hashed for a key.
 
     Example:
         >>> Options = dataclasses.make_dataclass("Options", ["scale"])

@@ -1,4 +1,4 @@
-"""How a call is written: one bucket serves equal calls, their arguments by position or by name, in whatever order."""
+"""The normal form of a call: equal calls share a bucket, however their arguments are named and ordered."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a call gives its arguments.
+    """The form in which a call gives its arguments: by position or by name, and in which order.
 
     Args:
-        order: where the leaves, taken in the order of the parameters, are among those of `flatten`; None as they are.
-        key: equal for calls that differ in nothing but this.
-        spec, count, names: the structure that `flatten` found, how many arguments are positional, the others' names.
+        order: for each leaf, in the order of the parameters, its index among those of `flatten`; None if the same.
+        key: equal for calls that differ in nothing but their form.
+        spec, count, names: the structure that `flatten` found, the number of positional arguments, the others' names.
     """
 
     order: tuple[int, ...] | None
@@ -40,11 +40,11 @@ class CallFormat:
 
     @staticmethod
     def of(parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> CallFormat:
-        """That of a call.
+        """Return the form of a call.
 
         Args:
-            parameters: the names of those that can be given by position.
-            args, kwargs: the call's.
+            parameters: the names of the parameters that can be given by position.
+            args, kwargs: the call's arguments.
             spec: the structure that `flatten` found.
 
         Example:
@@ -58,7 +58,7 @@ class CallFormat:
         ends = list(itertools.accumulate(counts))
 
         def rank(i: int) -> tuple[int, str]:
-            """First the parameters in their order, then others by name."""
+            """Return a sort key: first the parameters in their order, then others by name."""
             name = names[i]
             if isinstance(name, int):
                 return name, ""
@@ -70,19 +70,19 @@ class CallFormat:
         return CallFormat(None if order == tuple(range(len(order))) else order, key, spec, len(args), tuple(kwargs))
 
     def ordered(self, leaves: list[T]) -> list[T]:
-        """What `flatten` found, in the order of the parameters."""
+        """Return the leaves that `flatten` found, in the order of the parameters."""
         return leaves if self.order is None else [leaves[i] for i in self.order]
 
     def call(self, program: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-        """Call a program like this.
+        """Call a program in this form.
 
         Args:
-            program: what to call.
-            leaves: of the arguments, in the order of the parameters.
+            program: the program.
+            leaves: the leaves of the arguments, in the order of the parameters.
 
         Raises:
-            RuleError: it wrote to an object among them, which is as it was again, or to a container of the caller's, or
-                it returns an iterator.
+            RuleError: it wrote to an object among the arguments (which is restored) or to a container of the caller's,
+                or it returns an iterator or an object that hides tensors.
         """
         if self.order is not None:
             leaves = [leaf for _, leaf in sorted(zip(self.order, leaves, strict=True), key=lambda pair: pair[0])]
@@ -90,7 +90,7 @@ class CallFormat:
         objects = ObjectSnapshot(x.__self__ if isinstance(x, types.MethodType) else x for x in leaves if has_parts(x))
         try:
             result = program(*args, **kwargs)
-        except BaseException:  # who comes here may run the program otherwise
+        except BaseException:  # the caller may then run the program in another way
             objects.put_back()
             raise
         if written := objects.put_back():
@@ -107,7 +107,7 @@ class CallFormat:
 
 
 def _hides_tensors(x: Any) -> bool:
-    """Does a leaf of a result hold tensors where none can be put in their place?"""
+    """Return whether a leaf of a result holds tensors that cannot be replaced by others."""
     if isinstance(x, functools.partial):
         return any(isinstance(part, Tensor) for part in pytree.tree_leaves((x.args, x.keywords)))
     if isinstance(x, types.FunctionType):
@@ -116,4 +116,4 @@ def _hides_tensors(x: Any) -> bool:
 
 
 AS_GIVEN = CallFormat(None, None, None, 0, ())
-"""Where it doesn't matter how a call is written: nothing is put in another order."""
+"""The form that reorders nothing, for calls whose form does not matter."""

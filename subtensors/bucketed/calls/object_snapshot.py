@@ -1,4 +1,4 @@
-"""Objects among the arguments that are told by their identity: what a run of the program writes to them is found."""
+"""Snapshots of identity-keyed arguments, which detect and undo what a run of the program writes to them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 BY_IDENTITY: Any = object.__hash__
-"""Of a class whose objects are equal to none but themselves."""
+"""The `__hash__` of a class whose objects are equal only to themselves."""
 
 
 def is_by_identity(x: Any) -> bool:
-    """Is it an object with attributes that is equal to none but itself?"""
+    """Return whether a value is an object with attributes that is equal only to itself."""
     kind = type(x)
     if kind.__hash__ is not BY_IDENTITY or issubclass(kind, (type, types.FunctionType, Tensor)):
         return False
@@ -22,7 +22,7 @@ def is_by_identity(x: Any) -> bool:
 
 
 def attributes_of(x: Any) -> dict[str, Any]:
-    """The attributes that an object itself has, those of its slots among them.
+    """Return the attributes of an object itself, including those in its slots.
 
     >>> class Point:
     ...     __slots__ = ("x", "y")
@@ -38,7 +38,7 @@ def attributes_of(x: Any) -> dict[str, Any]:
 
 
 class ObjectSnapshot:
-    """The attributes of some objects as they are now, and the contents of the lists and dicts among these.
+    """A snapshot of the attributes of some objects, and of the contents of the lists and dicts among these.
 
     Example:
         >>> cache = types.SimpleNamespace(steps=[1])
@@ -60,7 +60,7 @@ class ObjectSnapshot:
                     self._kept.append((type(x).__name__, part, part.copy()))
 
     def put_back(self) -> str:
-        """Undo what was written since: the class of the first object that was written to, "" where none was."""
+        """Undo what was written since the snapshot; return the class name of the first changed object, "" if none."""
         written = ""
         for name, part, before in self._kept:
             is_container = type(part) in (dict, list)

@@ -1,4 +1,4 @@
-"""What a program returns at the bucket's size, and how a call's true sizes are cut from it."""
+"""The results of a program at the bucket's size, from which each call cuts its true sizes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     import sympy
 
 Cut = Callable[[], Any]
-"""Gives one leaf of a call's result, in memory of its own."""
+"""Returns one leaf of a call's result, in memory of its own."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of what the program returned.
+    """One leaf of a program's result.
 
     Args:
-        value: a tensor of the bucket's size, or what else was returned.
+        value: a tensor of the bucket's size, or any other value.
         dims: a padded tensor's dims.
-        symbols, buckets, rows: of its true sizes.
+        symbols, buckets, rows: those of its true sizes.
     """
 
     value: Any
@@ -43,7 +43,7 @@ class Output:
     rows: int | None = None
 
     def cut(self, host: dict[sympy.Symbol, HostSize]) -> Cut:
-        """How a call of these true sizes takes its part.
+        """Return a function that copies a call's part of this leaf, cut to these true sizes.
 
         Args:
             host: every symbol's true size.
@@ -78,32 +78,32 @@ class Output:
 
 
 class Outputs:
-    """All that a program returned.
+    """The whole result of a program.
 
     Args:
-        leaves: of the result.
+        leaves: the leaves of the result.
         spec: its structure.
-        is_leaf: the result is its one leaf.
+        is_leaf: whether the result is itself a leaf.
     """
 
     def __init__(self, leaves: list[Output], spec: Any, is_leaf: bool) -> None:
         self.leaves, self.spec, self.is_leaf = leaves, spec, is_leaf
 
     def detached(self) -> Outputs:
-        """The same without autograd's graph behind it."""
+        """Return the same outputs, detached from the autograd graph."""
         leaves = [replace(x, value=x.value.detach()) if isinstance(x.value, Tensor) else x for x in self.leaves]
         return Outputs(leaves, self.spec, self.is_leaf)
 
     def tensors(self) -> list[Tensor]:
-        """The leaves that are tensors."""
+        """Return the leaves that are tensors."""
         return [x.value for x in self.leaves if isinstance(x.value, Tensor)]
 
     def roots(self) -> list[int]:
-        """Which of the leaves want a gradient."""
+        """Return the indices of the leaves that require grad."""
         return [i for i, x in enumerate(self.leaves) if isinstance(x.value, Tensor) and x.value.requires_grad]
 
     def elsewhere(self, places: Mapping[Tensor, Tensor]) -> Outputs:
-        """The same with other tensors in the place of some."""
+        """Return the same outputs with some tensors replaced by others."""
         leaves = [
             replace(x, value=places.get(x.value, x.value)) if isinstance(x.value, Tensor) else x for x in self.leaves
         ]
@@ -111,21 +111,21 @@ class Outputs:
 
     @staticmethod
     def of(result: Any, given: Sequence[Any] = ()) -> Outputs:
-        """What a program returned: any pytree; leaves that are PaddedTensors are cut for each call.
+        """Build the outputs of a program from its result, any pytree; PaddedTensors in it are cut for each call.
 
         Args:
-            result: of the program; an object that holds tensors, as a cache, is copied with its tensors.
-            given: the program's arguments, which come back as they are.
+            result: the result; an object that holds tensors, such as a cache, is copied with its tensors.
+            given: the program's arguments, which are returned as they are.
         """
         leaves, spec = pytree.tree_flatten(opened_results(result, {id(x) for x in given}))
         return Outputs([_output(leaf) for leaf in leaves], spec, len(leaves) == 1 and leaves[0] is result)
 
     def cuts(self, host: dict[sympy.Symbol, HostSize]) -> list[Cut]:
-        """How a call of these true sizes takes its part of each leaf."""
+        """Return for each leaf a function that copies a call's part of it, cut to these true sizes."""
         return [leaf.cut(host) for leaf in self.leaves]
 
     def assembled(self, leaves: list[Any]) -> Any:
-        """The result with these leaves."""
+        """Return the result with these leaves."""
         return leaves[0] if self.is_leaf else pytree.tree_unflatten(leaves, self.spec)
 
 

@@ -16,24 +16,24 @@ C = TypeVar("C", Compiled, CompiledGradients)
 
 
 class CompileCache:
-    """The code of each family that was met.
+    """The compiled code of each family of calls seen so far.
 
     Args:
-        options: of `torch.compile`; None where it is not asked for.
+        options: of `torch.compile`; None if compilation is off.
     """
 
     def __init__(self, options: dict[str, Any] | None) -> None:
         self.options = options
         self.made: dict[Any, Compiled | CompiledGradients] = {}
         self._forgotten = 0
-        """Compilations of what was forgotten."""
+        """The number of compilations of dropped code."""
 
     def of(self, bucket: B, make: Callable[[B, dict[str, Any]], C]) -> C | None:
-        """What a bucket runs; None where nothing is compiled.
+        """Return the compiled code that a bucket runs, or None if compilation is off.
 
         Args:
-            bucket: of a family.
-            make: the family's code where there is none yet.
+            bucket: any of a family.
+            make: makes the family's code if there is none yet.
         """
         if self.options is None:
             return None
@@ -48,6 +48,6 @@ class CompileCache:
         return self._forgotten + sum(max(code.compilations - 1, 0) for code in self.made.values())
 
     def forget(self) -> None:
-        """Give up the code, which holds the tensors that it was compiled with."""
+        """Drop the code, which holds the tensors that it was compiled with."""
         self._forgotten += sum(code.compilations for code in self.made.values())
         self.made.clear()

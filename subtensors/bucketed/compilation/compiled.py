@@ -1,4 +1,4 @@
-"""A program that autograd doesn't follow as compiled code."""
+"""A program as compiled code, for calls that autograd does not track."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Compiled(SizePolymorphic[tuple[Template, DynamicCode]]):
-    """A program as compiled code; arguments as of `SizePolymorphic`."""
+    """A program as compiled code; its arguments are those of `SizePolymorphic`."""
 
     _written: frozenset[int] = frozenset()
 
     @property
     def compilations(self) -> int:
-        """How many there were."""
+        """The number of compilations."""
         return sum(len(code.made) for _, code in self.every())
 
     def run(self, bucket: Bucket) -> Outputs:
-        """The program, compiled, on a bucket's static inputs."""
+        """Run the compiled program on a bucket's static inputs."""
         template, code = self.at(bucket)
         sizes, inputs = bucket.reading.buckets, bucket.inputs()
         # Casts are in the graph: in the caller's autocast there would be more.
@@ -47,7 +47,7 @@ class Compiled(SizePolymorphic[tuple[Template, DynamicCode]]):
 
 
 def taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
-    """The tensors that a program returned, and the rest of it, with every bucket as a number."""
+    """Split a program's outputs into their tensors and the rest, with every bucket as a number."""
     tensors: list[Tensor] = []
     rest: list[tuple[Any, ...]] = []
     for leaf in outputs.leaves:
@@ -61,7 +61,7 @@ def taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
 
 
 def assembled(tensors: Sequence[Tensor], extra: Any) -> Outputs:
-    """The outputs that `taken_apart` took apart."""
+    """Rebuild the outputs that `taken_apart` split."""
     rest, spec, is_leaf = extra
     left = iter(tensors)
     leaves = []

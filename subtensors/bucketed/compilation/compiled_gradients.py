@@ -1,7 +1,7 @@
 """One compilation of a program and of its gradients for all buckets.
 
-A program and autograd's backward of it are traced together, as in `compiled`, and the graph of both is cut in two: a
-forward that leaves what is dear to compute again, and a backward. Each is compiled once, with the sizes left open.
+A program and its backward are traced together, as in `compiled`, and the joint graph is cut in two: a forward that
+saves what is expensive to recompute, and a backward. Each is compiled once, with the sizes left open.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Joint:
     """A program and its gradients, traced and cut into two graphs.
 
     Args:
-        bucket: any of those they are for.
+        bucket: any bucket that the graphs serve.
         points: the sizes to trace at.
         options: of `torch.compile`.
 
     Raises:
-        NoTemplate, NotFunctional: it can't be had.
+        NoTemplate, NotFunctional: there is no such graph.
     """
 
     def __init__(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]], options: dict[str, Any]) -> None:
@@ -57,25 +57,25 @@ class Joint:
 
 
 class CompiledGradients(SizePolymorphic[Joint]):
-    """A program that autograd follows as compiled code; arguments as of `SizePolymorphic`."""
+    """A program tracked by autograd, as compiled code; its arguments are those of `SizePolymorphic`."""
 
     refusal = ""
-    """Why it runs uncompiled."""
+    """The reason why it runs uncompiled, or ""."""
 
     @property
     def compilations(self) -> int:
-        """How many there were, each of a forward and a backward."""
+        """The number of compilations, each of a forward and a backward."""
         return sum(len(joint.forward.made) for joint in self.every())
 
     def prepare(self, bucket: TrainedBucket) -> None:
-        """Trace the program, if that was not done; `refusal` then says if it can be compiled."""
+        """Trace the program if it was not traced yet; if it can't be compiled, set `refusal` to the reason."""
         if self.refusal:
             return
         try:
             self.at(bucket)
         except (NoTemplate, NotFunctional) as why:
             self.refusal = str(why)
-            _log.warning("it runs uncompiled where autograd follows: %s", why)
+            _log.warning("it runs uncompiled where autograd tracks the call: %s", why)
 
     def traced(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]]) -> Joint:
         """See `SizePolymorphic`."""
@@ -86,10 +86,10 @@ class CompiledGradients(SizePolymorphic[Joint]):
 
         Args:
             bucket: whose sizes the inputs have.
-            given: its inputs, and what stands for the parameters that it can be run on others in place of.
+            given: its inputs, then a tensor for each parameter that the trace takes as an input.
 
         Returns:
-            The results, which of them want a gradient, and what they leave for the backward.
+            The results, the indices of those that require grad, and the tensors saved for the backward.
         """
         joint, sizes = self.at(bucket), bucket.reading.buckets
         inputs = list(map(detached, given))
@@ -102,13 +102,13 @@ class CompiledGradients(SizePolymorphic[Joint]):
     def backward(
         self, bucket: TrainedBucket, saved: list[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The gradients of what is differentiated, None where there is none.
+        """Compute the gradients of the differentiated tensors, None where there is none.
 
         Args:
             bucket: as in `forward`.
-            saved: what that left; the list is emptied, since it shrinks while the gradients grow.
-            given: as there.
-            tangents: the gradients of the results that want one.
+            saved: what `forward` saved; the list is emptied, so that its memory is freed as the gradients are made.
+            given: as in `forward`.
+            tangents: the gradients of the results that require grad.
         """
         joint, sizes = self.at(bucket), bucket.reading.buckets
         read = joint.halves.read
@@ -127,20 +127,20 @@ class CompiledGradients(SizePolymorphic[Joint]):
 
 @contextmanager
 def _as_traced(bucket: TrainedBucket) -> Iterator[None]:
-    """Gradients and casts are in the graph: what runs it is to add none, in the same modes whoever calls.
+    """A context without grad mode and autocast, since the graph contains its gradients and casts.
 
-    Compiled code is compiled again in other modes, which in a capture would fail.
+    The modes are the same for every caller: compiled code is recompiled in other modes, which would fail in a capture.
     """
     with torch.no_grad(), torch.autocast(bucket.device.type, enabled=False, cache_enabled=False):
         yield
 
 
 def _joint(bucket: TrainedBucket, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-    """The program and its gradients.
+    """Run the program and compute its gradients.
 
     Returns:
-        Results, gradients, and what stands for the gradients of those results that want one; then the rest of what it
-        returns, where gradients are, which results want one, and how many results there are.
+        Results, gradients, and tangents for the results that require grad; then the rest of what the program returns,
+        which gradients are present, the indices of the results that require grad, and the number of result tensors.
     """
     count = len(inputs) - len(bucket.replaced())
     sources = bucket.reading.sources

@@ -1,8 +1,8 @@
-"""One compilation for all buckets of a program, or one a bucket.
+"""One compilation for all buckets of a program, or one per bucket.
 
 A program is traced on padded tensors at two or three sizes, what differs between the traces becomes arithmetic on the
 bucket's size, and that one graph is compiled with the size left open. Capturing a further bucket then takes a run or
-two of compiled code. A program whose graphs differ in more than numbers is compiled once a bucket.
+two of compiled code. A program whose graphs differ in more than numbers is compiled once per bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class DynamicCode:
-    """A graph as compiled code for many sizes: one compilation for all that it serves.
+    """A graph as compiled code for many sizes: one compilation for all sizes that it serves.
 
     Args:
         module: as `CompiledGraph` takes it.
@@ -52,7 +52,7 @@ class DynamicCode:
         Args:
             sizes: the bucket's.
             inputs: of these sizes.
-            open_dims: which input, which of its dims depend on them; none where the graph is of one bucket.
+            open_dims: the (input, dim) pairs that depend on the sizes; empty if the graph serves one bucket.
         """
         found = self._of_sizes.get(sizes)
         if found is None:
@@ -65,10 +65,10 @@ class DynamicCode:
 
 
 class SizePolymorphic(ABC, Generic[T]):
-    """What is traced of a program: once for all buckets, which differ in nothing but sizes, or once a bucket.
+    """The traces of a program: one for all buckets, if these differ in nothing but sizes, or one per bucket.
 
     Args:
-        bucket: any of them.
+        bucket: any bucket of the program.
         options: of `torch.compile`.
     """
 
@@ -76,23 +76,23 @@ class SizePolymorphic(ABC, Generic[T]):
         self.options = options
         self.dims, self.places = bucket.reading.dims, places_of(bucket.reading)
         self.one: T | None = None
-        """What serves all buckets, where there is such."""
+        """The trace that serves all buckets, if there is one."""
         self.each: dict[tuple[int, ...], T] = {}
-        """What serves one."""
+        """The traces that serve one bucket each, by its sizes."""
         self._is_known = False
         if bucket.device.type == "cuda":
             compiler.start_workers(options)
 
     @abstractmethod
     def traced(self, bucket: Any, points: Sequence[tuple[int, ...]]) -> T:
-        """The program, traced at some sizes.
+        """Trace the program at some sizes.
 
         Raises:
-            NoTemplate: the graphs at these sizes are not one.
+            NoTemplate: the graphs at these sizes differ in more than numbers.
         """
 
     def at(self, bucket: Bucket) -> T:
-        """What serves a bucket."""
+        """Return the trace that serves a bucket; make it if it is new."""
         if not self._is_known:
             self._is_known = True
             self.one = self._of_all(bucket)
@@ -104,7 +104,7 @@ class SizePolymorphic(ABC, Generic[T]):
         return self.each[sizes]
 
     def every(self) -> list[T]:
-        """All that was traced."""
+        """All traces."""
         return [*self.each.values(), *([] if self.one is None else [self.one])]
 
     def _of_all(self, bucket: Bucket) -> T | None:
@@ -118,14 +118,14 @@ class SizePolymorphic(ABC, Generic[T]):
             return None
 
     def open_dims(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """Of a bucket's inputs which ones have an open size, in which of their dims."""
+        """The (input, dim) pairs of a bucket's inputs whose size is left open."""
         if self.one is None:
             return []
         return [(i, d) for i, source in enumerate(bucket.reading.sources) for d, k in enumerate(source.which) if k >= 0]
 
 
 def places_of(reading: CallSpec) -> list[Place]:
-    """For each size of some calls where it can be read: which of their inputs has it, in which of its dims."""
+    """The place where each Dim's size can be read: the first input that has it, and in which of its dims."""
     found: dict[int, Place] = {}
     for i, source in enumerate(reading.sources):
         for d, k in enumerate(source.which):
@@ -135,7 +135,7 @@ def places_of(reading: CallSpec) -> list[Place]:
 
 
 def trace_points(dims: Sequence[Dim], buckets: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """The sizes to trace a program at: those that fix its numbers, and one to check with; None for too few or many.
+    """The sizes to trace a program at, the last one as a check; None for too few sizes, or not one or two Dims.
 
     Args:
         dims: the program's Dims.
@@ -159,8 +159,8 @@ def trace_points(dims: Sequence[Dim], buckets: tuple[int, ...]) -> list[tuple[in
 def _some_buckets(dim: Dim, bucket: int) -> list[int]:
     """Up to three sizes on the buckets' grid, which need not be buckets.
 
-    Not 1, which is a size like no other; and the largest at last, since what a program slices to its size is often just
-    as large, and then isn't sliced.
+    Size 1 is left out, since programs treat it specially. The largest comes last: a table that a program slices to its
+    input's size is often exactly that large, and then isn't sliced.
     """
     try:
         every = list(dim.buckets)

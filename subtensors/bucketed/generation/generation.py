@@ -1,8 +1,8 @@
 """`run.generate`: a Hugging Face model's own `generate`, whose prompts are padded and whose decode steps are replays.
 
-The model's `forward` is replaced meanwhile by a bucketed program, in which one more bucket, of size 1, is the decode
-step; it has no padding. Keys and values are in a cache of fixed length, which is kept from call to call: graphs read
-and write it where it lies. Of an encoder-decoder the encoder is a bucketed program of its own.
+During a call, the model's `forward` is replaced by a bucketed program with one more bucket, of size 1, for the decode
+step, which has no padding. Keys and values are in a cache of fixed length that is kept from call to call, since graphs
+read and write it in place. The encoder of an encoder-decoder is a bucketed program of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Generation:
 
     Args:
         run: a bucketed Hugging Face model.
-        seq: what its prompts are padded on; its max is the most tokens of a prompt and what follows it.
+        seq: the Dim that its prompts are padded on; its max is the most tokens of a prompt and its continuation.
     """
 
     def __init__(self, run: Bucketed, seq: Dim) -> None:
@@ -46,10 +46,10 @@ class Generation:
         self.programs: dict[str, Bucketed] = {}
         self._caches: dict[int, Any] = {}
         self._cache_now: Any = None
-        """Of the call that is under way."""
+        """The cache of the current call."""
         self._filled = 0
         self._refusal = ""
-        """Why a part of a call has no graph; the next calls don't try."""
+        """The reason why a part of a call has no graph, or ""; later calls don't try again."""
         one_or_more = Sizes(sorted({1, *seq.buckets}))
         if model.config.is_encoder_decoder:
             new = Dim(f"{seq.name}_new", max=seq.max, min=1, buckets=one_or_more)
@@ -68,7 +68,7 @@ class Generation:
         self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
 
     def answer(self, inputs: Tensor | None, options: dict[str, Any], note: Callable[[str], None]) -> Any:
-        """`model.generate(inputs, **options)`, through the bucketed programs or, with a reason noted, as it is."""
+        """Run `model.generate(inputs, **options)` through the bucketed programs or, noting the reason, unchanged."""
         why = self.refusal(inputs, options)
         if not why:
             try:
@@ -79,7 +79,7 @@ class Generation:
         return self.model.generate(inputs, **options)
 
     def refusal(self, inputs: Tensor | None, options: Mapping[str, Any]) -> str:
-        """Why the model must generate as it is; "" where it needn't."""
+        """Return the reason why the bucketed programs can't generate, or "" if they can."""
         asked = [name for name in OWN_WAYS if options.get(name) is not None]
         if self._refusal:
             return self._refusal
@@ -103,10 +103,10 @@ class Generation:
         return ""
 
     def generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:
-        """`model.generate(inputs, **options)`, through the bucketed programs.
+        """Run `model.generate(inputs, **options)` through the bucketed programs.
 
         Raises:
-            RuleError: a program can't be recorded; random numbers are where they were.
+            RuleError: a program can't be captured; the random number generators are restored.
         """
         place = capture.random_place(self.model.device)
         try:
@@ -134,7 +134,7 @@ class Generation:
             return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
 
     def _cache(self, prompt: Tensor, config: Any, options: Mapping[str, Any]) -> Any:
-        """The cache for so many rows as the model is called with: each prompt's beams, or its samples."""
+        """Return the cache for the number of rows that the model is called with: each prompt's beams or samples."""
         times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
         rows = int(prompt.shape[0] * max(times))
         if rows not in self._caches:
@@ -154,9 +154,10 @@ class Generation:
         return self._caches[rows]
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; what doesn't fit into the cache never reaches it.
+        """Run the model's forward; raise if the tokens don't fit into the cache.
 
-        Others may call the model meanwhile, as a processor of logits does for guidance: with a cache of their own.
+        Others may also call the model during a call, as a logits processor does for guidance. They use a cache of their
+        own, and run the program without buckets.
         """
         if kwargs.get("past_key_values") is not self._cache_now:
             return self.programs["decoder"].program(*args, **kwargs)
@@ -166,14 +167,14 @@ class Generation:
         return self.programs["decoder"](*args, **kwargs)
 
     def release(self) -> None:
-        """Give up graphs and caches."""
+        """Drop graphs and caches."""
         for program in self.programs.values():
             program.release()
         self._caches.clear()
 
 
 def tokens_dim(model: Any, dims: Mapping[Any, Any]) -> Dim:
-    """What the prompts of a model that generates are padded on.
+    """Return the Dim that the prompts of a generating model are padded on.
 
     Raises:
         RuleError: it doesn't generate, or its tokens aren't padded.
@@ -187,7 +188,7 @@ def tokens_dim(model: Any, dims: Mapping[Any, Any]) -> Dim:
 
 
 def _most_new(config: Any, options: Mapping[str, Any], length: int) -> int:
-    """How many tokens may follow, as `generate` reads its options."""
+    """The largest number of new tokens, as `generate` reads its options."""
     new = options.get("max_new_tokens", config.max_new_tokens)
     if new is not None:
         return int(new)
@@ -197,7 +198,7 @@ def _most_new(config: Any, options: Mapping[str, Any], length: int) -> int:
 
 
 def _likewise(run: Bucketed, program: Callable[..., Any], dims: Mapping[Any, Any]) -> Bucketed:
-    """Another program bucketed with the options of a run, which never runs at its true sizes instead."""
+    """Bucket another program with the options of `run`; calls of it that have no graph are errors."""
     r = run.recorder
     made = type(run)(program, dims, r.max_graphs, r.memory_limit, "capture", None, r.compile_options)
     made.fallbacks.are_errors = True
@@ -206,14 +207,14 @@ def _likewise(run: Bucketed, program: Callable[..., Any], dims: Mapping[Any, Any
 
 
 def _taken(module: Any, dims: dict[str, Any]) -> dict[str, Any]:
-    """Those of the dims whose arguments a module takes."""
+    """The entries of `dims` whose arguments the module's forward takes."""
     names = inspect.signature(module.forward).parameters
     return {name: given for name, given in dims.items() if name in names}
 
 
 @contextmanager
 def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """A module has another `forward` meanwhile."""
+    """A context in which a module has another `forward`."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

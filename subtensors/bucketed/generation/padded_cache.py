@@ -1,7 +1,7 @@
-"""Key-value caches whose layers take padded keys and values: Hugging Face's `StaticCache`, counting what is real.
+"""Key-value caches whose layers take padded keys and values: Hugging Face's `StaticCache`, counting valid tokens.
 
-`StaticLayer.update` counts by `key_states.shape`, which of a PaddedTensor is the bucket. Here the count is the true
-size, on the device; padded positions write what the first real one writes, to the same place.
+`StaticLayer.update` counts by `key_states.shape`, which is the bucket size of a PaddedTensor. Here the count is the
+true size, on the device; padded positions write the same values as the first valid one, to the same place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, (rows, heads, length, head size), at addresses that never change."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, (rows, heads, new, head size); gives all of them, those to come included."""
+        """Append keys and values, (rows, heads, new, head size); return the whole cache, unfilled places included."""
         if not isinstance(key_states, PaddedTensor) or not isinstance(value_states, PaddedTensor):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
@@ -37,13 +37,13 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def reset(self) -> None:
-        """Forget everything, in one kernel."""
+        """Zero the keys and values, in one kernel, and their count."""
         if self.is_initialized:
             torch._foreach_zero_(self._held())
         self.cumulative_length.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in another order, where they lie: a graph reads them there."""
+        """Reorder the rows in place, since graphs read them there."""
         for held in self._held() if self.is_initialized else ():
             held.copy_(held.index_select(0, beam_idx.to(held.device)))
 
@@ -54,46 +54,46 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
 
 
 class PassingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keeps nothing: keys and values of what an encoder gave are computed anew, at the sizes of each call."""
+    """A layer that keeps nothing: an encoder's keys and values are computed anew, at the sizes of each call."""
 
     is_compileable = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
+        """Allocate nothing: the layer keeps no memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The same keys and values."""
+        """Return the same keys and values."""
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys; the mask is made from the encoder's output."""
+        """Return length and offset of the keys; the mask is made from the encoder's output."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """How much is kept."""
+        """Return the number of tokens kept: none."""
         return 0
 
     def get_max_length(self) -> int:
-        """It has no end."""
+        """Return -1: there is no maximum."""
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """There is nothing to order."""
+        """Reorder nothing: the layer keeps no rows."""
 
 
 class NeverUpdated(dict[int, bool]):
-    """By layer whether keys and values of the encoder's output are kept: they never are."""
+    """A map that says, by layer, whether the encoder's keys and values are kept: always False."""
 
     def __setitem__(self, layer: int, is_updated: bool) -> None:
         super().__setitem__(layer, False)
 
 
 def padded_cache(model: Any, length: int) -> Any:
-    """A cache for a model, which the model's `generate` takes as `past_key_values`.
+    """Make a cache that the model's `generate` takes as `past_key_values`.
 
     Args:
         model: a Hugging Face model that generates.
-        length: how many tokens it holds.
+        length: the number of tokens it holds.
 
     Raises:
         RuleError: a layer keeps something else than all keys and values.

@@ -1,1 +1,1 @@
-"""What a user reads of a bucketed program: counters, and a figure of them."""
+"""Reports on a bucketed program: counters, and a figure of them."""

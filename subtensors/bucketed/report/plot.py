@@ -1,4 +1,4 @@
-"""How often each size was called, and what its bucket wastes, as a figure."""
+"""A figure of how often each size was called, and how much its bucket wastes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def drawn(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
-    """A row a Dim: bars of calls over the true size, buckets as lines, and the wasted part of each bucket.
+    """Draw one row per Dim: calls over the true size as bars, buckets as lines, and the waste of each bucket.
 
     Args:
-        statistics: what was counted.
+        statistics: the counters.
         dims: by name.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a bucketed program did: calls, captures, memory and waste of each bucket, and fallbacks with their reasons."""
+"""Statistics of a bucketed program: calls, captures, memory and waste of each bucket, and fallbacks by reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from subtensors.byte_sizes import in_units
 
 TIMING_SAMPLE_EVERY = 64
-"""Every so many replays one is timed."""
+"""One in this many replays is timed."""
 
 
 @dataclass
@@ -25,33 +25,33 @@ class BucketStatistics:
     sizes: dict[str, int]
     shapes: list[tuple[int, ...]]
     calls: int = 0
-    """That had this bucket's sizes."""
+    """Calls with this bucket's sizes."""
     hits: int = 0
-    """Of those, answered by a replay."""
+    """The calls of these that a replay answered."""
     captures: int = 0
     capture_ms: float = 0.0
-    """What the last capture took."""
+    """The duration of the last capture."""
     graph_bytes: int = 0
-    """What the graph added to the pool."""
+    """The memory that the graph added to the pool."""
     input_bytes: int = 0
-    """Its static inputs and true sizes."""
+    """The memory of the static inputs and true sizes."""
     real: int = 0
-    """Elements along the Dims that calls brought, over all calls."""
+    """Elements along the Dims at true sizes, summed over all calls."""
     padded: int = 0
-    """Elements along the Dims that calls were padded to."""
+    """Elements along the Dims at the bucket's sizes, summed over all calls."""
     replayed_again: int = 0
-    """Forwards that were replayed once more for their backward, since another replay came between."""
+    """Forwards that were replayed once more for their backward, because another replay came in between."""
     is_recorded: bool = False
     _events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
-    """Around replays that were timed, and may not be over."""
+    """CUDA events around timed replays that may not have finished."""
     _replay_ms: list[float] = field(default_factory=list, repr=False)
 
     def note_call(self, elements: tuple[int, int], is_hit: bool) -> None:
         """Count a call.
 
         Args:
-            elements: along the Dims: real ones, and the bucket's.
-            is_hit: was it answered by a replay?
+            elements: along the Dims: at true sizes, and at the bucket's.
+            is_hit: whether a replay answered it.
         """
         self.calls += 1
         self.hits += is_hit
@@ -59,11 +59,11 @@ class BucketStatistics:
         self.padded += elements[1]
 
     def is_sampled(self) -> bool:
-        """Is the next replay one to be timed?"""
+        """Return whether the next replay is to be timed."""
         return self.hits % TIMING_SAMPLE_EVERY == 0
 
     def note_timed(self, begin: Any, end: Any) -> None:
-        """A replay lies between these events; what earlier ones tell is read, so that no more than a few are kept."""
+        """Keep the two events around a replay, and read those that have finished, so that only a few are kept."""
         self._read_events()
         self._events.append((begin, end))
 
@@ -74,34 +74,34 @@ class BucketStatistics:
 
     @property
     def replay_ms(self) -> float | None:
-        """The median of the replays that were timed; None where none was."""
+        """The median time of the timed replays; None if none was timed."""
         self._read_events()
         return median(self._replay_ms) if self._replay_ms else None
 
     @property
     def waste(self) -> float:
-        """Which part of what was computed is padding."""
+        """The fraction of the computed elements that is padding."""
         return 1 - self.real / self.padded if self.padded else 0.0
 
     @property
     def bytes(self) -> int:
-        """Device memory: what the graph added to the pool, and the static inputs."""
+        """Device memory: that which the graph added to the pool, and the static inputs'."""
         return self.graph_bytes + self.input_bytes
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a bucketed program did so far.
+    """The statistics of a bucketed program up to now.
 
     Args:
         mode: "graphs" on a CUDA device; "eager" elsewhere, where the same padding runs without graphs.
         buckets: each one's counters, by decreasing size.
         pool_bytes: the device memory of the pool that all graphs share.
-        captures: how many times a graph was captured.
-        recaptures: of those, because what it read had moved or had been evicted.
+        captures: the number of captures.
+        recaptures: the captures of these because what a graph read was stale, or the graph had been evicted.
         evictions: graphs dropped for `max_graphs` or `memory_limit`.
         recompiles: compilations after the first, with `compile`.
-        fallbacks: how many calls ran at their true sizes, without a graph, by reason.
+        fallbacks: the number of calls that ran at their true sizes, without a graph, by reason.
         sizes: how often each true size was seen, by Dim.
     """
 
@@ -127,7 +127,7 @@ class Statistics:
 
     @property
     def waste(self) -> float:
-        """Which part of what was computed in buckets is padding."""
+        """The fraction of the elements computed in buckets that is padding."""
         padded = sum(b.padded for b in self.buckets)
         return 1 - sum(b.real for b in self.buckets) / padded if padded else 0.0
 

@@ -1,1 +1,1 @@
-"""What a program reads beside its arguments: where that is, and whether it is what it was when a graph was recorded."""
+"""The state that a program reads beside its arguments: its locations, and checks that it is not stale."""

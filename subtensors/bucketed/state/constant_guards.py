@@ -1,6 +1,7 @@
-"""What of a program's Python is a constant of its graphs: the plain values that it reads, and its modules' hooks.
+"""Guards of the Python values that graphs hold as constants: plain values that a program reads, and module hooks.
 
-What the program itself writes while it runs, as a count of its calls, is none: it differs after each run.
+A value that the program itself writes while it runs, such as a count of its calls, is not guarded: it changes with
+every run.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Of a module."""
+"""The attributes in which a module holds its hooks."""
 
 
 def is_plain(x: Any) -> bool:
-    """Is it a plain value, or a tuple of such?"""
+    """Return whether a value is plain, or a tuple of plain values."""
     return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
 
 
 class Constants:
-    """Plain values and hooks as they are now, to be compared with what is there later.
+    """A snapshot of plain values and hooks, to be compared with their later values.
 
     Args:
-        values: places where the program finds plain values, and which.
-        modules: whose hooks it runs.
+        values: the locations where the program finds plain values, each with its value.
+        modules: the modules whose hooks it runs.
 
     Example:
         >>> options = {"scale": 2.0}
@@ -58,11 +59,11 @@ class Constants:
                 names.setdefault(id(place.holder), (place.holder, []))[1].append(place.key)
         self._dicts = [(itemgetter(*keys), held) for held, keys in names.values()]
         self._rest = [place for place in self._places if type(place.holder) is not dict]
-        # What changed before it was looked at must not be taken for what is recorded.
+        # A value that changed before this snapshot must not pass for the recorded one.
         self._seen = self._glance() if _are_equal(self._now(), self._values) else None
 
     def _glance(self) -> Any:
-        """All values, dict by dict, which takes half the time of place by place; None where a name is gone."""
+        """Return all values, read dict by dict in half the time of one by one; None if a name is gone."""
         try:
             return [get(held) for get, held in self._dicts], [place.now() for place in self._rest]
         except KeyError:
@@ -72,11 +73,11 @@ class Constants:
         return [place.now() for place in self._places]
 
     def _hooks_now(self) -> list[Any]:
-        """The ids of the hooks, which no two have in common."""
+        """Return the ids of the hooks, which are unique."""
         return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
 
     def first_other(self) -> str:
-        """The first that is another than it was, by its name; "" where none is."""
+        """Return the name of the first value that changed, or "a hook of a module"; "" if nothing changed."""
         if self._hooks_now() != self._hooked:
             return "a hook of a module"
         if self._seen is not None and _are_equal(self._glance(), self._seen):
@@ -86,7 +87,7 @@ class Constants:
 
     @contextmanager
     def of_a_run(self) -> Iterator[None]:
-        """The program runs meanwhile: what is another one afterwards is its own, and watched no longer."""
+        """A context in which the program runs: values that it changes itself are watched no longer."""
         hooks, before = self._hooks_now(), self._now()
         try:
             yield
@@ -99,7 +100,7 @@ class Constants:
 
 
 def _are_equal(now: Any, before: Any) -> bool:
-    """Are they equal? What is no plain value any more, as a tensor, may have ideas of its own of that."""
+    """Return whether two values are equal; False if comparing raises, as it may where a tensor took a value's place."""
     try:
         return bool(now == before)
     except (RuntimeError, ValueError, TypeError):

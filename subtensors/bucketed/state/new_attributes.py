@@ -1,6 +1,6 @@
-"""What comes to the attributes and small containers that a program reads, and was not there when it was recorded.
+"""Detection of names that are added to the attributes and small containers that a program reads, after its capture.
 
-Code may ask whether there is such a name (`getattr(self, "scale", 1)`), or find it before that of the class.
+Code may ask whether a name exists (`getattr(self, "scale", 1)`), or find an object's name before that of its class.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 
 class Holder(NamedTuple):
-    """Attributes of an object, or a container.
+    """The attributes of an object, or a container.
 
     Args:
         held: a dict or list.
-        is_object: are these attributes? Then such count as code of the program has the names of.
+        is_object: whether these are attributes; then only names that occur in the program's code count.
     """
 
     held: Any
@@ -23,11 +23,11 @@ class Holder(NamedTuple):
 
 
 class NewAttributes:
-    """Some holders as they are now, to be compared with what is there later.
+    """A snapshot of the keys of some holders, to be compared with their later keys.
 
     Args:
         holders: distinct ones.
-        names: in the code of the program.
+        names: the names in the code of the program.
 
     Example:
         >>> found = NewAttributes([Holder(held := {"scale": 2}, True)], {"scale", "shift"})
@@ -49,7 +49,7 @@ class NewAttributes:
         self._keys = [frozenset(held) if isinstance(held, dict) else None for held in self._held]
 
     def first(self) -> str:
-        """The name of the first that is new, or went; "" where there is none."""
+        """Return the name of the first key that was added or removed; "" if there is none."""
         if list(map(len, self._held)) == self._sizes:
             return ""
         for holder, size, keys in zip(self._holders, self._sizes, self._keys, strict=True):
@@ -64,7 +64,7 @@ class NewAttributes:
 
     @contextmanager
     def of_a_run(self) -> Iterator[None]:
-        """The program runs meanwhile: what it adds is its own."""
+        """A context in which the program runs: what it adds itself does not count as new."""
         before = list(map(len, self._held))
         try:
             yield

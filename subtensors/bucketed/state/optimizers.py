@@ -1,7 +1,8 @@
-"""The optimizers that a program steps: what a graph of it holds of them, and what stays live.
+"""The optimizers that a program steps: the state and options that its graphs hold, and the scalars that stay dynamic.
 
-A captured step writes to the optimizer's state where it was, and repeats its numbers. Those of `st.optim` are handed to
-each replay; another optimizer whose numbers changed is recorded again, unless they are tensors on the device.
+A captured step writes to the optimizer's state at its address at capture, and repeats the captured scalars. Scalars of
+`st.optim` are passed to each replay. A program with another optimizer is recaptured when its scalars change, unless
+they are tensors on the device.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _VALUES = methodcaller("values")
 
 
 class Optimizers:
-    """Some optimizers, as they were when they were last looked at.
+    """Some optimizers, and a snapshot of their state and options.
 
     Args:
-        found: those that a program reaches.
+        found: the optimizers that a program reaches.
     """
 
     def __init__(self, found: Sequence[torch.optim.Optimizer]) -> None:
@@ -34,7 +35,7 @@ class Optimizers:
         self.look()
 
     def look(self) -> None:
-        """Take what is there now for what is recorded."""
+        """Take a new snapshot: the state and options of now count as the recorded ones."""
         entries = self._entries()
         self._is_tensor = [isinstance(x, Tensor) for x in entries]
         self._tensors = list(compress(entries, self._is_tensor))
@@ -42,22 +43,22 @@ class Optimizers:
         self._options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
 
     def are_there(self) -> bool:
-        """Is there any?"""
+        """Return whether there is any optimizer."""
         return bool(self._found)
 
     def tensors(self) -> list[Tensor]:
-        """Their state."""
+        """Return the tensors of their state."""
         return [x for x in self._entries() if isinstance(x, Tensor)]
 
     def places(self) -> list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]]:
-        """Which tensors and numbers they hold now."""
+        """Return each optimizer with shallow copies of its state and of its parameter groups."""
         return [
             (opt, {p: dict(entry) for p, entry in opt.state.items()}, [dict(group) for group in opt.param_groups])
             for opt in self._found
         ]
 
     def go_back(self, to: list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]]) -> None:
-        """Hold again what `places` gave; the values of tensors are as they are."""
+        """Restore the state and groups that `places` returned; the contents of tensors are not restored."""
         for opt, states, groups in to:
             for p in [p for p in opt.state if p not in states]:
                 del opt.state[p]
@@ -73,7 +74,7 @@ class Optimizers:
         return list(chain.from_iterable(map(_VALUES, chain.from_iterable(opt.state.values() for opt in self._found))))
 
     def moved(self) -> str:
-        """What is no longer as recorded, in words; "" where nothing is."""
+        """Return what changed since the snapshot, in words; "" if nothing did."""
         if not self._found:
             return ""
         entries = self._entries()
@@ -88,18 +89,18 @@ class Optimizers:
         return ""
 
     def reread(self) -> None:
-        """Have steps look at the state anew; those of `st.optim` do where a tensor was put there."""
+        """Make the optimizers of `st.optim` read their state again, by setting each tensor in it anew."""
         for own in [own for opt in self._found if isinstance(opt, Optimizer) for own in opt.state.values()]:
             own.update({name: x for name, x in own.items() if isinstance(x, Tensor)})
 
     def obstacle(self) -> str:
-        """Why their steps can't be a part of a graph; "" where they can."""
+        """Return the reason why their steps cannot be captured; "" if they can."""
         if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self._found):
             return "an optimizer updates in every so many steps (accumulate=), and a graph does the same in each"
         return ""
 
     def hand_over(self, to: GraphNumbers) -> None:
-        """Give a graph the live numbers of now."""
+        """Pass the current dynamic scalars to a graph."""
         for opt in self._found:
             if isinstance(opt, Optimizer) and opt._is_fused:
                 for index, group in enumerate(opt.param_groups):
@@ -108,7 +109,7 @@ class Optimizers:
 
 
 def _options(opt: torch.optim.Optimizer, group: dict[str, Any]) -> list[Any]:
-    """What of a group a graph holds; tensors by where they are."""
+    """Return the options of a group that a graph holds as constants; tensors by their addresses."""
     if isinstance(opt, Optimizer) and opt._is_fused:
         return list(step_signature(opt, group, group["params"][0].device)[0])
     values = [(name, value) for name, value in group.items() if name not in ("params", "initial_lr")]

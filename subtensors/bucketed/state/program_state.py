@@ -1,9 +1,9 @@
-"""What a program reads beside its arguments, and whether it is still where a graph was recorded.
+"""The state that a program reads beside its arguments, and the check that it has not changed since capture.
 
-A graph reads parameters and buffers at bare addresses. Looking at all of them takes some microseconds for every
-hundred, which a call spends while the device is busy with the replay: what a replay computed from memory that was
-replaced is thrown away. The memory itself is kept until then, so that nothing reads what isn't there. A program that
-writes to its state is looked at before.
+A graph reads parameters and buffers at fixed addresses. Checking them takes a few microseconds per hundred tensors. A
+call does this while the device is busy with the replay; if the state is stale, the results of the replay are thrown
+away. The old memory is kept until then, so that no replay reads freed memory. The state of a program that writes to it
+is checked before the replay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ITS_TRAINING = itemgetter("training")
 
 
 class State:
-    """The state of a program: that of the modules in it, and the tensors that it closes over.
+    """The state of a program: its modules, the tensors that it closes over, its plain values and its optimizers.
 
     Args:
         program: as `ReachableState` takes it.
@@ -39,11 +39,11 @@ class State:
     def __init__(self, program: Callable[..., Any]) -> None:
         self._program = program
         self._written: set[int] | None = set()
-        """Ids of what the program was seen to write to; None where torch doesn't count it."""
+        """Ids of the tensors that the program was seen to write to; None if torch does not count writes."""
         self.look()
 
     def look(self) -> None:
-        """Take what is there now for what is recorded."""
+        """Take a new snapshot: the state of now counts as the recorded one."""
         self.reached = ReachableState(self._program)
         parts = self.reached.parts
         self.roots = [x for x in parts if isinstance(x, nn.Module)]
@@ -55,7 +55,7 @@ class State:
         self._attributes = [vars(m) for m in self.modules if "training" in vars(m)]
         self._scripted = [m for m in self.modules if "training" not in vars(m)]
         self._training = {self.training(): self._trained()}
-        """Which modules train, by which of the outermost do: graphs are recorded for each."""
+        """The training flags of all modules, by those of the outermost ones: each combination has its own graphs."""
         self.constants = Constants(self.reached.plain, self.modules)
         self.additions = NewAttributes(self.reached.holders, self.reached.names)
         self.loose = [x for x in parts if isinstance(x, Tensor)]
@@ -64,26 +64,26 @@ class State:
         self.optimizers = Optimizers([x for x in parts if isinstance(x, torch.optim.Optimizer)])
 
     def tensors(self) -> list[Tensor]:
-        """Parameters, buffers and tensors that the program closes over, as they are now."""
+        """Return the current parameters, buffers and tensors that the program closes over."""
         return [t for t in _values(self._holders) if t is not None] + self.loose
 
     def training(self) -> tuple[bool, ...]:
-        """Which of the outermost modules train."""
+        """Return for each outermost module whether it is in training mode."""
         return tuple([root.training for root in self.roots])
 
     def _trained(self) -> list[bool]:
-        """Which of all modules train."""
+        """Return for each module whether it is in training mode."""
         return [*map(_ITS_TRAINING, self._attributes), *[m.training for m in self._scripted]]
 
     def is_lazy(self) -> bool:
-        """Has a parameter no size yet?"""
+        """Return whether a parameter or buffer has no size yet, as in a lazy module before its first call."""
         return any(map(nn.parameter.is_lazy, self.tensors()))
 
     def followed(self, leaves: Iterable[Any]) -> tuple[bool, ...] | None:
-        """Which of the tensors want a gradient, in a call that autograd follows; None in another.
+        """Return for each tensor of the state whether it requires grad; None if autograd does not track the call.
 
         Args:
-            leaves: of the call's arguments.
+            leaves: the leaves of the call's arguments.
         """
         if not torch.is_grad_enabled():
             return None
@@ -92,7 +92,7 @@ class State:
         return wanting if is_followed else None
 
     def moved(self) -> str:
-        """What is no longer as recorded, in words; "" where nothing is."""
+        """Return what changed since the snapshot, in words; "" if nothing did."""
         if not _are_same(_values(self._holders), self._registered) or not self._held.are(self._tensors):
             return self._first_moved()
         if name := self.reached.first_other():
@@ -107,23 +107,23 @@ class State:
         return self.optimizers.moved()
 
     def obstacle(self) -> str:
-        """Why a step that the program takes can't be a part of a graph; "" where it can."""
+        """Return the reason why an optimizer step of the program cannot be captured; "" if it can."""
         if self.reached.has_scaler:
             return "a GradScaler asks the device whether gradients are finite: scale and step outside of the program"
         return self.optimizers.obstacle()
 
     @contextmanager
     def of_a_run(self) -> Iterator[None]:
-        """The program runs meanwhile: what it writes itself is not watched."""
+        """A context in which the program runs: what it writes itself is not watched."""
         with self.constants.of_a_run(), self.additions.of_a_run():
             yield
 
     def held(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Where the modules hold parameters and buffers, and which these are."""
+        """Return each dict in which a module holds parameters or buffers, with a copy of it."""
         return [(held, dict(held)) for m in self.modules for held in (m._parameters, m._buffers)]
 
     def put_back(self, before: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-        """Undo what was replaced since: the name of the first such parameter or buffer, "" where none was."""
+        """Put replaced parameters and buffers back; return the name of the first one, "" if none was replaced."""
         replaced: list[str] = []
         for held, kept in before:
             others = {name: value for name, value in kept.items() if name not in held or held[name] is not value}
@@ -132,18 +132,18 @@ class State:
                 held.update(others)
         return replaced[0] if replaced else ""
 
-    def refuse_sleepers(self) -> None:
-        """AddressError where the memory of a tensor is away."""
+    def refuse_releaseds(self) -> None:
+        """Raise AddressError if the memory of a tensor is released."""
         check_resident((self._tensors,))
 
     def versions(self) -> list[int] | None:
-        """How often each tensor was written to; None where torch doesn't count."""
+        """Return the version counter of each tensor; None if one is an inference tensor, which has none."""
         if any(t.is_inference() for t in self._tensors):
             return None
         return [t._version for t in self._tensors]
 
     def note_writes(self, before: list[int] | None) -> bool:
-        """Remember what was written to since these were the versions: was anything, or can't that be told?"""
+        """Note which tensors were written to since `before`; return whether any was, True if that is unknown."""
         after = self.versions()
         if before is None or after is None:
             self._written = None
@@ -153,13 +153,14 @@ class State:
         return before != after
 
     def buffers(self) -> list[Tensor]:
-        """What a program may write to without autograd's leave: it is no parameter, nor wants a gradient otherwise."""
+        """Return the tensors that autograd lets a program write to: no parameters, and none that require grad."""
         return [t for t in self._tensors if not (t.requires_grad or isinstance(t, nn.Parameter))]
 
     def at_risk(self) -> list[Tensor]:
-        """What a run must put back: buffers of modules, and else what the program was seen to write to.
+        """Return the tensors that a run must restore: module buffers, and others that the program was seen to write to.
 
-        The tensors that an object holds beside its modules may be all of its data.
+        Other tensors that an object holds may be all of its data, so they are left out until one is written to. If
+        writes are not counted, all of `buffers` is returned.
         """
         buffers = self.buffers()
         if self._written is None:
@@ -168,32 +169,31 @@ class State:
         return [t for t in self._tensors if id(t) in sure]
 
     def stepped(self) -> list[Tensor]:
-        """What steps of the program's optimizers write to; nothing where it has none."""
+        """Return the tensors that steps of the program's optimizers write to; none if it has no optimizer."""
         if not self.optimizers.are_there():
             return []
         trained = [t for t in self._tensors if t.requires_grad and t.is_leaf]
         return [*trained, *self.optimizers.tensors()]
 
     def aliases(self, kept: Collection[int] = ()) -> dict[int, nn.Parameter]:
-        """Leaves of their own over the memory of the modules' parameters, by the id of what each stands for.
+        """Return new leaf parameters over the memory of the modules' parameters, by the id of the original.
 
-        Tensors that the program closes over are read where they are, and parameters of another class as they are:
-        neither has an alias.
+        Tensors that the program closes over, and parameters of a subclass, have no alias: they are read directly.
 
         Args:
-            kept: ids of parameters that get none.
+            kept: ids of parameters that get no alias.
         """
         without = {*kept, *map(id, self.loose)}
         held = [p for own in self._own_parameters() for p in own.values() if p is not None and _is_plain(p)]
         return {id(p): _alias(p) for p in held if p.requires_grad and not p.is_inference() and id(p) not in without}
 
     def _own_parameters(self) -> list[dict[str, Any]]:
-        """Where modules hold their parameters; those of scripted ones are not Python's to exchange."""
+        """Return the parameter dicts of the modules, except of scripted ones, where Python cannot exchange entries."""
         return [m._parameters for m in self.modules if m._parameters and isinstance(m._parameters, dict)]
 
     @contextmanager
     def own_leaves(self, aliases: Mapping[int, Tensor]) -> Iterator[None]:
-        """The modules hold these aliases meanwhile, so that autograd's nodes of the caller's parameters aren't met."""
+        """A context in which the modules hold these aliases, so that the caller's AccumulateGrad nodes are not used."""
         swapped = []
         try:
             for held in self._own_parameters():
@@ -204,7 +204,7 @@ class State:
             yield
         finally:
             for held, name, p, alias in swapped:
-                # What the program itself put there stays.
+                # A parameter that the program itself put there stays.
                 if held.get(name) is alias:
                     held[name] = p
 
@@ -219,7 +219,7 @@ class State:
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> set[int]:
-    """The ids of the leaves that autograd's graph behind some tensors accumulates gradients of."""
+    """Return the ids of the leaves that the autograd graph of some tensors accumulates gradients for."""
     roots = list(roots)
     found = {id(root) for root in roots if root.grad_fn is None}
     todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -253,5 +253,5 @@ def _distinct(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
-    """Are these the same objects? Tensors compare themselves elementwise."""
+    """Return whether two lists hold the same objects; `==` would compare tensors elementwise."""
     return len(now) == len(before) and all(map(is_, now, before))

@@ -1,10 +1,10 @@
-"""What a program reaches beside its arguments, and where it finds it: modules, tensors and optimizers.
+"""The modules, tensors and optimizers that a program reaches beside its arguments, and their locations.
 
-A function reaches them by its closure, its defaults and the names of its file; a method and a callable object by the
-attributes of the object. What stands there is looked at again later: a name may be given to another module.
+A function reaches them through its closure, its defaults and its globals; a method or a callable object through the
+attributes of the object. The locations are checked again later, since a name may be bound to another module.
 
-Objects also hold what their other methods keep, as a running mean of losses, which is another tensor after each call. A
-tensor that wants no gradient is therefore state only where the code of the program has the attribute's name.
+Objects also hold values of their other methods, such as a running mean of losses, which is a new tensor after each
+call. A tensor that does not require grad is therefore state only if the attribute's name occurs in the program's code.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ Part = nn.Module | Tensor | torch.optim.Optimizer
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 _WITHOUT_NAMES = (types.BuiltinFunctionType, types.MethodType, functools.partial, Tensor, type, types.ModuleType)
-"""Kinds of objects whose attributes are not looked at for new ones."""
+"""Kinds of objects whose attributes are not watched for new ones."""
 
 _DRAWS = frozenset(
     "rand randn rand_like randn_like randint randperm random uniform uniform_ normal normal_ bernoulli bernoulli_ "
     "choice choices sample shuffle permutation randrange gauss standard_normal multinomial random_ exponential_".split()
 )
-"""Functions of torch, Python and NumPy."""
+"""Names of functions of torch, Python and NumPy that draw random numbers."""
 
 _DEPTH = 3
-"""How many steps from the program."""
+"""The maximum number of steps from the program."""
 _MANY = 1000
-"""A container of more than that is data."""
+"""A container with more parts than this is data."""
 _FEW = 100
-"""Plain values in a container of more than that are data."""
+"""Plain values in a container with more parts than this are data."""
 
 
 class _Found(NamedTuple):
     value: Any
     place: Location | None
-    """None where it can't become another, as the function of a partial."""
+    """None if the value cannot be replaced, such as the function of a partial."""
     within: _Found | None
 
 
 class ReachableState:
-    """The parts of a program.
+    """The parts of a program: its modules, tensors, optimizers, plain values, and their locations.
 
     Args:
         program: a module, a function, a method, a callable object, or a partial of these.
@@ -73,14 +73,14 @@ class ReachableState:
         self.plain = [(x.place, x.value) for x in plain if x.place is not None]
         self.plain += [(place, value) for place, value in named if is_plain(value)]
         self.plain += [pair for x in every for pair in _plain_of_classes(x.value, names)]
-        """Where it finds plain values and functions, and which."""
+        """The locations of plain values and functions, each with its value."""
         self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in every)
         self.names = names
         called = {getattr(x.value, "__name__", "") for x in every}
         self.draws = not _DRAWS.isdisjoint(names | {name for name in called if isinstance(name, str)})
-        """Does code of it name what draws random numbers?"""
+        """True if its code names a function that draws random numbers."""
         self.holders = [holder for x in every if _is_named(x, names) for holder in _holders(x.value)]
-        """Whose attributes it reads, and small containers."""
+        """The objects whose attributes it reads, and small containers."""
         for x in found:
             self._watch(x)
         for x in plain:
@@ -93,19 +93,19 @@ class ReachableState:
             found = found.within
 
     def first_other(self) -> str:
-        """What stands where something else stood, by its name; "" where nothing does."""
+        """Return the name of the first location whose value was replaced; "" if there is none."""
         for place, value in self._places.values():
             if place.now() is not value:
                 return place.name
         return ""
 
     def leave_out_others(self) -> None:
-        """Watch no longer where something else stands now: the program itself put it there."""
+        """Stop watching locations whose value was replaced by now: the program itself replaced it."""
         self._places = {key: (place, value) for key, (place, value) in self._places.items() if place.now() is value}
 
 
 def _walked(program: Any) -> tuple[list[_Found], list[_Found]]:
-    """What a program leads to, the nearest first, and the plain values among it."""
+    """Return all objects that a program leads to, the nearest first, and the plain values among them."""
     every, plain, seen = [], [], {id(program)}
     todo = deque([(_Found(program, None, None), _DEPTH)])
     while todo:
@@ -122,7 +122,7 @@ def _walked(program: Any) -> tuple[list[_Found], list[_Found]]:
 
 
 def _holders(x: Any) -> Iterator[Holder]:
-    """Where something that was reached has its parts."""
+    """Yield the dicts and lists in which a reached object holds its parts."""
     if isinstance(x, nn.Module):
         yield from (Holder(vars(module), True) for module in x.modules())
     elif isinstance(x, (list, dict)):
@@ -133,27 +133,31 @@ def _holders(x: Any) -> Iterator[Holder]:
 
 
 def _plain_of_classes(x: Any, names: Collection[str]) -> Iterator[tuple[Location, Any]]:
-    """Where classes that are not torch's have plain values that code of the program names."""
+    """Yield the plain class attributes that the program's code names, with their locations; not of torch's classes."""
     for kind in _classes(x):
         held = vars(kind)
         yield from ((Location(held, name), value) for name, value in held.items() if name in names and is_plain(value))
 
 
 def _classes(x: Any) -> set[type]:
-    """A class, or that of an object, of a module those of all in it, and their bases, but for torch's."""
+    """Return a class, or those of an object and its submodules, with all bases, except torch's and builtin classes."""
     modules = x.modules() if isinstance(x, nn.Module) else [x]
     kinds = {kind for part in modules for kind in (part if isinstance(part, type) else type(part)).__mro__}
-    # Where a class says of its objects where they are from, it is no text.
+    # A class may define `__module__` as a property of its objects; it is no string then.
     return {kind for kind in kinds if not f"{kind.__module__}.".startswith(("builtins.", "torch."))}
 
 
 def _is_constant(x: Any, place: Location | None) -> bool:
-    """Is it a plain value, or a function that is an attribute?"""
+    """Return whether a value is plain, or a function that is an attribute."""
     return is_plain(x) or (isinstance(x, _FUNCTIONS) and place is not None and place.is_attribute)
 
 
 def _is_one_of_few(within: Any, place: Location | None) -> bool:
-    """Is a plain value that stands there one of its own, which code may be written for?"""
+    """Return whether a plain value at a location is watched.
+
+    A container with more than `_FEW` parts is data. The defaults of a function have no location, and `_named_by` finds
+    its globals.
+    """
     if isinstance(within, types.FunctionType):
         return place is not None and (place.key is CELL or place.is_attribute)
     return not isinstance(within, (list, dict)) or len(within) <= _FEW
@@ -161,19 +165,19 @@ def _is_one_of_few(within: Any, place: Location | None) -> bool:
 
 @functools.cache
 def _globals_read(code: types.CodeType) -> frozenset[str]:
-    """The names of its file that a function's code reads; others may be attributes."""
+    """Return the names of the globals that a function's code reads; other names may be attributes."""
     inner = [_globals_read(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return frozenset(own).union(*inner)
 
 
 def _is_read(found: _Found, names: Collection[str]) -> bool:
-    """Is it what the program reads, as far as names tell?"""
+    """Return whether the program reads a value, as far as the names in its code tell."""
     return not isinstance(found.value, Tensor) or found.value.requires_grad or _is_named(found, names)
 
 
 def _is_named(found: _Found, names: Collection[str]) -> bool:
-    """Does code of the program have the names of the attributes that lead there?"""
+    """Return whether all attributes on the way to a value are named in the program's code."""
     step: _Found | None = found
     while step is not None:
         if step.place is not None and step.place.is_attribute and step.place.key not in names:
@@ -183,7 +187,7 @@ def _is_named(found: _Found, names: Collection[str]) -> bool:
 
 
 def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType]]:
-    """The names in the code of functions and of methods of objects, and of functions that these name; all of these."""
+    """Return the names in the code of functions and objects' methods and of functions these name, and all of these."""
     todo = [x for x in values if isinstance(x, types.FunctionType)]
     modules = [module for x in values if isinstance(x, nn.Module) for module in x.modules()]
     kinds = {kind for x in (*values, *modules) for kind in type(x).__mro__} - {object, nn.Module}
@@ -202,7 +206,10 @@ def _names_used(values: Iterable[Any]) -> tuple[set[str], set[types.FunctionType
 
 
 def _named_by(function: types.FunctionType) -> Iterator[tuple[Location, Any]]:
-    """What a function names of its file, and of the classes and files named there; torch's own files are torch's."""
+    """Yield the globals that a function names, and named parts of the classes, functions and files among them.
+
+    Functions of torch are skipped.
+    """
     function = inspect.unwrap(function)
     held, code = function.__globals__, function.__code__
     if str(held.get("__name__")).startswith("torch."):
@@ -220,25 +227,25 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[Location, Any]]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names in a function's code, and in that of the functions which it makes."""
+    """Return the names in a function's code, and in that of the functions that it defines."""
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _words_in(code: types.CodeType) -> set[str]:
-    """Texts that may be names, as `getattr` takes them."""
+    """Return the strings in a function's code that may be names, as `getattr` takes them."""
     inner = [_words_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}.union(*inner)
 
 
 def _functions(x: Any) -> list[Any]:
-    """What an attribute of a class runs."""
+    """Return the functions that an attribute of a class runs."""
     parts = [x, getattr(x, "fget", None), getattr(x, "func", None), getattr(x, "__func__", None)]
     return [f for f in parts if isinstance(f, types.FunctionType)]
 
 
 def _below(x: Any) -> Iterator[tuple[Location | None, Any]]:
-    """What something leads to, and where that stands."""
+    """Yield the objects that one leads to directly, with their locations; None if they cannot be replaced."""
     if isinstance(x, nn.Module):
         for module in x.modules():
             yield from _attributes(module, _OF_MODULES)
@@ -277,7 +284,7 @@ def _below(x: Any) -> Iterator[tuple[Location | None, Any]]:
 
 
 def _of_classes(x: Any) -> Iterator[tuple[Location, Any]]:
-    """Tensors, modules and containers that are attributes of classes; `_plain_of_classes` finds the rest."""
+    """Yield class attributes that are tensors, modules or containers; `_plain_of_classes` finds plain values."""
     for kind in _classes(x):
         held = vars(kind)
         kept = [(name, value) for name, value in held.items() if isinstance(value, (Tensor, nn.Module, list, dict))]
@@ -285,20 +292,20 @@ def _of_classes(x: Any) -> Iterator[tuple[Location, Any]]:
 
 
 def _of_file(file: types.ModuleType, code: types.CodeType) -> Iterator[tuple[Location, Any]]:
-    """What a function's code may name of another file; nothing of a library."""
+    """Yield the attributes of another Python module that a function's code may name; none of a library's."""
     if not _is_of_library(file.__name__):
         held = vars(file)
         yield from ((Location(held, name, is_attribute=True), held[name]) for name in _names_in(code) & held.keys())
 
 
 def _is_of_library(name: str | None) -> bool:
-    """Is a file of this name one of those that have no state of programs?"""
+    """Return whether a Python module belongs to a library, which holds no state of programs."""
     return str(name).partition(".")[0] in _LIBRARIES
 
 
 _LIBRARIES = frozenset({"torch", "numpy", "triton", "subtensors", *sys.stdlib_module_names})
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has, its parameters, buffers and modules among them: `State` looks after those."""
+"""Attributes that every module has, such as its parameters, buffers and submodules, which `State` watches."""
 
 
 def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[Location, Any]]:
@@ -308,5 +315,5 @@ def _attributes(x: Any, but: Collection[str]) -> Iterator[tuple[Location, Any]]:
 
 
 def _is_result(x: Any) -> bool:
-    """Is it a tensor that was computed? A program that keeps one does not read it as state."""
+    """Return whether a value is a computed tensor: a program that keeps one does not read it as state."""
     return isinstance(x, Tensor) and (not x.is_leaf or isinstance(x, PaddedTensor))

@@ -1,4 +1,4 @@
-"""Where random generators are: torch's of some devices, and those that a program's Python draws from on the host."""
+"""Snapshots of random generators: torch's on some devices, and those that Python code draws from on the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CPU = torch.device("cpu")
 
 
 class RandomPlaces:
-    """The places of random generators as they are now: the CPU's, those of some GPUs, Python's and NumPy's own.
+    """A snapshot of random generators: the CPU's, those of some GPUs, Python's and NumPy's own.
 
     Args:
-        devices: whose; the CPU's counts among the host's in any case.
+        devices: the devices; the CPU is always included.
 
     Example:
         >>> places = RandomPlaces()
@@ -37,11 +37,11 @@ class RandomPlaces:
         self._host = _host_places()
 
     def has_host_drawn(self) -> bool:
-        """Were random numbers drawn since on the host, which no graph draws again?"""
+        """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
         return _host_places() != self._host or not _are_equal(capture.random_place(_CPU), self._places[_CPU])
 
     def go_back(self) -> None:
-        """Set all of them to where they were."""
+        """Restore all generators to the snapshot."""
         for device, place in self._places.items():
             capture.go_to_random_place(device, place)
         of_python, (name, numbers, *rest) = self._host

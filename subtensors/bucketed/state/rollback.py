@@ -1,4 +1,4 @@
-"""Runs that leave no trace: what a program may write to is afterwards as it was before."""
+"""Runs without side effects: whatever a program may write to is restored afterwards."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from subtensors.dispatch.torch_internals import autograd
 _log = logging.getLogger("subtensors.bucketed")
 
 ROOM = 256 << 20
-"""Bytes for copies of what a run that may raise may write to."""
+"""Maximum bytes of the copies that are kept of tensors which a run may write to."""
 
 
 @contextmanager
 def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
-    """Some buffers of a program's state, and random generators, are afterwards as they were before.
+    """A context that restores on exit some buffers, the modules' registered tensors, and random generators.
 
     Args:
-        state: of the program.
-        buffers: those that it may write to.
-        devices: where it runs, beside those of its state.
+        state: the state of the program.
+        buffers: the buffers that it may write to.
+        devices: the devices on which it runs, beside those of its state.
     """
     held, values = state.held(), _Values(buffers)
     random = RandomPlaces([*devices, *[t.device for t in state.tensors()]])
@@ -42,12 +42,12 @@ def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[tor
 
 @contextmanager
 def restore_all(state: State, others: Iterable[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
-    """All that a program may write to is afterwards as it was before, a whole training step's as well.
+    """A context that restores on exit all that a program may write to, also in a whole training step.
 
     Args:
-        state: of the program.
-        others: beside it, what the run may write to.
-        devices: where it runs, beside those of its state.
+        state: the state of the program.
+        others: further tensors that the run may write to.
+        devices: the devices on which it runs, beside those of its state.
     """
     before = _Before(state, devices, state.buffers(), [*others, *state.tensors()])
     try:
@@ -58,12 +58,12 @@ def restore_all(state: State, others: Iterable[Tensor], devices: Iterable[torch.
 
 @contextmanager
 def rollback_on_error(state: State, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """A run that raises leaves all that it may write to as it was: it will be made again in another way.
+    """A context that restores all that a run may write to if the run raises, so that it can be repeated otherwise.
 
     Args:
-        state: of the program.
-        others: beside it, what the run may write to.
-        device: where it runs, beside the CPU.
+        state: the state of the program.
+        others: further tensors that the run may write to.
+        device: the device on which it runs, beside the CPU.
     """
     before = _Before(state, [device], [], others)
     try:
@@ -74,15 +74,15 @@ def rollback_on_error(state: State, others: Iterable[Tensor], device: torch.devi
 
 
 class _Before:
-    """What a program may write to as it is now: tensors, gradients, what an optimizer holds, random generators.
+    """A snapshot of what a program may write to: tensors, gradients, optimizer state, random generators.
 
-    The largest, as caches of keys and values and weights, are left out where there is no room for a second one of each.
+    The largest tensors, such as weights and caches of keys and values, are left out if their copies exceed `ROOM`.
 
     Args:
-        state: of the program.
-        devices: whose random generators.
-        whatever: tensors that are kept however large they are.
-        others: those beside the state's that may be written to.
+        state: the state of the program.
+        devices: the devices whose random generators are included.
+        whatever: tensors that are copied however large they are.
+        others: tensors beside the state's that may be written to.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class _Before:
         self._versions = [t._version for t in self._left_out]
 
     def put_back(self) -> None:
-        """Undo what was written since, and say so where it can't be."""
+        """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
         self._state.put_back(self._held)
         self._state.optimizers.go_back(self._optimizers)
         for t, gradient in self._gradients:
@@ -119,22 +119,22 @@ class _Before:
 
 
 class _Values:
-    """The values of some tensors as they are now."""
+    """A snapshot of the values of some tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # What has no memory, what sleeps, and what is of inference outside of it, nobody can write to.
+        # Nobody can write to released tensors, nor to inference tensors outside of inference mode.
         can_all = torch.is_inference_mode_enabled()
         self.tensors = [t for t in tensors if not isinstance(t, ReleasedTensor) and (can_all or not t.is_inference())]
         with torch.no_grad():
             self._kept = [t.clone() for t in self.tensors]
 
     def put_back(self) -> None:
-        """Undo what was written since."""
+        """Undo what was written since the snapshot."""
         with torch.no_grad():
             for t, values in zip(self.tensors, self._kept, strict=True):
                 t.copy_(values)
 
 
 def _nbytes(t: Tensor) -> int:
-    """The bytes of a copy; of a sparse one, which doesn't say, as if it were dense."""
+    """Return the bytes of a copy; a sparse tensor counts as if it were dense."""
     return t.numel() * t.element_size()

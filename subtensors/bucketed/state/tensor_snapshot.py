@@ -1,4 +1,4 @@
-"""What a graph holds of a tensor that it reads where it is: a tensor of which any of this is another was replaced."""
+"""Snapshots of tensors that a graph reads in place: a tensor whose address, dtype or layout changed is stale."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HELD: dict[str, Callable[[Tensor], Any]] = {
     "conjugation": Tensor.is_conj,
     "negation": Tensor.is_neg,
 }
-"""By its name, how it is read."""
+"""The properties of a tensor that a graph depends on: by name, the function that reads it."""
 
 _MODES = 4
 """Combinations of grad mode, inference mode and autocast that a program is called in, at most."""
 
 
 def held_of(t: Tensor) -> tuple[Any, ...] | None:
-    """All of the table for one tensor; None where it has no memory that could be held, as a sparse one."""
+    """Return the properties in `HELD` of one tensor; None if it has no address, such as a sparse one."""
     try:
         return tuple([read(t) for read in HELD.values()])
     except (RuntimeError, ValueError):  # torch's; a parameter of a lazy module has no size before the first call
@@ -35,12 +35,12 @@ def held_of(t: Tensor) -> tuple[Any, ...] | None:
 
 
 class TensorSnapshot:
-    """Some tensors as they are now, to be compared with what is there later.
+    """A snapshot of some tensors, to be compared with later ones.
 
-    A guard in C++ compares all of them at once; where it says no, the table decides.
+    A guard in C++ compares all of them at once; if it reports a difference, the properties in `HELD` decide.
 
     Args:
-        tensors: in an order that later ones come in too.
+        tensors: the tensors, in the order in which later ones are given too.
 
     Example:
         >>> w = torch.ones(2, 2)
@@ -54,11 +54,11 @@ class TensorSnapshot:
         self._held = [held_of(t) for t in tensors]
         self._guard = IdentityGuard(tensors, _MODES) if None not in self._held else None
         with torch.no_grad():
-            # Keeps the memory, also where `.data` is replaced.
+            # Keeps the memory alive, even if `.data` is replaced.
             self._memory = [t.detach() for t, held in zip(tensors, self._held, strict=True) if held is not None]
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Is of every tensor all as it was?"""
+        """Return whether every tensor still matches its snapshot."""
         if self._guard is not None and self._guard.matches(tensors):
             return True
         if self.first_other(tensors) is not None:
@@ -68,7 +68,7 @@ class TensorSnapshot:
         return True
 
     def first_other(self, tensors: Sequence[Tensor]) -> tuple[int, str] | None:
-        """The first tensor that is another than it was, and what of it in words; None where there is none."""
+        """Return the index of the first tensor that changed and the name of what changed; None if none did."""
         for i, (t, before) in enumerate(zip(tensors, self._held, strict=False)):
             if (now := held_of(t)) != before:
                 changed = zip(HELD, now or (), before or (), strict=False)

@@ -1,4 +1,4 @@
-"""Whether tensors are written to, as torch counts it."""
+"""Detection of writes to tensors by their version counters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from subtensors.padded.padded_tensor import PaddedTensor
 
 
 class Writes:
-    """What is written to some tensors from now on.
+    """A detector of writes to some tensors, from its creation on.
 
     Args:
-        tensors: plain or padded; those that were made in inference mode have no count, and tell nothing.
+        tensors: plain or padded; inference tensors have no version counter and are ignored.
 
     Example:
         >>> import torch
@@ -28,5 +28,5 @@ class Writes:
         self._versions = [(t, t._version) for t in whole if not t.is_inference()]
 
     def any(self) -> bool:
-        """Was one of them written to?"""
+        """Return whether one of the tensors was written to."""
         return any(t._version != version for t, version in self._versions)

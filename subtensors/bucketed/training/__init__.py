@@ -1,1 +1,1 @@
-"""Calls that autograd follows, and whole training steps."""
+"""Calls that are tracked by autograd, and whole training steps."""

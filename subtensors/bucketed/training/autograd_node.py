@@ -1,11 +1,11 @@
-"""A call of a recorded bucket that autograd follows: one node of the caller's graph.
+"""Calls of a captured bucket that are tracked by autograd, each one node of the caller's autograd graph.
 
-Its forward replays the bucket's forward, its backward the bucket's backward.
+The node's forward replays the bucket's forward graph, its backward the bucket's backward graph.
 
 Note [When another replay came between]
-All graphs share one pool, so a replay overwrites what another bucket's forward left for its backward. Replays are
-counted; where one came between a call's forward and its backward, as with two calls in one loss, the forward is
-replayed again on the call's inputs, with the random numbers of the first time and the buffers put back.
+All graphs share one pool, so a replay overwrites what another bucket's forward saved for its backward. Replays are
+counted. If one came between a call's forward and its backward, as with two calls in one loss, the forward is replayed
+again on the call's inputs, with the same random numbers, and the buffers are restored afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def refuse_second_order() -> None:
-    """Raise RuntimeError where a backward is asked to be differentiable itself."""
+    """Raise RuntimeError if a backward is itself to be differentiable (`create_graph=True`)."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True: the gradients of a bucketed program have no gradients; differentiate the program itself"
@@ -36,14 +36,14 @@ def refuse_second_order() -> None:
 
 
 class ReplayFunction(torch.autograd.Function):
-    """A call of a recorded bucket as one node of autograd's graph."""
+    """A call of a captured bucket as one node of the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, call: TrainingCall, *wanted: Tensor) -> tuple[Tensor, ...]:
-        """The results' tensors."""
+        """Return the tensors among the results."""
         ctx.call = call
         ctx.set_materialize_grads(False)
-        # Parameters for torch to see if one was written to before the backward, which reads them where they are.
+        # Parameters are saved so that torch checks their versions: the backward reads them in place.
         ctx.save_for_backward(*call.sources, *call.bucket.fixed())
         results = call.forward()
         ctx.mark_non_differentiable(*[t for i, t in enumerate(results) if i not in call.roots_at])
@@ -51,21 +51,21 @@ class ReplayFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients of what wanted one."""
+        """Return the gradients of the inputs that require grad."""
         refuse_second_order()
         call: TrainingCall = ctx.call
         return None, *call.backward(ctx.saved_tensors[: len(call.reading.sources)], gradients)
 
 
 class TrainingCall:
-    """One call of a bucket that autograd follows.
+    """One call of a bucket that is tracked by autograd.
 
     Args:
-        bucket: recorded.
-        leaves: the call's.
-        reading: what they are.
-        lock: of the runner.
-        recorder: of the bucket; it counts replays, and records again what was evicted.
+        bucket: a captured bucket.
+        leaves: the call's leaves.
+        reading: their analysis.
+        lock: the runner's lock.
+        recorder: the bucket's graph cache; it counts replays, and recaptures evicted graphs.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class TrainingCall:
         self.wanted = bucket.wanted(leaves)
         self.given = leaves
         assert bucket.outputs is not None
-        # Results are tensors and others; autograd is told of the tensors.
+        # Results may hold other values than tensors; autograd is given the tensors.
         self.tensors_at = [i for i, leaf in enumerate(bucket.outputs.leaves) if isinstance(leaf.value, Tensor)]
         self.roots_at = {self.tensors_at.index(i) for i in bucket.roots_at}
 
     def forward(self) -> list[Tensor]:
-        """Load and replay."""
+        """Load the inputs, replay the forward, and return the tensors among the results, cut to their true sizes."""
         self.random = capture.random_place(self.bucket.device)
         outputs = self._replay(self.given)
-        # Autograd holds what the backward reads, and lets go of it.
+        # Autograd saves what the backward reads, and frees it.
         del self.given, self.sources, self.wanted
         self.ticket = self.clock.tick()
         cuts = outputs.cuts(self.reading.host)
@@ -103,7 +103,7 @@ class TrainingCall:
         return self.bucket.outputs
 
     def backward(self, sources: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward; before it the forward again, if its traces are gone."""
+        """Replay the backward; before it the forward again, if its saved activations were overwritten."""
         with self.lock, torch.no_grad():
             if not self.bucket.is_recorded:
                 self.recorder.record_again(self.bucket)
@@ -116,7 +116,7 @@ class TrainingCall:
                 self._replay_again(sources)
             of_roots = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
             found = self.bucket.replay_backward(of_roots, self.reading.host)
-            # Its own traces are gone with it.
+            # The backward overwrites the saved activations of its own forward.
             self.clock.tick()
             return found
 
@@ -133,11 +133,11 @@ class TrainingCall:
 
 
 class ReplayCounter:
-    """Counts what overwrites the memory of graphs."""
+    """A counter of the replays that overwrite the memory of graphs."""
 
     now = 0
 
     def tick(self) -> int:
-        """The count after one more."""
+        """Count one more replay; return the new count."""
         self.now += 1
         return self.now

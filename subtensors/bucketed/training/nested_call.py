@@ -1,8 +1,8 @@
-"""A bucketed program that another one calls: it has no graph of its own, but its compiled code.
+"""Calls of a bucketed program inside another: they run its compiled code, and have no CUDA graph of their own.
 
-Where a whole training step is bucketed, its loss may be too, with `compile`. The step hands it the PaddedTensors that
-it was given itself; they are at a bucket's size, and their true sizes are on the device. So the loss is its compiled
-forward, its compiled backward in autograd's graph, and both are captured as a part of the step.
+If a whole training step is bucketed, its loss may be bucketed too, with `compile`. The step passes on the PaddedTensors
+that it was given; they have a bucket's size, and their true sizes are on the device. So the loss runs as its compiled
+forward, with its compiled backward as a node of the autograd graph, and both are captured as a part of the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _is_inside: ContextVar[bool] = ContextVar("inside a bucketed program", default=F
 
 @contextmanager
 def bucketed_program() -> Iterator[None]:
-    """A bucketed program runs meanwhile."""
+    """A context in which a bucketed program runs."""
     token = _is_inside.set(True)
     try:
         yield
@@ -39,19 +39,19 @@ def bucketed_program() -> Iterator[None]:
 
 
 def is_inside() -> bool:
-    """Is the caller a bucketed program?"""
+    """Return whether the caller is a bucketed program."""
     return _is_inside.get()
 
 
 def opened(leaves: Sequence[Any], places: Sequence[tuple[str, Any]]) -> tuple[list[Any], TrueSizes | None] | None:
-    """The leaves with the storages of PaddedTensors in their place, and the true sizes that these have.
+    """Return the leaves with PaddedTensors replaced by their storages, and the true sizes that these share.
 
     Args:
-        leaves: of a call.
-        places: for each its place, and the padded dims that the program declares.
+        leaves: the leaves of a call.
+        places: for each leaf its place, and the padded dims that the program declares.
 
     Returns:
-        None where they are padded in other ways than the program declares.
+        None if a leaf is padded in another way than the program declares.
     """
     found: list[Any] = []
     sizes: TrueSizes | None = None
@@ -72,11 +72,11 @@ def opened(leaves: Sequence[Any], places: Sequence[tuple[str, Any]]) -> tuple[li
 
 
 class _Compiled(torch.autograd.Function):
-    """The compiled halves of a program as one node of autograd's graph."""
+    """The compiled forward and backward of a program as one node of the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, run: NestedCall, *wanted: Tensor) -> tuple[Tensor, ...]:
-        """The results' tensors."""
+        """Return the tensors among the results."""
         ctx.set_materialize_grads(False)
         ctx.run = run
         results, saved = run.forward()
@@ -86,7 +86,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients of what wanted one."""
+        """Return the gradients of the inputs that require grad."""
         refuse_second_order()
         return None, *ctx.run.backward(autograd.taken_from(ctx), gradients)
 
@@ -95,10 +95,10 @@ class NestedCall:
     """One call of compiled code on tensors of a bucket's size.
 
     Args:
-        code: of the bucket.
-        bucket: its sizes; it is never recorded.
-        inputs: in place of the bucket's static ones.
-        sizes: the true ones.
+        code: the compiled code of the bucket.
+        bucket: the bucket of the call's sizes, which is never captured.
+        inputs: the tensors that stand for the bucket's static inputs.
+        sizes: the true sizes.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class NestedCall:
         self.outputs: Outputs | None = None
 
     def result(self) -> Any:
-        """What the program returns."""
+        """Run the compiled forward; return the program's result."""
         sources = zip(self.bucket.reading.sources, self.inputs, strict=False)
         wanted = [*[x for s, x in sources if s.requires_grad], *self.bucket.fixed()]
         tensors = iter(_Compiled.apply(self, *wanted))  # type: ignore[no-untyped-call]
@@ -124,14 +124,14 @@ class NestedCall:
         return value if output.dims is None else wrap(PaddedValue(value, output.dims, self.sizes))
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The results' tensors, and what is left for the backward."""
+        """Run the compiled forward; return the tensors among the results, and those saved for the backward."""
         self.outputs, roots_at, saved = self.code.forward(self.bucket, self.given)
         at = [i for i, x in enumerate(self.outputs.leaves) if isinstance(x.value, Tensor)]
         self.roots_at = [at.index(i) for i in roots_at]
         return self.outputs.tensors(), saved
 
     def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of what wanted one; the list of what was saved is emptied."""
+        """Return the gradients of the inputs that require grad; the list of saved tensors is emptied."""
         assert self.outputs is not None
         results = self.outputs.tensors()
         given = [gradients[i] for i in self.roots_at]

@@ -1,8 +1,8 @@
-"""What a recorded program does beside its results: gradients that it accumulates itself, steps of optimizers, writes.
+"""The side effects of a captured program: gradients that it accumulates itself, optimizer steps, writes.
 
-A program that returns nothing that wants a gradient may still call `backward` and step an optimizer. A graph of it
-writes to the gradients that it found, where they lay, or makes some in its own memory. The latter are nobody's after
-the call: the next graph may overwrite them. So a parameter then has no gradient, rather than one of some other time.
+A program may call `backward` and step an optimizer even if no result of it requires grad. Its graph writes in place to
+the gradients that it found at capture, or makes new ones in its own memory. The next graph may overwrite the latter
+after the call, so they are dropped: the parameter then has no gradient rather than a stale one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from subtensors.dispatch.graphs.live_scalars import GraphNumbers
 
 
 class TrainingDetector:
-    """Tells whether a program computes gradients, or takes a step, by itself.
+    """A detector of programs that accumulate gradients, or step an optimizer, themselves.
 
     Args:
-        state: of the program, which is about to be run.
+        state: the state of the program, taken before it runs.
     """
 
     def __init__(self, state: State) -> None:
@@ -33,35 +33,36 @@ class TrainingDetector:
         self._held = [(t, t.grad, None if t.grad is None else t.grad._version) for t in trained]
 
     def any(self) -> bool:
-        """Were there gradients, or a step of an optimizer, since?"""
+        """Return whether gradients were accumulated, or an optimizer stepped, since creation."""
         if [t._version for t in self._trained] != self._written:
             return True
         return any(t.grad is not g or (g is not None and g._version != version) for t, g, version in self._held)
 
 
 class SideEffects:
-    """What the replays of one graph do.
+    """The side effects of one graph's replays.
 
     Args:
-        state: of the program.
+        state: the state of the program.
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.numbers = GraphNumbers()
         self._accumulated: dict[Tensor, Tensor] = {}
-        """Parameters whose gradient the graph reads, or adds to, where it lies, and that gradient."""
+        """Parameters whose gradient the graph reads or adds to in place, each with that gradient."""
         self._held = TensorSnapshot([])
         self._dropped: list[Tensor] = []
-        """Parameters whose gradient is in the graph's memory."""
+        """Parameters whose gradient lies in the graph's memory."""
         self._written: list[Tensor] = []
 
     @contextmanager
     def recorded(self, leaves_gradients: bool) -> Iterator[None]:
-        """The program is captured meanwhile.
+        """A context in which the program is captured, and its side effects are noted.
 
         Args:
-            leaves_gradients: is the backward the caller's? Then gradients count that the program writes to, alone.
+            leaves_gradients: whether the caller runs the backward; then only gradients that the program itself writes
+                to count.
         """
         tensors = [*self.state.tensors(), *self.state.optimizers.tensors()]
         params = list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
@@ -72,7 +73,7 @@ class SideEffects:
         with self.numbers.kept():
             try:
                 yield
-            except BaseException:  # nothing was done
+            except BaseException:  # a failed capture has computed nothing
                 for p, before in zip(params, found, strict=True):
                     p.grad = before
                 raise
@@ -86,19 +87,19 @@ class SideEffects:
         self._written = [t for t, version in zip(counted, versions, strict=True) if t._version != version]
 
     def obstacle(self) -> str:
-        """Why the graph must not be replayed now; "" where it may."""
+        """Return the reason why the graph must not be replayed now; "" if it may."""
         gradients = list(self._accumulated.values())
         if not all(map(is_, [p.grad for p in self._accumulated], gradients)) or not self._held.are(gradients):
             return "a gradient that the program adds to was replaced: let zero_grad(set_to_none=False) keep it"
         return ""
 
     def before_replay(self) -> None:
-        """Hand the numbers of the optimizers over."""
+        """Upload the dynamic scalars of the optimizers."""
         self.state.optimizers.hand_over(self.numbers)
         self.numbers.upload()
 
     def after_replay(self) -> None:
-        """Tell autograd, and whoever looks at gradients."""
+        """Bump the versions of written tensors, and drop the gradients that lie in the graph's memory."""
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         for p in self._dropped:

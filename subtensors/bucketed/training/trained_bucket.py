@@ -1,13 +1,13 @@
-"""Forward and backward of a bucket, each a graph; `followed_call` puts them behind ordinary autograd.
+"""The forward and the backward of a bucket, each a CUDA graph; `ReplayFunction` makes them a node of autograd.
 
-Gradients leave in memory of their own, so that the next bucket overwrites none of them.
+Gradients are returned in memory of their own, so that the next bucket does not overwrite them.
 
 Note [Leaves of its own]
 While a graph of the caller is alive, the nodes that accumulate its parameters' gradients belong to the caller's stream,
-and the engine waits for that stream even where it only takes gradients with respect to them. What is recorded therefore
-runs on aliases of the parameters: the same memory, other leaves. The caller's hooks run on the caller's nodes alone. A
-whole step, which returns nothing that wants a gradient, runs on the parameters themselves: its optimizer reads their
-`grad`. These, and tensors that have no alias, get new nodes before a capture.
+and the engine waits for that stream even if it only takes gradients with respect to them. The captured program
+therefore runs on aliases of the parameters: the same memory, but other leaves. The caller's hooks run only on the
+caller's nodes. A whole training step, none of whose results require grad, runs on the parameters themselves: its
+optimizer reads their `grad`. These, and tensors without an alias, get new nodes before a capture.
 """
 
 from __future__ import annotations
@@ -39,64 +39,64 @@ if TYPE_CHECKING:
 
 
 class NotDifferentiable(Exception):
-    """Gradients can't be recorded here; the message says why."""
+    """Gradients cannot be captured here; the message says why."""
 
 
 class TrainedBucket(Bucket):
-    """A bucket whose calls autograd follows; arguments as of `Bucket`."""
+    """A bucket whose calls are tracked by autograd; it takes the arguments of `Bucket`."""
 
     state: State
     backward_graph: torch.cuda.CUDAGraph | None = None
     gradients: list[Tensor | None]
-    """Of what is differentiated, static; None where there is none."""
+    """The static gradients of the differentiated tensors; None for a tensor that gets none."""
     roots_at: list[int]
-    """Which of the outputs want a gradient."""
+    """The indices of the outputs that require grad."""
     root_gradients: Sequence[Tensor] = ()
-    """What the backward takes for their gradients, static."""
+    """The static tensors from which the backward reads the gradients of these outputs."""
     _root_loads: dict[int, InputLoad]
-    """By which of the outputs it is of, what copies a caller's gradient there."""
+    """By the index of the output, the load that copies a caller's gradient there."""
     is_differentiable = False
-    """Do results depend on what wants a gradient? They may not, as those of a whole training step."""
+    """True if a result requires grad; none does in a whole training step, for example."""
     own: dict[int, nn.Parameter]
-    """What the program runs on in place of the parameters; see Note [Leaves of its own]."""
+    """The aliases that the program runs on in place of the parameters; see Note [Leaves of its own]."""
     gradients_code: CompiledGradients | None = None
-    """The program and its gradients as compiled code, where that is asked for."""
+    """The program and its gradients as compiled code, if that is asked for."""
     is_compiled = False
     saved: Sequence[Tensor] = ()
-    """What the compiled forward left for the backward."""
+    """The tensors that the compiled forward saved for the backward."""
     first_leaves: frozenset[int] = frozenset()
     """Ids of the leaves that the first call's results depend on."""
     met: frozenset[int] = frozenset()
-    """Ids of parameters that the program reads from elsewhere too, as a list of a module's own: they get no alias."""
+    """Ids of parameters that the program also reads from elsewhere, such as a list in a module: they get no alias."""
 
     def take_code(self, code: CompileCache) -> None:
         """See `Bucket`."""
         self.gradients_code = code.of(self, CompiledGradients)
 
     def wanted(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """What of a call wants a gradient: arguments that are copied, then tensors that are read where they are."""
+        """Return the tensors of a call that require grad: copied arguments, then tensors that are read in place."""
         copied = [leaves[source.leaf] for source in self.reading.sources]
         return [x for x in copied if x.requires_grad] + self.fixed()
 
     def fixed(self) -> list[Tensor]:
-        """What is read where it is and wants a gradient."""
+        """Return the tensors that are read in place and require grad."""
         found = [*self.state.tensors(), *[x for x in self.others.values() if isinstance(x, Tensor)]]
         return list({id(t): t for t in found if t.requires_grad}.values())
 
     def _take_leaves(self) -> None:
-        """Make the leaves that the next runs are on."""
+        """Make the aliases that the next runs use."""
         self.own = self._aliases() if self.is_differentiable else {}
 
     def _aliases(self) -> dict[int, nn.Parameter]:
         return self.state.aliases({*self.met, *map(id, self.others.values())})
 
     def replaced(self) -> list[Tensor]:
-        """The tensors that the program can be run on others in place of."""
+        """Return the parameters that can be replaced by aliases when the program runs."""
         aliases = self._aliases()
         return [t for t in self.fixed() if id(t) in aliases]
 
     def _differentiated(self) -> list[Tensor]:
-        """What stands for `wanted` in the recorded program."""
+        """Return the tensors that stand for `wanted` in the captured program."""
         return [*[s for s in self.statics if s.requires_grad], *[self.own.get(id(t), t) for t in self.fixed()]]
 
     def _make_inputs(self, reading: CallSpec) -> None:
@@ -105,7 +105,7 @@ class TrainedBucket(Bucket):
             static.requires_grad_(source.requires_grad)
 
     def _forward(self) -> Outputs:
-        """The results; `roots_at` is set."""
+        """Run the forward on the static inputs; set `roots_at`, and return the outputs."""
         if self.is_compiled:
             assert self.gradients_code is not None
             given = [*self.inputs(), *self.replaced()]
@@ -118,9 +118,9 @@ class TrainedBucket(Bucket):
         return outputs
 
     def check(self, outputs: Outputs) -> None:
-        """Raise NotDifferentiable where no gradients of these results can be recorded."""
+        """Raise NotDifferentiable if the gradients of these results cannot be captured."""
         if any(s.requires_grad and s.dims is not None for s in self.reading.sources):
-            raise NotDifferentiable("a PaddedTensor among the arguments wants a gradient: hand over the plain tensor")
+            raise NotDifferentiable("a PaddedTensor among the arguments requires grad: hand over the plain tensor")
         if self.written:
             raise NotDifferentiable("it writes to its arguments")
         for leaf in outputs.leaves:
@@ -128,18 +128,18 @@ class TrainedBucket(Bucket):
                 raise NotDifferentiable("a result is a ragged batch, or flattened: its gradients have no one shape")
 
     def check_leaves(self, behind: set[int], own: Iterable[Tensor]) -> None:
-        """Raise NotDifferentiable where a leaf would get no gradient.
+        """Raise NotDifferentiable if a leaf would get no gradient.
 
         Args:
-            behind: the ids of those that results depend on.
-            own: what stands for the parameters meanwhile.
+            behind: the ids of the leaves that results depend on.
+            own: the aliases that stand for the parameters.
         """
         known = set(map(id, [*self.statics, *own, *self.fixed()]))
         if behind & self.first_leaves - known:
-            raise NotDifferentiable("a result depends on a tensor that wants a gradient and is not found: pass it on")
+            raise NotDifferentiable("a result depends on a tensor that requires grad and is not found: pass it on")
 
     def run_once(self, host: dict[Any, Any]) -> Any:
-        """Warm the libraries up for forward and backward; what the call returns is computed by the caller."""
+        """Warm up libraries for the forward and the backward; the caller computes the call's result."""
 
         def both() -> None:
             outputs = self._forward()
@@ -157,7 +157,7 @@ class TrainedBucket(Bucket):
                 self.is_compiled = not self.gradients_code.refusal
             self._take_leaves()
             with warnings.catch_warnings():
-                # Leaves that have no alias have nodes of the caller's stream; nothing is accumulated here.
+                # Nodes of leaves without an alias belong to the caller's stream; nothing is accumulated here.
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
                 self.pool.run(both) if self.pool is not None else both()
 
@@ -207,7 +207,7 @@ class TrainedBucket(Bucket):
     def _take(self, outputs: Outputs) -> None:
         self.outputs = outputs
         roots = [outputs.leaves[i].value for i in self.roots_at]
-        # Without a graph a result that is not padded may have another size in each call.
+        # Without a CUDA graph, an unpadded result may change its size from call to call.
         if [t.shape for t in roots] != [t.shape for t in self.root_gradients]:
             self.root_gradients = [torch.zeros_like(t) for t in roots]
             self._root_loads = {}
@@ -221,7 +221,7 @@ class TrainedBucket(Bucket):
             return self.gradients_code.backward(self, saved, given, self.root_gradients)
         roots = [self.outputs.leaves[i].value for i in self.roots_at]
         wrt = self._differentiated()
-        # A backward may run parts of the program again.
+        # A backward may recompute parts of the program.
         with self.state.own_leaves(self.own):
             return list(torch.autograd.grad(roots, wrt, self.root_gradients, allow_unused=True))
 
@@ -229,12 +229,12 @@ class TrainedBucket(Bucket):
         self.gradients = self._differentiate() if self.roots_at else []
 
     def _forget_autograd(self) -> None:
-        """Drop the graph behind the static outputs; what it saved is the pool's again."""
+        """Drop the autograd graph of the static outputs; the tensors it saved return to the pool."""
         assert self.outputs is not None
         self.outputs = self.outputs.detached()
 
     def replay(self, host: dict[Any, Any]) -> None:
-        """Run the forward on what was loaded."""
+        """Run the forward on the loaded inputs."""
         if self.pool is not None:
             self.effects.before_replay()
             super().replay(host)
@@ -244,18 +244,18 @@ class TrainedBucket(Bucket):
             self._take(self._forward())
 
     def obstacle(self, leaves: Sequence[Any]) -> str:
-        """Why the program must not be replayed now; "" where it may."""
+        """Return the reason why the program must not be replayed now; "" if it may."""
         return self.effects.obstacle() if self.graph is not None else ""
 
     def replay_backward(self, gradients: Sequence[Tensor | None], host: dict[Any, Any]) -> list[Tensor | None]:
         """Run the backward.
 
         Args:
-            gradients: of the results that want one, cut to the call's true sizes.
+            gradients: the gradients of the results that require grad, cut to the call's true sizes.
             host: the true sizes.
 
         Returns:
-            The gradients of what `wanted` gives, in memory of their own.
+            The gradients of the tensors that `wanted` returns, in memory of their own.
         """
         assert self.outputs is not None
         for at, static, gradient in zip(self.roots_at, self.root_gradients, gradients, strict=True):
@@ -294,7 +294,7 @@ class TrainedBucket(Bucket):
         return found
 
     def forget_graph(self) -> None:
-        """Give the memory of both graphs back to the pool."""
+        """Return the memory of both graphs to the pool."""
         if self.backward_graph is not None and self.pool is not None:
             self.pool.drop(self.backward_graph)
         self.backward_graph = None
@@ -305,7 +305,7 @@ class TrainedBucket(Bucket):
 
 
 def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoad:
-    """Copies the gradient of a result with these dims to where the backward reads it, with zeros in its padding."""
+    """Return the `InputLoad` that copies a result's gradient to where the backward reads it, with zeros as padding."""
     which = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
     unread = torch.zeros(max(len(dims), 1), dtype=torch.int64, device=static.device)
     return InputLoad([static], [which], unread)

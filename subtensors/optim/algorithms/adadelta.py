@@ -81,7 +81,7 @@ class Adadelta(Optimizer):
         eps: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         step.add_(1)
         if weight_decay is not None:
             g = g + weight_decay * p

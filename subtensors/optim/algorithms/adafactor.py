@@ -105,7 +105,7 @@ class Adafactor(MatrixOptimizer):
         d: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for tensors that are all matrices, or all have more dimensions, or all have less."""
+        """The math of the class, for tensors that are all matrices, or all have more dimensions, or all have less."""
         eps1, eps2 = eps
         share: Any = _share(step, beta2_decay=beta2_decay)
         values: Any = {"lr": lr, "d": d, "eps2": eps2, "weight_decay": weight_decay}
@@ -139,7 +139,7 @@ class Adafactor(MatrixOptimizer):
 
 
 def _are_matrices(tensors: Sequence[Tensor]) -> bool:
-    """Does one kernel take the rows and columns of these? A batch holds nothing else, or no such tensor."""
+    """Return whether one kernel can take the rows and columns of these tensors; all of a batch agree."""
     return tensors[0].dim() == 2 and tensors[0].numel() > 0
 
 

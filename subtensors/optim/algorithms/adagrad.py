@@ -26,7 +26,7 @@ class Adagrad(Optimizer):
         lr: the learning rate, a number or a tensor of one element.
         lr_decay: how fast the learning rate falls.
         weight_decay: the L2 penalty.
-        initial_accumulator_value: as in the maths.
+        initial_accumulator_value: as in the math.
         eps: keeps the quotient finite.
         foreach: recorded for torch.optim; changes nothing here.
         maximize: go up rather than down.
@@ -90,7 +90,7 @@ class Adagrad(Optimizer):
         weight_decay: float | None,
         eps: float,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         step.add_(1)
         if weight_decay is not None:
             g = g + weight_decay * p

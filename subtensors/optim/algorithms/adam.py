@@ -101,7 +101,7 @@ class Adam(Optimizer):
         weight_decay: float | None,
         decoupled_weight_decay: bool,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         step.add_(1)
         # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.

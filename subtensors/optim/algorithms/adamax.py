@@ -80,7 +80,7 @@ class Adamax(Optimizer):
         eps: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         step.add_(1)
         if weight_decay is not None:

@@ -108,7 +108,7 @@ class AdEMAMix(Optimizer):
         eps: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2, beta3 = betas
         step.add_(1)
         t = step.double()

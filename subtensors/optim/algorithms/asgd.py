@@ -94,7 +94,7 @@ class ASGD(Optimizer):
         t0: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         step.add_(1)
         t, rate = step.double(), eta.double()
         if weight_decay is not None:

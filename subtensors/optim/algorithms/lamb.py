@@ -78,7 +78,7 @@ class LAMB(Optimizer):
         eps: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()

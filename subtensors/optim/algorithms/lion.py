@@ -71,7 +71,7 @@ class Lion(Optimizer):
         betas: tuple[float, float],
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         direction = torch.sign(beta1 * exp_avg + (1 - beta1) * g)
         if weight_decay is not None:

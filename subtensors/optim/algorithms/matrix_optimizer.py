@@ -1,4 +1,4 @@
-"""The base class of optimizers whose maths is of whole matrices: `update` sees all of them at once, as TensorLists."""
+"""The base class of optimizers whose math is of whole matrices: `update` sees all of them at once, as TensorLists."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class ListStep:
         maximize: bool,
         hyperparameters: dict[str, Any],
     ) -> None:
-        """Do the step to these parameters."""
+        """Take one step for these parameters."""
         weights = _list(p if master is None else master)
         gradients: Any = _list(g)
         *states, average = [None if column is None else _list(column) for column in entries]

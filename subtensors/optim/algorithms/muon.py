@@ -36,7 +36,7 @@ class Muon(MatrixOptimizer):
         lr: the learning rate, a number or a tensor of one element.
         weight_decay: decoupled, as in AdamW.
         momentum: how much of the momentum a step keeps.
-        nesterov: as in the maths.
+        nesterov: as in the math.
         ns_coefficients: of the iteration X <- a X + b X X^T X + c (X X^T)^2 X.
         eps: the least norm that is divided by.
         ns_steps: iterations.
@@ -107,7 +107,7 @@ class Muon(MatrixOptimizer):
         ns_steps: float,
         adjust_lr_fn: str | None,
     ) -> None:
-        """The maths of the class, for all matrices."""
+        """The math of the class, for all matrices."""
         x: Any
         x, norm = _momentum(g, momentum_buffer, momentum, nesterov, eps)
         _divide(x, norm)

@@ -28,7 +28,7 @@ class NAdam(Optimizer):
         betas: how much of each average a step keeps.
         eps: keeps the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
-        momentum_decay: as in the maths.
+        momentum_decay: as in the math.
         decoupled_weight_decay: as in AdamW.
         foreach: recorded for torch.optim; changes nothing here.
         maximize: go up rather than down.
@@ -94,7 +94,7 @@ class NAdam(Optimizer):
         momentum_decay: float,
         decoupled_weight_decay: bool,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()

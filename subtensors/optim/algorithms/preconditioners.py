@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP share: the sides of a parameter, the second moments of its rows and columns, their counts.
+"""The parts that Shampoo and SOAP share: sides of a parameter, second moments of rows and columns, step counts.
 
 A parameter of two or more dimensions is seen as the matrix (shape[0], the rest); one of fewer has no sides. A side is
 left out where it is longer than the group's `max_size`: its second moments would be a matrix of that many rows.
@@ -48,7 +48,7 @@ def host_count(p: Tensor) -> Tensor:
 
 
 def parts_by_count(step: TensorList) -> dict[int, list[int]]:
-    """Count one step more for each parameter; which of them now have taken how many."""
+    """Count one more step for each parameter, and return the parameters' indices by their count."""
     parts: dict[int, list[int]] = {}
     for i, count in enumerate(step.tensors):
         parts.setdefault(int(count.add_(1)), []).append(i)

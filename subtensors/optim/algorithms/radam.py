@@ -87,7 +87,7 @@ class RAdam(Optimizer):
         weight_decay: float | None,
         decoupled_weight_decay: bool,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()

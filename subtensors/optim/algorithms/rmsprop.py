@@ -97,7 +97,7 @@ class RMSprop(Optimizer):
         weight_decay: float | None,
         momentum: float,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         step.add_(1)
         if weight_decay is not None:
             g = g + weight_decay * p

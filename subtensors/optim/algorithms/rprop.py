@@ -82,7 +82,7 @@ class Rprop(Optimizer):
         etas: tuple[float, float],
         step_sizes: tuple[float, float],
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         eta_minus, eta_plus = etas
         smallest, largest = step_sizes
         step.add_(1)

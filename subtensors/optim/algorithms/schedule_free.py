@@ -116,7 +116,7 @@ class AdamWScheduleFree(Optimizer):
         weight_lr_power: float,
         train_mode: bool,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         if not train_mode:
             raise RuntimeError("the parameters hold the average: call train() of the optimizer before a step")
         beta1, beta2 = betas

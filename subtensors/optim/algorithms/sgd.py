@@ -23,7 +23,7 @@ class SGD(Optimizer):
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
         momentum: 0 keeps no buffer.
-        dampening: as in the maths.
+        dampening: as in the math.
         weight_decay: the L2 penalty.
         nesterov: needs a momentum and no dampening.
         maximize: go up rather than down.
@@ -87,7 +87,7 @@ class SGD(Optimizer):
         weight_decay: float | None,
         nesterov: bool,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         if weight_decay is not None:
             g = g + weight_decay * p
         if momentum_buffer is not None:

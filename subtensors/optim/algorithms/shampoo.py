@@ -49,7 +49,7 @@ class Shampoo(MatrixOptimizer):
         lr: the learning rate, a number or a tensor of one element.
         momentum: 0 keeps no buffer.
         weight_decay: the L2 penalty.
-        eps: as in the maths.
+        eps: as in the math.
         beta2: 1 sums second moments, as the paper does; less averages them.
         update_freq: steps from one computation of the roots to the next.
         max_size: the longest side that is preconditioned.
@@ -157,7 +157,7 @@ class Shampoo(MatrixOptimizer):
         update_freq: float,
         grafting: str | None,
     ) -> None:
-        """The maths of the class, for all parameters with the same sides."""
+        """The math of the class, for all parameters with the same sides."""
         share = 1.0 if beta2 == 1 else 1 - beta2
         gradient: Any = widened(p, g, weight_decay)
         counts = parts_by_count(step)

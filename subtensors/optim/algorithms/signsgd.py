@@ -74,7 +74,7 @@ class SignSGD(Optimizer):
         momentum: float,
         weight_decay: float | None,
     ) -> None:
-        """The maths of the class, for one tensor."""
+        """The math of the class, for one tensor."""
         if momentum_buffer is not None:
             g = momentum_buffer.mul_(momentum).add_((1 - momentum) * g)
         direction = torch.sign(g)

@@ -149,7 +149,7 @@ class SOAP(MatrixOptimizer):
         precondition_frequency: float,
         correct_bias: bool,
     ) -> None:
-        """The maths of the class, for all parameters with the same sides."""
+        """The math of the class, for all parameters with the same sides."""
         moments = [(s, x) for s, x in zip(SIDES, (left, right), strict=True) if x is not None]
         bases = [x for x in (left_basis, right_basis) if x is not None]
         sides = [side for side, _ in moments]
@@ -265,7 +265,7 @@ def _products(lists: list[Any], bases: list[Any], sides: list[str], product: Any
 
 @fused
 def _average(m: Tensor, g: Tensor, beta1: float) -> Tensor:
-    """The next average; its copy in the dtype of the maths is returned."""
+    """The next average; its copy in the dtype of the math is returned."""
     wide = m.to(g.dtype).lerp(g, 1 - beta1)
     m.copy_(wide)
     return wide
