@@ -23,7 +23,7 @@ class Changes:
 def _marking(method: Callable[..., Any]) -> Any:
     """The method of dict, which also marks a change."""
 
-    @wraps(method)
+    @wraps(method, assigned=("__name__",))  # not the documentation, whose examples are dict's own
     def changing(self: Any, *args: Any) -> Any:
         self.changes.mark = object()
         return method(self, *args)

@@ -142,7 +142,7 @@ def test_devices_of_two_kinds_have_kernels_of_their_own(monkeypatch: pytest.Monk
         return Tiling()
 
     monkeypatch.setattr(fusion_module, "tuned_tiling", record)
-    monkeypatch.setattr(fusion_module, "KernelGroup", lambda trace, kernels, *rest: kernels)
+    monkeypatch.setattr(fusion_module, "TritonExecutor", lambda trace, kernels, *rest: kernels)
     decay, columns = FusedFunction(halve), [pair()]
     call = FusedCall((columns[0],), {})
     route = replace(route_of([columns[0][0]], columns), triton=True)
