@@ -8,12 +8,13 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help demo test test-all lint bench docs memcheck
+.PHONY: help demo test test-all test-gpu lint bench docs memcheck
 
 help:
 	@echo "make demo    train a small GPT with plain PyTorch and with subtensors, side by side"
 	@echo "make test    the suite, examples of docstrings and pages included; TORCH=2.15.0 on that version"
 	@echo "make test-all    and the tests that take long"
+	@echo "make test-gpu    the tests that run on a GPU (needs a CUDA device)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   the optimizers beside their peers (needs a CUDA device)"
 	@echo "make docs    docs/ as HTML, in out/docs"
@@ -37,6 +38,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTHON) -m pytest -q -n 2 -m ""
+
+# Where there is a GPU: all that runs there; what the CPU's runs do anyway is left out.
+test-gpu: $(READY)
+	COMPATIBILITY=1 $(PYTHON) -m pytest -q -n 8 -k "not cpu and not interpreter"
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

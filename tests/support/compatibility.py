@@ -20,6 +20,8 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+ON_A_GPU = "not cpu and not interpreter"
+"""Where there is a GPU, a run without what the CPU's runs do is whole, too: `make test-gpu`."""
 BEGIN, END = "<!-- written by the runs -->\n", "<!-- end of what the runs write -->\n"
 
 
@@ -53,8 +55,9 @@ class Row:
 def is_whole(config: pytest.Config, status: int) -> bool:
     """Return whether a run came to its end and left out none but slow tests."""
     options = config.option
+    keyword = "" if torch.cuda.is_available() and options.keyword == ON_A_GPU else options.keyword
     narrowed = (
-        options.keyword,
+        keyword,
         options.deselect,
         options.ignore,
         options.ignore_glob,
