@@ -99,7 +99,7 @@ def masked_norm_forward(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
-    """`masked_norm` by its kernel; arguments as there, and BeingCompiled as of `repeated_launch`."""
+    """`masked_norm` by its kernel; arguments as there, and CompilePending as of `cached_launcher`."""
     dims = range(x.dim() - normalized, x.dim())
     if math.prod(x.shape[d] for d in dims) > LONGEST:
         return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)

@@ -37,7 +37,7 @@ _thread = _Thread()
 
 @contextmanager
 def use_reference_while_compiling() -> Iterator[None]:
-    """Kernels with a reference that are not compiled yet raise BeingCompiled meanwhile, and are compiled at the end.
+    """Kernels with a reference that are not compiled yet raise CompilePending, and are compiled at the end.
 
     What is new stays so to the end, so that it does not depend on the compiler's speed what is computed how.
     """
@@ -73,7 +73,7 @@ class RepeatedLaunch:
             constants: the last ones, in their order, and options of the compilation.
 
         Raises:
-            BeingCompiled: see `use_reference_while_compiling`; only where there is a reference.
+            CompilePending: see `use_reference_while_compiling`; only where there is a reference.
         """
         device = tensors[0].device
         if device.type != "cuda":

@@ -44,7 +44,7 @@ def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
         )
         return "raised", "" if says_where else repr(error)
     groups = [type(g).__name__ for plans in fusion._plans.values() for plan in plans for _, g in plan.groups]
-    if groups == ["MappedGroup"]:
+    if groups == ["EagerExecutor"]:
         return groups[0], ""  # what ran is the op itself
     wanted = expected(op, *before)
     got = [v[0] if isinstance(v, TensorColumn) else v for v in optree.tree_leaves(result)]
@@ -76,12 +76,12 @@ def test_no_op_of_op_db_is_silently_wrong() -> None:
             counts[how] += 1
             if complaint:
                 wrong[info.full_name] = complaint
-            if how == "TorchGroup" and info.inplace_variant is not None:
+            if how == "TorchExecutor" and info.inplace_variant is not None:
                 in_place, complaint = _run(info.inplace_variant, sample, Lowering.TORCH)
                 counts[f"in place: {in_place}"] += 1
-                if complaint or in_place not in ("TorchGroup", "refused by torch"):
+                if complaint or in_place not in ("TorchExecutor", "refused by torch"):
                     wrong[f"{info.full_name} in place"] = complaint or in_place
-            if how != "TorchGroup" or torch.cuda.is_available():
+            if how != "TorchExecutor" or torch.cuda.is_available():
                 continue
             with Lowering.INTERPRETER.running():
                 how, complaint = _run(info.op, sample, Lowering.INTERPRETER)
@@ -89,6 +89,6 @@ def test_no_op_of_op_db_is_silently_wrong() -> None:
             if complaint:
                 wrong[f"{info.full_name} in kernels"] = complaint
     assert not wrong
-    assert counts["TorchGroup"] > 250
-    assert counts["in place: TorchGroup"] > 100
-    assert torch.cuda.is_available() or counts["interpreter: KernelGroup"] > 200
+    assert counts["TorchExecutor"] > 250
+    assert counts["in place: TorchExecutor"] > 100
+    assert torch.cuda.is_available() or counts["interpreter: TritonExecutor"] > 200
