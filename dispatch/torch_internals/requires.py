@@ -62,7 +62,12 @@ def requires(*paths: str, otherwise: Callable[..., Any] | None = None) -> Callab
         instead = otherwise or _raising(function, paths)
         loaded = [path for path in paths if _is_loaded(path)]
         if not all(map(exists, loaded)):
-            return cast(F, wraps(function)(instead))
+
+            @wraps(function)
+            def stand_in(*args: Any, **kwargs: Any) -> Any:
+                return instead(*args, **kwargs)
+
+            return cast(F, stand_in)
         return function if len(loaded) == len(paths) else cast(F, _looking(function, instead, paths))
 
     return decorate
