@@ -134,7 +134,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 def pytest_sessionfinish() -> None:
-    """Let modules be deleted in order at the end."""
+    """Delete modules in order at the end."""
     gc.unfreeze()
 
 
