@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
-from subtensors.dispatch.chunked.tree import leaves
+from subtensors.dispatch.ops.tree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def _look(value: LazyValue, look: Any) -> tuple[bool, bool]:
     depending: list[int] = []
     nested = False
     for place, argument in enumerate([*node.args, *node.kwargs.values()]):
-        for x in leaves(argument):
+        for x in tree_leaves(argument):
             if isinstance(x, (LazyValue, RowSlice)):
                 depends, affine = look(x.value if isinstance(x, RowSlice) else x)
                 if depends and not affine:
@@ -94,7 +94,7 @@ def _look(value: LazyValue, look: Any) -> tuple[bool, bool]:
         return True, False
     if packet in _TOGETHER:
         # div.Tensor_mode rounds.
-        plain = not any(isinstance(x, str) for x in leaves((node.args, node.kwargs)))
+        plain = not any(isinstance(x, str) for x in tree_leaves((node.args, node.kwargs)))
         return True, plain and all(place in _TOGETHER[packet] for place in depending)
     if packet in _APART:
         return True, len(depending) == 1 and depending[0] in _APART[packet]

@@ -12,8 +12,8 @@ from subtensors.dispatch.chunked.bound_call import BoundCall
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, cut_again, gathered, recording
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.chunked.rules.table import record
-from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import tree_tensors
 
 aten = torch.ops.aten
 
@@ -195,7 +195,7 @@ def _written_through(
     elif packet is aten.unbind:
         out = record(aten.select_scatter.default, base, new, call["dim"], place)
     elif packet in (aten.split, aten.split_with_sizes):
-        sizes = [v.shape[call["dim"]] for v in tensors_of(call.infer())]
+        sizes = [v.shape[call["dim"]] for v in tree_tensors(call.infer())]
         start = sum(sizes[:place])
         out = record(aten.slice_scatter.default, base, new, call["dim"], start, start + sizes[place])
     if out is None:

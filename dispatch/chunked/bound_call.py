@@ -18,8 +18,8 @@ from subtensors.dispatch.chunked.lazy_graph import (
     infer,
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
-from subtensors.dispatch.chunked.tree import leaves, replace_leaves
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
+from subtensors.dispatch.ops.tree import tree_leaves, tree_map
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 
@@ -65,7 +65,7 @@ class BoundCall:
     @property
     def values(self) -> list[LazyValue]:
         """The values among the arguments, in order."""
-        return [x for x in leaves((self.positional, self.kwargs)) if isinstance(x, LazyValue)]
+        return [x for x in tree_leaves((self.positional, self.kwargs)) if isinstance(x, LazyValue)]
 
     @property
     def chunked(self) -> list[LazyValue]:
@@ -82,7 +82,7 @@ class BoundCall:
 
     def with_values(self, brought: Callable[[LazyValue], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with each value replaced."""
-        placed: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves(
+        placed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
             (tuple(self.positional), self.kwargs), lambda x: brought(x) if isinstance(x, LazyValue) else x
         )
         return placed
@@ -132,7 +132,7 @@ def _by_rows(value: LazyValue, layout: RowLayout) -> LazyValue:
     """Record a whole value's op chunk by chunk instead, so that its result is never in memory in full."""
     node = value.node
     assert node is not None
-    args, kwargs = replace_leaves(
+    args, kwargs = tree_map(
         (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
     )
     out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)

@@ -13,7 +13,7 @@ from subtensors.dispatch.chunked.autograd import FusedForwardBackward, Recompute
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, RowSlice, gathered, known
 from subtensors.dispatch.chunked.run_chunks import as_recorded
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
-from subtensors.dispatch.chunked.tree import replace_leaves, tensors_of
+from subtensors.dispatch.ops.tree import tree_map, tree_tensors
 
 
 def evaluate(value: LazyValue) -> Tensor:
@@ -138,11 +138,9 @@ class _Evaluation:
                 stack.extend(missing)
                 continue
             stack.pop()
-            args, kwargs = replace_leaves(
-                (node.args, node.kwargs), lambda x: known(x) if isinstance(x, LazyValue) else x
-            )
+            args, kwargs = tree_map((node.args, node.kwargs), lambda x: known(x) if isinstance(x, LazyValue) else x)
             with torch.set_grad_enabled(self.grad and node.grad):
-                results = tensors_of(node.op(*args, **kwargs))
+                results = tree_tensors(node.op(*args, **kwargs))
             for output, tensor in zip(node.outputs, results, strict=True):
                 if output is not None:
                     self._keep(output, tensor)
@@ -217,8 +215,8 @@ def _replayed(value: LazyValue, env: dict[int, Tensor]) -> Tensor:
         def at(x: Any) -> Any:
             return _replayed(x, env) if isinstance(x, LazyValue) else x
 
-        args, kwargs = replace_leaves((node.args, node.kwargs), at)
+        args, kwargs = tree_map((node.args, node.kwargs), at)
         with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
-            results = tensors_of(node.op(*args, **kwargs))
+            results = tree_tensors(node.op(*args, **kwargs))
         env.update({id(v): t for v, t in zip(node.outputs, results, strict=True) if v is not None})
     return env[id(value)]

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_of
-from subtensors.dispatch.chunked.tree import leaves, replace_leaves
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import tree_leaves, tree_map
 
 Span = tuple[int, int]
 
@@ -173,7 +173,7 @@ class LazyNode:
 
     def operands(self) -> list[LazyValue | RowSlice]:
         """The values and cuts among its arguments."""
-        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, (LazyValue, RowSlice))]
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, (LazyValue, RowSlice))]
 
 
 def constant(tensor: Tensor) -> LazyValue:
@@ -311,7 +311,7 @@ def emit(
         node.gives(out)
         return out
 
-    return replace_leaves(metas, value)
+    return tree_map(metas, value)
 
 
 VIEWS_OF_WHOLES = frozenset(

@@ -14,7 +14,7 @@ from subtensors.dispatch.chunked.compile_chunk import CompiledRun, compiled_prog
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
-from subtensors.dispatch.chunked.tree import tensors_of
+from subtensors.dispatch.ops.tree import tree_tensors
 from subtensors.dispatch.torch_internals.autograd import saves_through_hooks
 from subtensors.dispatch.torch_internals.memory import is_dense
 
@@ -204,7 +204,7 @@ def run_chunk(
             else:
                 args, kwargs = step.spec.unflatten([at(x) for x in step.leaves])
                 result = step.op(*args, **kwargs)
-        for made, tensor in zip(step.outputs, tensors_of(result), strict=True):
+        for made, tensor in zip(step.outputs, tree_tensors(result), strict=True):
             if made is not None:
                 known[id(made)] = tensor
         del result, tensor

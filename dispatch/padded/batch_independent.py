@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
-from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.padded.true_sizes import together
 from subtensors.dispatch.sizes.dim_factors import bucket_of, is_padded, static_dims
 
@@ -91,7 +91,7 @@ def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -
     ]
     dims, sizes = _batch_dims(batches)
     safe = {id(x): _safe(x, core, dims, sizes) for x, core in zip(operands, cores, strict=True)}
-    out = call.dense(mapped(PaddedValue, lambda x: safe[id(x)], call.named))
+    out = call.dense(tree_map_only(PaddedValue, lambda x: safe[id(x)], call.named))
     shape = [bucket_of(f) for f in dims]
 
     def wrapped(t: Tensor) -> PaddedValue:
@@ -99,7 +99,7 @@ def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -
             raise refuse(call, "its rows are not the first dims of its result")
         return result(t, [*dims, *static_dims(t.shape[len(shape) :])], sizes)
 
-    return mapped(Tensor, wrapped, out)
+    return tree_map_only(Tensor, wrapped, out)
 
 
 def _batch_dims(batches: Sequence[PaddedValue]) -> Any:

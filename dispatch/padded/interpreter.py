@@ -14,9 +14,9 @@ from torch._ops import OpOverload
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
+from subtensors.dispatch.ops.tree import tree_find, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.tree import found, mapped
 from subtensors.dispatch.padded.true_sizes import TrueSizes, together
 from subtensors.dispatch.torch_internals.ops import schema_of
 
@@ -72,7 +72,7 @@ class PaddedCall:
                 self.named[name] = defaults[name]
             else:
                 raise TypeError(f"{op} needs {name}")
-        self.values: list[PaddedValue] = found(PaddedValue, self.named)
+        self.values: list[PaddedValue] = tree_find(PaddedValue, self.named)
         """The tensors among the arguments."""
 
     def __getitem__(self, name: str) -> Any:
@@ -88,7 +88,7 @@ class PaddedCall:
     def replace(self, name: str, value: Any) -> None:
         """Go on as if this had been given for an argument."""
         self.named[name] = value
-        self.values = found(PaddedValue, self.named)
+        self.values = tree_find(PaddedValue, self.named)
 
     def dense(self, changed: Mapping[str, Any] | None = None) -> Any:
         """Run the op on the storage.
@@ -100,7 +100,7 @@ class PaddedCall:
             What the op gives: tensors, not `PaddedValue`.
         """
         given = self.named if not changed else {name: changed.get(name, x) for name, x in self.named.items()}
-        dense = mapped(PaddedValue, _dense_of, list(given.values()))
+        dense = tree_map_only(PaddedValue, _dense_of, list(given.values()))
         count = self._positional
         out = self.op(*dense[:count], **dict(zip([*given][count:], dense[count:], strict=True)))
         if not changed or all(map(_is_own, self.named.values(), dense)):
@@ -169,7 +169,7 @@ def run_call(call: PaddedCall) -> Any:
     is_view = op_class(op) is OpClass.VIEW
     if asked:
         # An operand that comes back is another value from here on.
-        answer = mapped(PaddedValue, lambda x: replace(x, arrival=None) if x.arrival in asked else x, answer)
+        answer = tree_map_only(PaddedValue, lambda x: replace(x, arrival=None) if x.arrival in asked else x, answer)
         if is_view:
             answer = _sent_as_they_come(answer, call)
     return _as_view(answer, call) if is_view else answer
@@ -179,16 +179,16 @@ def _sent_as_they_come(out: Any, call: PaddedCall) -> Any:
     """The results of a view, whose padding is the only one that padding of the operand went to."""
     if any(x.shape[d] == 1 for x in call.values for d in x.padded_dims):
         return out
-    out = mapped(PaddedValue, lambda x: x if x.arrival is not None else x.gradient_noted(), out)
+    out = tree_map_only(PaddedValue, lambda x: x if x.arrival is not None else x.gradient_noted(), out)
     for x in call.values:
-        x.sends_zero(*found(PaddedValue, out))
+        x.sends_zero(*tree_find(PaddedValue, out))
     return out
 
 
 def _as_view(out: Any, call: PaddedCall) -> Any:
     """The results of a view, which say so: whoever writes to one writes to what it views, or must not."""
     copied = any(x.view == "copy" for x in call.values)
-    return mapped(PaddedValue, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), out)
+    return tree_map_only(PaddedValue, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), out)
 
 
 def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 def _wrapped(out: Any) -> Any:
     from subtensors.dispatch.padded.padded_value import plain
 
-    return mapped(Tensor, plain, out)
+    return tree_map_only(Tensor, plain, out)
 
 
 def refuse(call: PaddedCall, why: str, kind: type[UnsupportedCall] = UnsupportedCall) -> UnsupportedCall:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
-from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
@@ -53,7 +53,7 @@ def pointwise(call: PaddedCall) -> Any:
     operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
-    named = mapped(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
+    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
     divisor = call.named.get("other")
     if isinstance(divisor, PaddedValue) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
         named["other"] = divisor.filled(1)
@@ -63,7 +63,7 @@ def pointwise(call: PaddedCall) -> Any:
         noted = result(out, dims, sizes, fill).gradient_noted()
         _say_what_is_sent(call, operands, noted)
         return noted
-    return mapped(Tensor, lambda t: result(t, dims, sizes, fill), out)
+    return tree_map_only(Tensor, lambda t: result(t, dims, sizes, fill), out)
 
 
 @table.register(aten.fake_quantize_per_channel_affine)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, PaddedValue, host_sizes, result
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import bucket_of, static_dims
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def drawn(call: PaddedCall) -> Any:
     """A draw for each element of the bucket; parameters in the padding are ones that can be drawn with."""
     operands = call.values
     dims, sizes = broadcast(operands)
-    out = call.dense(mapped(PaddedValue, lambda x: x.repeated(), call.named))
+    out = call.dense(tree_map_only(PaddedValue, lambda x: x.repeated(), call.named))
     shape = [bucket_of(f) for f in dims]
 
     def wrapped(t: Tensor) -> PaddedValue:
@@ -31,7 +31,7 @@ def drawn(call: PaddedCall) -> Any:
             raise refuse(call, "its result has another shape than its operands")
         return result(t, dims, sizes)
 
-    return mapped(Tensor, wrapped, out)
+    return tree_map_only(Tensor, wrapped, out)
 
 
 @table.register(aten.multinomial)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import tree_find
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import met
-from subtensors.dispatch.padded.tree import found
 from subtensors.dispatch.sizes.dim_factors import static_dims
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ SATURATED = 1e4
 def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
     """The outputs of the last layer, and the last states of all."""
     time = 1 if call["batch_first"] else 0
-    x, states = _of_one_batch(call, call["input"], found(PaddedValue, call["hx"]), 1 - time)
+    x, states = _of_one_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 1 - time)
     hidden = [static_dims([s.shape[2]])[0] for s in states]
     if not x.is_padded(time):
         given: Any = [s.filled(0) for s in states]
@@ -95,7 +95,7 @@ def _layer(
 @table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
 def cell(call: PaddedCall) -> Any:
     """One step."""
-    x, states = _of_one_batch(call, call["input"], found(PaddedValue, call["hx"]), 0)
+    x, states = _of_one_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 0)
     given: Any = [s.filled(0) for s in states]
     out = call.dense({"input": x.filled(0), "hx": given if len(states) > 1 else given[0]})
     outs = out if isinstance(out, tuple) else (out,)

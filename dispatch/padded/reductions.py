@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue, plain, result
-from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import Factors, is_prefix, static_dims
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
@@ -231,8 +231,8 @@ def wrap_reduced(out: Any, x: PaddedValue, gone: Sequence[int], keepdim: bool) -
     else:
         dims = [f for d, f in enumerate(x.dims) if d not in gone]
     if not any(not f.is_static for factors in dims for f in factors):
-        return mapped(Tensor, plain, out)
-    return mapped(Tensor, lambda t: result(t, dims, x.sizes), out)
+        return tree_map_only(Tensor, plain, out)
+    return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), out)
 
 
 def real_count(x: PaddedValue, gone: Sequence[int]) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.reductions import greatest, least
-from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
 aten = torch.ops.aten
@@ -55,11 +55,11 @@ def scan(call: PaddedCall) -> Any:
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
-        return mapped(Tensor, x.like, call.dense())
+        return tree_map_only(Tensor, x.like, call.dense())
     if not is_prefix(x.dims[d]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
         raise refuse(call, "a position in a flattened dim counts its padding")
     out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
-    return mapped(Tensor, lambda t: x.like(t).gradient_masked(), out)
+    return tree_map_only(Tensor, lambda t: x.like(t).gradient_masked(), out)
 
 
 @table.register(aten.diff)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, plain, result
 from subtensors.dispatch.padded.reductions import greatest, least, wrap_reduced
-from subtensors.dispatch.padded.tree import mapped
 from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
 
 aten = torch.ops.aten
@@ -33,10 +33,10 @@ def sort(call: PaddedCall) -> Any:
     """Elements in order."""
     x: PaddedValue = call["self"]
     if x.dim() == 0:
-        return mapped(Tensor, x.like, call.dense())
+        return tree_map_only(Tensor, x.like, call.dense())
     d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
     if not x.is_padded(d):
-        return mapped(Tensor, x.like, call.dense())
+        return tree_map_only(Tensor, x.like, call.dense())
     values, positions = in_order(call, x, d, bool(call.get("descending", False)))
     only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
     return only if only is not None else (values, positions)
@@ -50,7 +50,7 @@ def topk(call: PaddedCall) -> Any:
     k = static_dims([call["k"]])
     dims = [*x.dims[:d], *k, *x.dims[d + 1 :]] if x.dim() else []
     if x.dim() == 0 or not x.is_padded(d):
-        return mapped(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
+        return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
     _require_enough(x, d, call["k"])
     ranked = in_order(call, x, d, call["largest"])
     return tuple(result(r.dense.narrow(d, 0, call["k"]), dims, x.sizes) for r in ranked)

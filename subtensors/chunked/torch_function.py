@@ -27,9 +27,9 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
 )
 from subtensors.dispatch.chunked.rules import record
-from subtensors.dispatch.chunked.tree import leaves, replace_leaves
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
+from subtensors.dispatch.ops.tree import tree_leaves, tree_map
 from subtensors.dispatch.ops.type_interaction import MASKED_TYPES
 from subtensors.dispatch.torch_internals.autograd import prepares_backward
 from subtensors.dispatch.torch_internals.dispatcher import is_transformed, is_transforming
@@ -121,7 +121,7 @@ def _recorded(
         return whole_of(x) if isinstance(x, Tensor) else x
 
     call: Any = (args, kwargs)
-    inner_args, inner_kwargs = replace_leaves(call, lower)
+    inner_args, inner_kwargs = tree_map(call, lower)
     writes = {key: cell_of(x).writes for key, x in users.items()}
     with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
         out = func(*inner_args, **inner_kwargs)
@@ -141,7 +141,7 @@ def _recorded(
         is_plain = x._cell.value.layout is None and x._cell.base is None
         return evaluate(x._cell.value) if is_plain else outer(kind, x._cell)
 
-    return replace_leaves(out, lift)
+    return tree_map(out, lift)
 
 
 def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,19 +167,19 @@ def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...]
         # A view of the gathered value may be written through; a materialized copy may not.
         _note(missing)
         results = record(op, *(gathered(v) if isinstance(v, LazyValue) else v for v in values), **named)
-    cells = replace_leaves(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
+    cells = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
     if op.is_view and args and isinstance(args[0], RecordedTensor):
-        made = [c for c in leaves(cells) if isinstance(c, AliasRef)]
+        made = [c for c in tree_leaves(cells) if isinstance(c, AliasRef)]
         for place, cell in enumerate(made):
             cell.view_of(args[0]._cell, op, _values(args[1:]), _values(kwargs), place)
-    return replace_leaves(cells, lambda c: shell(kind, c) if isinstance(c, AliasRef) else c)
+    return tree_map(cells, lambda c: shell(kind, c) if isinstance(c, AliasRef) else c)
 
 
 def _values(tree: Any) -> Any:
     def value(x: Any) -> Any:
         return x._cell.value if isinstance(x, RecordedTensor) else x
 
-    return replace_leaves(tree, value)
+    return tree_map(tree, value)
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,7 +247,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return realised[id(x._cell)][1]
 
     call: Any = (args, kwargs)
-    plain_args, plain_kwargs = replace_leaves(call, dense)
+    plain_args, plain_kwargs = tree_map(call, dense)
     out = func(*plain_args, **plain_kwargs)
     if not writes:
         return out
@@ -266,7 +266,7 @@ def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
                 raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
             show_gradient(x)
             users[id(tensor)] = x
-    return replace_leaves(out, lambda y: users.get(id(y), y))
+    return tree_map(out, lambda y: users.get(id(y), y))
 
 
 def _prepare(x: RecordedTensor, hook: Callable[[Tensor], Tensor]) -> None:
@@ -278,7 +278,7 @@ def _prepare(x: RecordedTensor, hook: Callable[[Tensor], Tensor]) -> None:
 
 def refuse_transformed(tree: Any) -> None:
     """Refuse what a transform hands to its function, or has a tangent: chunks run autograd of their own."""
-    for x in leaves(tree):
+    for x in tree_leaves(tree):
         if isinstance(x, Tensor) and not isinstance(x, RecordedTensor) and is_transformed(x):
             raise RuleError(
                 "chunked tensors inside torch.func transforms (grad, vmap, jvp) and forward-mode differentiation have "

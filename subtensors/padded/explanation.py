@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import tree_find, tree_map_only
 from subtensors.dispatch.padded import interpreter
 from subtensors.dispatch.padded.errors import DataDependentCall
-from subtensors.dispatch.padded.tree import found, mapped
 from subtensors.dispatch.sizes.dim_factors import is_padded
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -38,7 +38,7 @@ def explain_padding(x: PaddedTensor) -> str:
 
 def has_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a PaddedTensor is among the arguments of a call."""
-    return bool(found(PaddedTensor, (args, kwargs)))
+    return bool(tree_find(PaddedTensor, (args, kwargs)))
 
 
 def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         >>> print(explain_padded_call(torch.renorm, (x, 2, 0, 1.0), {}).partition(":")[0])
         on the unpadded data, in eager mode
     """
-    shapes = mapped(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+    shapes = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     with interpreter.observed() as lines:
         try:
             func(*shapes[0], **shapes[1])

@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class
+from subtensors.dispatch.ops.tree import tree_find, tree_map_only
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_value import PaddedValue, plain
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.padded.tree import found, mapped
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import run_backward
@@ -190,7 +190,7 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if getattr(func, "__name__", "") in RAW_MEMORY_FUNCTIONS:
         raise RuleError(f"PaddedTensor has no rule for {func.__name__}, which reads memory by itself")
     running = CallFrame()
-    shells = mapped(Tensor, running.shell, (args, kwargs))
+    shells = tree_map_only(Tensor, running.shell, (args, kwargs))
     _state.calls.append(running)
     try:
         with torch._C.DisableTorchFunctionSubclass(), dispatcher.below_autograd():
@@ -201,7 +201,7 @@ def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         write_back(running.outer[id(shell)], value_of(shell))
     for written in running.overwritten:
         refresh_copies(written)
-    out = mapped(Tensor, lambda t: _outside(t, running), out)
+    out = tree_map_only(Tensor, lambda t: _outside(t, running), out)
     remember(func, args, kwargs, out, running.plain_views)
     return out
 
@@ -231,7 +231,7 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuleError(f"PaddedTensor has no rule for the higher-order op {op}: call it on the unpadded values")
     if not _state.calls:
         if [str(returned.type) for returned in op._schema.returns] == ["bool"]:
-            return op(*mapped(PaddedTensor, lambda t: t._dense, args), **kwargs)
+            return op(*tree_map_only(PaddedTensor, lambda t: t._dense, args), **kwargs)
         if op.name() not in _BELOW_AUTOGRAD and op_class(op) is not OpClass.VIEW:
             raise RuleError(
                 f"{op} met a PaddedTensor below autograd, where the gradients of its padding cannot be told from real "
@@ -262,11 +262,11 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    inner_args, inner_kwargs = mapped(Tensor, _inner, (args, kwargs))
-    if decomposable.is_composite(op) and any(x.padded_dims for x in found(PaddedValue, (inner_args, inner_kwargs))):
+    inner_args, inner_kwargs = tree_map_only(Tensor, _inner, (args, kwargs))
+    if decomposable.is_composite(op) and any(x.padded_dims for x in tree_find(PaddedValue, (inner_args, inner_kwargs))):
         raise decomposable.MustDecompose
     out = rules.run(op, inner_args, inner_kwargs)
-    return mapped(PaddedValue, wrap, out)
+    return tree_map_only(PaddedValue, wrap, out)
 
 
 def _inner(t: Tensor) -> PaddedValue:
@@ -281,7 +281,10 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
         raise UnsupportedCall(f"{op} writes to its arguments, and there is no form of it that doesn't")
     recording = torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values())
     if not recording and _writes_anything(op, targets, args, kwargs, running):
-        op(*mapped(PaddedTensor, lambda t: t._dense, args), **mapped(PaddedTensor, lambda t: t._dense, kwargs))
+        op(
+            *tree_map_only(PaddedTensor, lambda t: t._dense, args),
+            **tree_map_only(PaddedTensor, lambda t: t._dense, kwargs),
+        )
         running.overwritten.append(running.outer[id(targets[0])])
         return targets[0]
     through_views = {id(target): target for target in targets if id(target) not in running.outer and target._view}
@@ -295,7 +298,7 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
             target._dense = target._dense.clone()
     outs = {a.name for a in op._schema.arguments if a.is_out}
     out = _run_any(twin, args, {k: v for k, v in kwargs.items() if k not in outs}, op)
-    values = found(Tensor, out)
+    values = tree_find(Tensor, out)
     for target, new in zip(targets, values, strict=False):
         value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
         if id(target) in through_views:
@@ -328,7 +331,7 @@ def _writes_anything(
         return False
     if not isinstance(outer, PaddedTensor) or outer._fill is not None or outer._view:
         return False
-    return bool(broadcast([_inner(t) for t in found(Tensor, (args, kwargs))])[0] == target._dims)
+    return bool(broadcast([_inner(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
 
 
 def _run_any(twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op: OpOverload) -> Any:
@@ -346,5 +349,5 @@ def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            targets += found(PaddedTensor, given)
+            targets += tree_find(PaddedTensor, given)
     return targets

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.tree import found
+from subtensors.dispatch.ops.tree import tree_find
 from subtensors.padded.padded_tensor import PaddedTensor
 
 
@@ -52,7 +52,7 @@ def remember(
         return
     base, rest = args[0], args[1:]
     note_plain(base, plain)
-    for i, result in enumerate(found(Tensor, out)):
+    for i, result in enumerate(tree_find(Tensor, out)):
         if not isinstance(result, PaddedTensor) or result is base:
             continue
         if result._view == "copy" or (result._view and torch.is_grad_enabled()):
@@ -61,7 +61,7 @@ def remember(
                     whole._copies = [*(held for held in whole._copies if held() is not None), weakref.ref(result)]
             result._origin = ViewSource(
                 weakref.ref(base) if result._view == "copy" else lambda: base,
-                lambda whole, i=i: found(Tensor, func(whole, *rest, **kwargs))[i],  # type: ignore[misc]
+                lambda whole, i=i: tree_find(Tensor, func(whole, *rest, **kwargs))[i],  # type: ignore[misc]
                 _versions(base, result._view == "copy"),
             )
 

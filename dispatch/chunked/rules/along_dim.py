@@ -11,8 +11,8 @@ from subtensors.dispatch.chunked.bound_call import BoundCall, along, extent, lar
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, emit, infer
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.chunked.rules.table import RULES, record
-from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_tensors
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def sliced(call: BoundCall) -> Any:
         raise call.unchunkable("its operands have different numbers of dims")
     outs = [
         layout if m.ndim == leader.ndim else layout.at(layout.dim - sum(d < layout.dim for d in dims))
-        for m in tensors_of(metas)
+        for m in tree_tensors(metas)
     ]
     return call.emit(outs, layout.axis, lambda v: along(v, layout), metas=metas)
 
@@ -83,7 +83,7 @@ def layer_norm(call: BoundCall) -> Any:
         raise call.unchunkable("it normalises the rows, or they are not its input's")
     metas = call.infer()
     return call.emit(
-        [layout] * len(tensors_of(metas)), layout.axis, lambda v: v if v is value else whole(v), metas=metas
+        [layout] * len(tree_tensors(metas)), layout.axis, lambda v: v if v is value else whole(v), metas=metas
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from subtensors.dispatch.chunked.bound_call import BoundCall, along, whole
 from subtensors.dispatch.chunked.lazy_graph import LazyValue
 from subtensors.dispatch.chunked.rules.table import RULES
-from subtensors.dispatch.chunked.tree import tensors_of
+from subtensors.dispatch.ops.tree import tree_tensors
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def samples(call: BoundCall) -> Any:
     metas = call.infer()
     by_sample = [call[name] for name in names]
     return call.emit(
-        [layout] * len(tensors_of(metas)),
+        [layout] * len(tree_tensors(metas)),
         layout.axis,
         lambda v: along(v, layout) if any(v is s for s in by_sample) else whole(v),
         metas=metas,

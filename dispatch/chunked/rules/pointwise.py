@@ -8,8 +8,8 @@ import torch
 
 from subtensors.dispatch.chunked.bound_call import BoundCall, broadcast, extent, largest, wrapped
 from subtensors.dispatch.chunked.rules.table import RULES, record
-from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_tensors
 
 aten = torch.ops.aten
 
@@ -18,13 +18,15 @@ aten = torch.ops.aten
 def pointwise(call: BoundCall) -> Any:
     """out[i] is a function of the broadcast operands at i, so a chunk of it needs their parts at the chunk's rows."""
     metas = call.infer()
-    ndim = max(m.ndim for m in tensors_of(metas))
+    ndim = max(m.ndim for m in tree_tensors(metas))
     leader = largest(call.chunked)
     assert leader.layout is not None
     layout = leader.layout.at(leader.layout.dim + ndim - leader.ndim)
-    if any(m.ndim != ndim or m.shape[layout.dim] != layout.extent for m in tensors_of(metas)):
+    if any(m.ndim != ndim or m.shape[layout.dim] != layout.extent for m in tree_tensors(metas)):
         raise call.unchunkable("its result is larger than its operands along the chunked dim")
-    return call.emit([layout] * len(tensors_of(metas)), layout.axis, lambda v: broadcast(v, ndim, layout), metas=metas)
+    return call.emit(
+        [layout] * len(tree_tensors(metas)), layout.axis, lambda v: broadcast(v, ndim, layout), metas=metas
+    )
 
 
 # Filled like their first operand, whose values they don't read.

@@ -13,8 +13,8 @@ from torch import Tensor
 from subtensors.dispatch.chunked.bound_call import BoundCall, wrapped
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit, infer
 from subtensors.dispatch.chunked.rules.table import RULES, record
-from subtensors.dispatch.chunked.tree import tensors_of
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import tree_tensors
 from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
@@ -35,9 +35,9 @@ def reduction(call: BoundCall) -> Any:
             raise call.unchunkable("it reduces over the rows")
         return merge(call, value, dims)
     metas = call.infer()
-    kept = all(m.ndim == value.ndim for m in tensors_of(metas))
+    kept = all(m.ndim == value.ndim for m in tree_tensors(metas))
     out = layout if kept else layout.at(layout.dim - sum(d < layout.dim for d in dims))
-    return call.emit([out] * len(tensors_of(metas)), layout.axis, lambda v: v, metas=metas)
+    return call.emit([out] * len(tree_tensors(metas)), layout.axis, lambda v: v, metas=metas)
 
 
 def reduced_dims(call: BoundCall, value: LazyValue) -> list[int]:
