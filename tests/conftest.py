@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -58,6 +59,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    # After pytest's own last collections of garbage, which take three seconds otherwise, modules are deleted in order.
+    atexit.register(gc.unfreeze)
     for name in ("common_utils", "opinfo.core"):
         if module := sys.modules.get(f"torch.testing._internal.{name}"):
             module.extract_test_fn = lambda: None
@@ -131,11 +134,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     from compatibility import write_row
 
     write_row(config, exitstatus, terminalreporter.stats)
-
-
-def pytest_sessionfinish() -> None:
-    """Delete modules in order at the end."""
-    gc.unfreeze()
 
 
 def pytest_runtest_setup() -> None:
