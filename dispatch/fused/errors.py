@@ -30,6 +30,7 @@ ADVICE = {
 """Advice for each class of ops that fused math can't call."""
 
 
+@functools.cache
 def _is_users(filename: str) -> bool:
     """Return whether a source file is the user's: not torch's, Python's or the tracer's."""
     path = Path(filename).resolve()

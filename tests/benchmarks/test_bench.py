@@ -209,7 +209,9 @@ def test_the_static_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.Cap
     assert "copied B" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("variant", ["eager", "captured", "reduce-overhead-packed"])
+@pytest.mark.parametrize(
+    "variant", ["eager", "captured", pytest.param("reduce-overhead-packed", marks=pytest.mark.slow)]
+)
 def test_static_variants_take_the_same_adam_step(variant: str) -> None:
     def stepped(make: Callable[[list[Tensor]], Callable[[], object]]) -> list[Tensor]:
         tensors = parameters("llama1b", tiny=True, device="cpu")

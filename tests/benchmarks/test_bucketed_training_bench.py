@@ -13,6 +13,7 @@ from benchmarks.bucketed_training import measure
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
+@pytest.mark.slow
 def test_a_tiny_run_leaves_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bucketed-training", "--tiny", "--device", "cpu", "--batch", "2", "--out", str(tmp_path)]
     assert main([*options, "--variants", "eager"]) == 0

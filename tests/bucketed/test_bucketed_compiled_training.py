@@ -209,7 +209,7 @@ def test_a_parameter_that_is_read_from_a_list_gets_its_gradient(device: str, opt
         check(net, alone)
 
 
-@pytest.mark.parametrize("make", ["torch", "subtensors"])
+@pytest.mark.parametrize("make", [pytest.param("torch", marks=pytest.mark.slow), "subtensors"])
 def test_a_whole_step_runs_the_compiled_code_of_a_loss_that_is_bucketed_too(
     device: str, options: dict[str, Any], make: str
 ) -> None:

@@ -74,8 +74,8 @@ def final_losses(make: Callable[[Any], torch.optim.Optimizer], device: str, step
     ("cls", "arguments"),
     [
         (st.optim.AdamW, {"lr": 3e-3}),
-        (st.optim.Adam, {"lr": 3e-3, "betas": (0.9, 0.95), "amsgrad": True}),
-        (st.optim.Lion, {"lr": 5e-4}),
+        pytest.param(st.optim.Adam, {"lr": 3e-3, "betas": (0.9, 0.95), "amsgrad": True}, marks=pytest.mark.slow),
+        pytest.param(st.optim.Lion, {"lr": 5e-4}, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -121,27 +120,26 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
     assert tune(program(), CPU) == FASTEST
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from subtensors.kernels.fused import tuning_cache
-block = int(sys.argv[2])
-for _ in range(100):
-    # Rows of different lengths: a torn one would not parse.
-    tuning_cache.write(Path(sys.argv[1]) / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
-tuning_cache.write(Path(sys.argv[1]) / f"tiling-{block}.json", {"block": block, "warps": 2})
-"""
+def write_often(folder: Path, block: int) -> None:
+    for _ in range(100):
+        # Rows of different lengths: a torn one would not parse.
+        tuning_cache.write(folder / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
+    tuning_cache.write(folder / f"tiling-{block}.json", {"block": block, "warps": 2})
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of a fork, since Python 3.12
 def test_processes_that_write_at_once_neither_mix_nor_lose_choices(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(block)]) for block in (256, 16384)]
+    forked = multiprocessing.get_context("fork")
+    writers = [forked.Process(target=write_often, args=(folder, block)) for block in (256, 16384)]
+    for writer in writers:
+        writer.start()
     seen = set()
-    while any(writer.poll() is None for writer in writers):
+    while any(writer.is_alive() for writer in writers):
         seen.add(tuning_cache.read(folder / "tiling-shared.json"))
         time.sleep(0.001)
-    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert seen <= {None, Tiling(256, 2), Tiling(16384, 2)}
     assert not caplog.records
     assert sorted(path.name for path in folder.iterdir()) == [f"tiling-{n}.json" for n in ("16384", "256", "shared")]
