@@ -11,7 +11,7 @@ from subtensors.fused.fuse import fused
 from subtensors.fused.rounding import stochastic_round_
 from subtensors.lists.norms import clip_grad_norm_, total_norm
 from subtensors.lists.tensor_list import TensorList
-from subtensors.padded import torch_function as _rules  # noqa: F401  (belong to importing this package, not to a first call)
+from subtensors.padded import torch_function as _rules  # noqa: F401  (registers rules at import, not at the first call)
 from subtensors.padded.convert import pad_masked, pad_nested, to_masked, to_nested
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad

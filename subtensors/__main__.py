@@ -1,4 +1,4 @@
-"""The command line: `python -m subtensors`, which runs what a clone of the repository has beside the package."""
+"""The command line: `python -m subtensors` runs programs of a clone of the repository that no wheel contains."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_BESIDE = {
+_PROGRAMS = {
     "demo": ("docs/examples", "demo", "train a small GPT with plain PyTorch and with subtensors, side by side"),
     "bench": ("tests", "benchmarks", "measure beside the peers"),
 }
-"""Each command: the folder that its program is in, the program, and what it does."""
+"""For each command the folder of its program, the program, and its summary."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: of the command line; the process's own where there are none.
+        arguments: of the command line; None for those of the process.
 
     Returns:
-        the exit status.
+        The exit status.
     """
     parser = argparse.ArgumentParser(prog="subtensors", description="Tensor subclasses for PyTorch programs.")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for name, (_, _, summary) in _BESIDE.items():
+    for name, (_, _, summary) in _PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    return run_beside(options.command, rest)
+    return run_program(options.command, rest)
 
 
-def run_beside(command: str, arguments: Sequence[str]) -> int:
-    """Run a program of the repository's that is not installed with the package.
+def run_program(command: str, arguments: Sequence[str]) -> int:
+    """Run a program of the repository that is not installed with the package.
 
     Args:
         command: "demo" or "bench".
-        arguments: for it.
+        arguments: of the program.
 
     Returns:
-        its exit status; 2 where the package was installed without the repository.
+        The exit status; 2 if the package was installed without the repository.
     """
-    folder, program, _ = _BESIDE[command]
+    folder, program, _ = _PROGRAMS[command]
     root = Path(__file__).resolve().parents[1]
     if not (root / folder / program).is_dir():
         print(
@@ -54,7 +54,7 @@ def run_beside(command: str, arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(root / folder))
     before, sys.argv = sys.argv, [program, *arguments]
     try:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)  # which ends with its exit status
+        runpy.run_module(program, run_name="__main__", alter_sys=True)  # raises SystemExit with its exit status
     finally:
         sys.argv = before
         sys.path.remove(str(root / folder))

@@ -1,4 +1,4 @@
-"""Sizes in bytes, written as people write them: "2GiB", "500MB"."""
+"""Sizes in bytes as text, such as "2GiB" or "500MB"."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _DECIMAL = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
 
 
 def parse_bytes(name: str, size: int | str) -> int:
-    """The bytes that a size means.
+    """Return the number of bytes of a size.
 
     Args:
-        name: of the argument, for the error.
+        name: the argument's name, for the error.
         size: a number of bytes above 0, or text such as "2GiB" (2 << 30 bytes) or "2GB" (2e9 bytes).
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `size` is neither.
 
     >>> parse_bytes("reserve", "1.5KiB"), parse_bytes("reserve", 7), parse_bytes("reserve", "2GB")
     (1536, 7, 2000000000)
@@ -28,10 +28,10 @@ def parse_bytes(name: str, size: int | str) -> int:
     return count
 
 
-def in_units(size: int) -> str:
-    """A number of bytes in the largest unit that leaves at least one of it.
+def format_bytes(size: int) -> str:
+    """Return a number of bytes as text, in the largest unit of which it is at least one.
 
-    >>> in_units(1536), in_units(0), in_units(64 << 30)
+    >>> format_bytes(1536), format_bytes(0), format_bytes(64 << 30)
     ('1.5 KiB', '0 B', '64 GiB')
     """
     unit = max((u for u in _UNITS if _UNITS[u] <= max(size, 1)), key=lambda u: _UNITS[u])

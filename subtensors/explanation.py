@@ -1,38 +1,38 @@
-"""`st.explain`: what is done with a value or a call, and why."""
+"""`st.explain`: a description of how a value was computed, or of how a call would run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.fused.fuse import Fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.torch_function import explain_call
 from subtensors.optim import Optimizer
 from subtensors.padded.explanation import explain_padded_call, explain_padding, has_padding
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.static.arena import Arena, explain_place
+from subtensors.static.arena import Arena, explain_static
 from subtensors.static.static_tensor import StaticAddressTensor
 
 
-def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Say what was done and why: rules applied, groups, chunks, kernels.
+def explain(subject: Tensor | Arena | Optimizer | Callable[..., object], *args: PyTree, **kwargs: PyTree) -> str:
+    """Describe a value or a planned call: the rules, groups, chunks and kernels that apply, and why.
 
     Args:
         subject: a TensorList, a PaddedTensor, a ChunkedTensor or a loss computed from one, a StaticAddressTensor, an
             Arena, an optimizer, a fused function, or any torch function; the last two with the arguments of a call.
         args: arguments of the call, which is planned but not run.
-        kwargs: likewise.
+        kwargs: keyword arguments of the call.
 
     Returns:
         Text, a line for each group of tensors and each kernel.
 
     Raises:
-        TypeError: there is nothing to say about `subject`.
+        TypeError: `subject` is none of these.
 
     Example:
         >>> import torch, subtensors as st
@@ -48,7 +48,7 @@ def explain(subject: Tensor | Arena | Optimizer | Callable[..., Any], *args: Any
     if isinstance(subject, Arena):
         return subject.explain()
     if isinstance(subject, StaticAddressTensor):
-        return explain_place(subject)
+        return explain_static(subject)
     if isinstance(subject, ChunkedTensor):
         return subject.explain()
     if isinstance(subject, PaddedTensor):

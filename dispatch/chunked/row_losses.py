@@ -18,7 +18,7 @@ from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.chunked.rules.table import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.row_cross_entropy import row_cross_entropy, row_log_sum_exp
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

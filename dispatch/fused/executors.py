@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import Addresses, Columns, written_overlap
 from subtensors.dispatch.fused.trace import Returned, Trace
-from subtensors.dispatch.graphs.fused_graph import recording_now
+from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.kernels.fused.torch_codegen import operands, write_torch
 
@@ -53,7 +53,7 @@ class EagerExecutor(Executor):
 
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
         """Call the function once an element."""
-        if recording_now() is not None:
+        if current_recording() is not None:
             raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.returned = optree.tree_structure(results[0], none_is_leaf=True)
@@ -75,7 +75,7 @@ class TorchExecutor(Executor):
     @torch.no_grad()
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
         """Run the program once an element."""
-        if recording_now() is not None:
+        if current_recording() is not None:
             raise NotRecordable(self.describe())
         if written_overlap(columns, self.trace.program.stores):
             return self.mapped.run(columns, numbers)

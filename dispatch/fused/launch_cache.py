@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from subtensors.dispatch.fused.tensor_columns import ColumnGuard, Columns, is_fixed
-from subtensors.dispatch.graphs.fused_graph import recording_now
+from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressLayoutGuard
 from subtensors.dispatch.graphs.released_tensors import Release
 
@@ -43,7 +43,7 @@ class CachedLaunch:
             call.key != self.key
             or edition is not self.edition
             or Release.count
-            or recording_now() is not None
+            or current_recording() is not None
             or not group.is_on_current_device()
             or group.is_capturing()
         ):
@@ -70,7 +70,7 @@ class LaunchCache:
         """Remember the launch of a call that this executor alone has run."""
         self.ready = None
         binding = group.repeatable_binding()
-        if binding is None or recording_now() is not None:
+        if binding is None or current_recording() is not None:
             return
         places = []
         for position, column, guard in zip(call.form.tensors, columns, guards, strict=True):

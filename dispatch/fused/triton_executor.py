@@ -23,15 +23,15 @@ from subtensors.dispatch.fused.tensor_columns import (
     written_overlap,
 )
 from subtensors.dispatch.fused.trace import Trace
-from subtensors.dispatch.graphs.fused_graph import Recording, recording_now
-from subtensors.dispatch.graphs.live_scalars import graph_numbers
+from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
+from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
 from subtensors.kernels.fused.program import Parameter, Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.current_device import current_stream
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -142,7 +142,7 @@ class TritonExecutor(Executor):
         self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
     ) -> Leaves:
         check_resident(columns)
-        if (recording := recording_now()) is not None:
+        if (recording := current_recording()) is not None:
             return self._record(recording, columns, numbers)
         if self.copies:
             originals = columns
@@ -184,8 +184,8 @@ class TritonExecutor(Executor):
         if not is_capturing:
             self.stream = stream
         hosts = [columns[i][0].item() for i in self.hosts]
-        if is_capturing and (kept := graph_numbers()) is not None:
-            scalars = kept.take(self, numbers, hosts, self.device)
+        if is_capturing and (dynamic := current_scalars()) is not None:
+            scalars = dynamic.allocate(self, numbers, hosts, self.device)
         else:
             values = [evaluate(numbers) for evaluate in self.scalars]
             scalars = self._scalars(binding, [*values, *hosts], is_capturing)

@@ -1,11 +1,11 @@
-"""Work that must not run while a CUDA graph is captured, deferred until no capture is under way.
+"""Finalizers' work that must not run while a CUDA graph is captured, deferred until no capture is under way.
 
-Note [Finalizers and captured graphs] Objects die at any moment: also while a stream is captured, by a recording of
-ours, by torch.compile, by the user. A finalizer that then waits for the device, unmaps memory or unlocks pages is not
-only refused by CUDA: it invalidates the capture, and torch's generator and allocator stay as if it were still on. So
-finalizers hand such work to `run_or_defer`. What has to wait is tried again by whatever asks for memory of the same
-kind, when a capture of ours ends, and after each garbage collection, of which there are enough in any program that
-makes garbage; none of it is ever dropped.
+Note [Finalizers and captured graphs]
+Objects are deleted at any moment: also while a stream is captured, by this package, by torch.compile or by the user. If
+a finalizer then synchronizes the device, unmaps memory or unlocks pages, CUDA does not only refuse that: it invalidates
+the capture, and torch's generator and allocator stay in the state of a capture. So finalizers pass such work to
+`run_or_defer`. Deferred work is tried again when memory of the same kind is allocated, when a capture by this package
+ends, and after each garbage collection; none of it is ever dropped.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
 
 import torch
 
-from subtensors.kernels.memory.cuda_reservation import has_driver, is_captured
+from subtensors.kernels.memory.cuda_reservation import any_capturing, has_driver
 from subtensors.kernels.runtime.gc_pause import gc_paused
 
 Work = Callable[[], None]
 
-STREAMS = 32
-"""How many torch has of each priority; it hands them out by turns."""
+STREAMS_PER_PRIORITY = 32
+"""The number of streams that torch creates for each priority, and hands out in turn."""
 
 _log = logging.getLogger(__name__)
-_waiting: deque[Work] = deque()
-_is_busy = Lock()
-_counts = Lock()
+_deferred: deque[Work] = deque()
+_is_running = Lock()
+_capture_count = Lock()
 _captures = 0
 _streams: dict[int, list[int]] = {}
 """Handles of torch's streams of each watched device."""
 
 
 def is_capturing() -> bool:
-    """Return whether a recording captures, or the current stream is captured, or a torch stream of a watched device."""
+    """Return whether this package, the current stream, or a torch stream of a watched device is capturing."""
     if _captures > 0:
         return True
     if not torch.cuda.is_initialized():
         return False
-    return torch.cuda.is_current_stream_capturing() or any(map(is_captured, _streams.values()))
+    return torch.cuda.is_current_stream_capturing() or any(map(any_capturing, _streams.values()))
 
 
 def watch(device: torch.device) -> None:
@@ -60,7 +59,7 @@ def watch(device: torch.device) -> None:
         _streams[device.index] = [
             torch.cuda.Stream(device, priority=p).cuda_stream
             for p in range(lowest, highest - 1, -1)
-            for _ in range(STREAMS)
+            for _ in range(STREAMS_PER_PRIORITY)
         ]
 
 
@@ -68,59 +67,59 @@ def run_or_defer(work: Work) -> None:
     """Run work now, or after the capture that is under way.
 
     Args:
-        work: frees what a dead object held. If it raises RuntimeError it is called again later, and continues.
+        work: frees the resources of a deleted object. If it raises RuntimeError it is called again later.
 
     Example:
-        >>> run_or_defer(lambda: print("given back"))
-        given back
+        >>> run_or_defer(lambda: print("freed"))
+        freed
     """
-    _waiting.append(work)
+    _deferred.append(work)
     run_deferred()
-    if _waiting and _after_collection not in gc.callbacks:
+    if _deferred and _after_collection not in gc.callbacks:
         gc.callbacks.append(_after_collection)
 
 
 def run_deferred() -> None:
     """Run the deferred work, unless a capture is still under way or another caller is running it."""
-    if not _waiting or is_capturing() or not _is_busy.acquire(blocking=False):
+    if not _deferred or is_capturing() or not _is_running.acquire(blocking=False):
         return
     try:
-        while _waiting:
-            work = _waiting.popleft()
+        while _deferred:
+            work = _deferred.popleft()
             try:
                 work()
             except RuntimeError as error:
-                # Another library's or thread's capture, which we could not know of.
-                _waiting.appendleft(work)
-                _log.debug("memory is given back later: %s", error)
+                # A capture of another library or thread that `is_capturing` does not see.
+                _deferred.appendleft(work)
+                _log.debug("memory is freed later: %s", error)
                 return
-            del work  # what it held may die, and hand in more
+            del work  # objects that it refers to may be deleted now, and defer more work
         if _after_collection in gc.callbacks:
             gc.callbacks.remove(_after_collection)
     finally:
-        _is_busy.release()
+        _is_running.release()
 
 
-def waiting() -> int:
-    """The number of deferred pieces of work."""
-    return len(_waiting)
+def deferred_count() -> int:
+    """Return the number of deferred pieces of work."""
+    return len(_deferred)
 
 
-def _after_collection(phase: str, info: dict[str, Any]) -> None:
+def _after_collection(phase: str, info: dict[str, int]) -> None:
     if phase == "stop":
         run_deferred()
 
 
 @contextmanager
 def no_gc_during_capture() -> Iterator[None]:
-    """A context for capturing a graph: no garbage is collected, and finalizers' work is deferred until it ends."""
+    """A context for capturing a graph: no garbage is collected, and finalizers' work is deferred until its exit."""
     global _captures
-    with _counts:
+    with _capture_count:
         _captures += 1
     try:
         with gc_paused():
             yield
     finally:
-        with _counts:
+        with _capture_count:
             _captures -= 1
         run_deferred()

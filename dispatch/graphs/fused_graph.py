@@ -1,17 +1,17 @@
-"""Recording fused calls once and replaying them with live numbers and live addresses.
+"""Recording fused calls once and replaying them as a CUDA graph, with dynamic scalars and addresses.
 
-    pass 1, survey    the calls are made, and only looked at: plans and kernels exist, each launch has its place
-    pass 2, record    the calls are made again under stream capture; their launches become a CUDA graph
-    replay            what changed of numbers and addresses goes to the device in one copy, then the graph runs
+    pass 1, survey    make the calls without launching: plans and kernels get compiled, launches get their offsets
+    pass 2, record    make the calls again under stream capture; their launches become a CUDA graph
+    replay            copy the scalars and addresses that changed to the device, in one copy; then run the graph
 
-Every launch reads its numbers and its pointer table from one buffer that the recording owns, laid out as
+Every launch reads its scalars and its pointer table from one buffer that the recording owns, laid out as
 
-    numbers of launch 0, 1, ... | table of launch 0, 1, ...
+    scalars of launch 0, 1, ... | table of launch 0, 1, ...
 
-so that a new learning rate is a copy of a few bytes, and gradients that moved are one of some bytes a tensor. Both come
-from pinned memory and are enqueued on the stream of the replay: they are in order, and the host waits for nothing.
+so that a new learning rate is a copy of a few bytes, and gradients at new addresses are a copy of some bytes a tensor.
+Both are copied from pinned memory on the stream of the replay: they are in order, and the host never waits.
 
-Where Triton interprets kernels on the CPU there is no graph: the launches themselves are kept, and made again.
+Where Triton interprets kernels on the CPU there is no graph: the launches are kept, and made again at each replay.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.dispatch.graphs.protocols import NotRecordable, Recordable, Swept, Words
-from subtensors.dispatch.graphs.replay import CudaTape, HostTape
+from subtensors.dispatch.graphs import capture, deferred_finalizers
+from subtensors.dispatch.graphs.protocols import LaunchGrid, NotRecordable, Recordable, Words
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.fused.launch import Prelude, bits
-from subtensors.kernels.runtime.current_device import current_stream
+from subtensors.kernels.runtime.current_device import current_stream, on_stream
 
 
 @dataclass
@@ -42,31 +41,90 @@ class Launch:
 
     group: Recordable
     source: object
-    """Where its numbers come from: what `Recording.source` was when it was recorded."""
+    """The source of its numbers: the value of `Recording.source` when it was recorded."""
     numbers: list[float]
     hosts: list[float]
     arenas: list[Tensor]
-    taken: list[int] = field(default_factory=list)
-    """For each of its numbers which one of its source it is, -1 for one of its own; set by who calls `set_numbers`."""
-    number_at: int = 0
-    """Where its numbers are in the recording's buffer, and its table."""
-    table_at: int = 0
+    number_indices: list[int] = field(default_factory=list)
+    """For each number its index among those of the source, -1 for a constant; set by callers of `set_numbers`."""
+    numbers_offset: int = 0
+    """The offset of its numbers in the recording's buffer."""
+    table_offset: int = 0
+    """The offset of its pointer table."""
     pointers: Words = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     moving: dict[int, Words] = field(default_factory=dict)
-    """For each parameter of the program whose addresses move: which of the moving addresses it takes, -1 for none."""
+    """For each parameter with changing addresses, their indices in the argument of `move`; -1 for null pointers."""
 
     def words(self) -> list[int]:
-        """The bits of its numbers, as the kernels read them."""
+        """Return the bits of its numbers, as the kernels read them."""
         values = [evaluate(self.numbers) for evaluate in self.group.scalars]
         return bits([*values, *self.hosts], self.group.kinds)
 
 
-class Recording:
-    """Some fused calls as one replay.
+class CudaTape:
+    """Launches that are replayed as a CUDA graph.
 
     Args:
-        device: that all of them run on.
-        has_ops: whether the calls run torch ops beside the launches.
+        device: a CUDA device, with its index.
+        has_ops: whether there are torch ops among the calls.
+    """
+
+    def __init__(self, device: torch.device, has_ops: bool) -> None:
+        self.device, self.has_ops = device, has_ops
+        self.graph = capture.new_graph(device)
+        self.replay: Callable[[], None] = self.graph.replay
+
+    def record(self, calls: Callable[[], object]) -> None:
+        """Capture the calls on a stream of their own; other threads may go on using the device."""
+        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        pool = torch.cuda.graph_pool_handle()
+        with deferred_finalizers.no_gc_during_capture(), on_stream(side):
+            if self.has_ops:
+                capture.make_workspaces(self.device)
+            with capture.capturing(self.graph, self.device, pool):
+                calls()
+        current.wait_stream(side)
+
+    def add(self, run: Callable[[], None]) -> None:
+        """Capture one launch."""
+        run()
+
+    def reset(self) -> None:
+        """Destroy the graph; this would invalidate a capture that is under way."""
+        self.graph.reset()
+
+
+class HostTape:
+    """Launches that are replayed one by one, for kernels that Triton interprets."""
+
+    def __init__(self) -> None:
+        self.runs: list[Callable[[], None]] = []
+
+    def record(self, calls: Callable[[], object]) -> None:
+        """Make the calls, which add their launches."""
+        calls()
+
+    def add(self, run: Callable[[], None]) -> None:
+        """Keep one launch."""
+        self.runs.append(run)
+
+    def replay(self) -> None:
+        """Make the launches."""
+        for run in self.runs:
+            run()
+
+    def reset(self) -> None:
+        """Drop the launches."""
+        self.runs.clear()
+
+
+class Recording:
+    """A sequence of fused calls that is replayed as one.
+
+    Args:
+        device: of all calls.
+        has_ops: whether the calls run torch ops besides the launches.
 
     Example:
         >>> import torch
@@ -82,28 +140,28 @@ class Recording:
     def __init__(self, device: torch.device, has_ops: bool = False) -> None:
         self.device = device
         self.source: object = None
-        """Set by the calls' maker before each: what to name in `set_numbers`."""
+        """Set by the caller before each call: identifies the call's numbers in `set_numbers`."""
         self.launches: list[Launch] = []
         self.written: list[Tensor] = []
-        """What autograd must be told of: see `TritonExecutor.observed`."""
+        """Tensors whose versions a replay must increment: see `TritonExecutor.observed`."""
         self._key = next(_keys)
-        self._grids: list[Swept] = []
+        self._grids: list[LaunchGrid] = []
         self._pending: Iterator[Launch] | None = None
         self._prelude: Prelude | None = None
-        """A launch that was recorded and is to be made with the next."""
+        """A recorded launch that is made together with the next one."""
         self._tape = CudaTape(device, has_ops) if device.type == "cuda" else HostTape()
-        self._is_number_new = self._is_table_new = False
+        self._numbers_changed = self._tables_changed = False
         deferred_finalizers.watch(device)
         weakref.finalize(
             self, deferred_finalizers.run_or_defer, partial(_release, self._grids, self._key, self._tape)
         ).atexit = False
 
     def record(self, calls: Callable[[], object], moving: Sequence[Tensor]) -> None:
-        """Make the calls twice, without running them, and keep what they launch.
+        """Make the calls twice, without running them, and keep their launches.
 
         Args:
             calls: makes the same fused calls both times.
-            moving: tensors that each replay may find elsewhere; `move` takes their addresses.
+            moving: tensors whose addresses may differ at each replay; `move` takes the new ones.
 
         Raises:
             NotRecordable: a call does not run as one launch of kernels.
@@ -112,20 +170,20 @@ class Recording:
         with _recording(self):
             calls()
         self._lay_out()
-        places = {address: i for i, t in enumerate(moving) if (address := t.data_ptr())}
+        moving_indices = {address: i for i, t in enumerate(moving) if (address := t.data_ptr())}
         self._moving_bytes = np.asarray([t.nbytes for t in moving], np.int64)
         self._pending = iter(self.launches)
         with _recording(self):
             self._tape.record(calls)
         if next(self._pending, None) is not None:
-            raise AddressError("a step changed while it was recorded: it made fewer calls the second time")
+            raise AddressError("a step changed while it was recorded: it made fewer calls in the second pass")
         spans = []
         for launch in self.launches:
             for i, row in enumerate(launch.pointers):
-                index = np.asarray([places.get(address, -1) for address in row.tolist()], np.int64)
+                index = np.asarray([moving_indices.get(address, -1) for address in row.tolist()], np.int64)
                 if i not in launch.group.hosts and index.max(initial=-1) >= 0:
                     if ((index < 0) & (row != 0)).any():
-                        raise NotRecordable("an argument holds tensors that move and others that do not")
+                        raise NotRecordable("an argument has both tensors whose addresses change and others")
                     launch.moving[i] = index
             for i, itemsize in launch.group.stores.items():
                 nbytes = launch.group.grid.sizes * itemsize if itemsize > 0 else -itemsize
@@ -134,33 +192,33 @@ class Recording:
             self._write_numbers(launch)
         starts, ends = (np.sort(np.concatenate(part)) for part in zip(*spans, strict=True))
         self._written_starts, self._written_ends = starts, ends
-        self._is_number_new = self._is_table_new = True
+        self._numbers_changed = self._tables_changed = True
 
     def _lay_out(self) -> None:
         end = 0
         for launch in self.launches:
-            launch.number_at = end
+            launch.numbers_offset = end
             end += len(launch.group.kinds) + 1
         self._numbers_end = end
         for launch in self.launches:
-            launch.table_at = end
+            launch.table_offset = end
             end += launch.group.grid.table_size
         self._host = np.zeros(end, np.int64)
         self._words = torch.zeros(end, dtype=torch.int64, device=self.device)
 
     def launch(self, group: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> list[Tensor]:
-        """Take a launch instead of making it.
+        """Record a launch instead of making it.
 
         Args:
-            group: whose launch it is.
+            group: the executor of the launch.
             columns: its tensors.
-            numbers: its live numbers.
+            numbers: its dynamic scalars.
 
         Returns:
-            The arenas of the program's outputs; they hold nothing before a replay.
+            The arenas of the program's outputs; their values are undefined before a replay.
         """
         if self._pending is None:
-            # Zeros: what torch makes of them in this pass is thrown away, but must not fail.
+            # Zeros: what torch ops compute from them in this pass is discarded, but must not fail.
             arenas = [arena.zero_() for arena in group.new_arenas()]
             hosts = [float(columns[i][0].item()) for i in group.hosts]
             self.launches.append(Launch(group, self.source, list(numbers), hosts, arenas))
@@ -171,13 +229,13 @@ class Recording:
             return arenas
         launch = next(self._pending, None)
         if launch is None or launch.group is not group:
-            raise AddressError("a step changed while it was recorded: its calls differ from those of the first look")
+            raise AddressError("a step changed while it was recorded: its calls differ from those of the first pass")
         nowhere = [0] * group.grid.count
         launch.pointers = np.asarray(
             [nowhere if i in group.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)], np.int64
         ).reshape(len(columns), group.grid.count)
         base = self._words.data_ptr()
-        table, scalars = base + 8 * launch.table_at, base + 8 * launch.number_at
+        table, scalars = base + 8 * launch.table_offset, base + 8 * launch.numbers_offset
         prelude, self._prelude = self._prelude, group.as_prelude(table, self._key)
         if self._prelude is not None:
             assert prelude is None
@@ -188,42 +246,42 @@ class Recording:
             stream = current_stream(self.device)
             group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
-        self._tape.take(run)
+        self._tape.add(run)
         return launch.arenas
 
     def _write_numbers(self, launch: Launch) -> None:
         words = launch.words()
-        self._host[launch.number_at : launch.number_at + len(words)] = words
+        self._host[launch.numbers_offset : launch.numbers_offset + len(words)] = words
 
     def _write_table(self, launch: Launch) -> None:
         rows = launch.group.grid.rows(launch.pointers)
-        self._host[launch.table_at : launch.table_at + rows.size] = rows.reshape(-1)
+        self._host[launch.table_offset : launch.table_offset + rows.size] = rows.reshape(-1)
 
     def set_numbers(self, source: object, numbers: list[float], hosts: list[float]) -> None:
-        """Give the launches of one source other numbers, from the next replay on.
+        """Set the numbers of one source's launches, from the next replay on.
 
         Args:
-            source: as it was when they were recorded.
-            numbers: the live numbers of the source.
+            source: the value of `Recording.source` when they were recorded.
+            numbers: the dynamic scalars of the source.
             hosts: the values of its 0-d tensors on the CPU.
         """
         for launch in self.launches:
             if launch.source != source:
                 continue
-            own = [numbers[i] if i >= 0 else n for i, n in zip(launch.taken, launch.numbers, strict=True)]
+            own = [numbers[i] if i >= 0 else n for i, n in zip(launch.number_indices, launch.numbers, strict=True)]
             if launch.numbers != own or launch.hosts != hosts or 0.0 in own:
                 launch.numbers, launch.hosts = own, hosts
                 self._write_numbers(launch)
-                self._is_number_new = True
+                self._numbers_changed = True
 
     def move(self, addresses: list[int]) -> bool:
-        """Say where the moving tensors are, from the next replay on.
+        """Set the addresses of the moving tensors, from the next replay on.
 
         Args:
-            addresses: one for each, in the order that `record` was given them.
+            addresses: one for each tensor, in the order of `record`'s argument.
 
         Returns:
-            False, and nothing is changed, where one lies in memory that the launches write: then their order matters.
+            False, and nothing is changed, if one lies in memory that the launches write: then their order matters.
         """
         new = np.asarray(addresses, np.int64)
         before = np.searchsorted(self._written_starts, new + self._moving_bytes)
@@ -235,23 +293,23 @@ class Recording:
                 launch.pointers[i] = np.where(index >= 0, new[index], 0)
             if launch.moving:
                 self._write_table(launch)
-        self._is_table_new = True
+        self._tables_changed = True
         return True
 
     def replay(self) -> None:
-        """Run what was recorded, on the current stream, with the numbers and addresses of now."""
-        if self._is_table_new:
+        """Run the recorded launches on the current stream, with the current numbers and addresses."""
+        if self._tables_changed:
             self._upload(len(self._host))
-        elif self._is_number_new:
+        elif self._numbers_changed:
             self._upload(self._numbers_end)
-        self._is_number_new = self._is_table_new = False
+        self._numbers_changed = self._tables_changed = False
         self._tape.replay()
 
     def _upload(self, count: int) -> None:
-        """Send the first words of the buffer.
+        """Copy the first words of the buffer to the device.
 
-        The pinned memory is new each time, for the copy before may still be reading: torch's allocator hands it out
-        again when the copy from it is done.
+        Each copy has new pinned memory, since the previous copy may still be reading its own: torch's allocator reuses
+        that memory once the copy is done.
         """
         if self.device.type != "cuda":
             self._words[:count].copy_(torch.from_numpy(self._host[:count]))
@@ -260,18 +318,18 @@ class Recording:
         pinned.numpy()[:] = self._host[:count]
         self._words[:count].copy_(pinned, non_blocking=True)
 
-    def is_what_the_device_has(self) -> bool:
+    def matches_device(self) -> bool:
         """Return whether the device's copy of numbers and tables equals the host's. Waits for the device."""
         return bool((self._words.cpu().numpy() == self._host).all())
 
 
-def _release(grids: list[Swept], key: int, tape: CudaTape | HostTape) -> None:
+def _release(grids: list[LaunchGrid], key: int, tape: CudaTape | HostTape) -> None:
     for grid in grids:
         grid.forget(key)
     tape.reset()
 
 
-# Streams have numbers from 0 on; the workspaces of recordings are known by others.
+# Workspaces are keyed by stream handles, which are at least 0; those of recordings by negative numbers.
 _keys = itertools.count(-1, -1)
 
 _active: ContextVar[Recording | None] = ContextVar("recording", default=None)
@@ -286,6 +344,6 @@ def _recording(recording: Recording) -> Iterator[None]:
         _active.reset(token)
 
 
-def recording_now() -> Recording | None:
-    """The recording that fused calls are recorded into now; None when they run instead."""
+def current_recording() -> Recording | None:
+    """Return the recording that fused calls are recorded into; None when they run instead."""
     return _active.get()

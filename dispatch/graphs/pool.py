@@ -1,11 +1,22 @@
 """CUDA graphs that share one private memory pool: captured one at a time on one stream, replayed one at a time.
 
-Note [One pool for all graphs]
-Graphs whose memory is one pool overwrite each other's results, so a result is copied out before the next replay, on the
-same stream. What a graph needs beyond what the others left in the pool is all that it adds, whatever their order:
-the pool's segments grow where they are, since a larger graph could do nothing with segments of a smaller one's sizes.
-A graph that is dropped gives its part back to the pool; torch gives a pool back to the device as a whole, when none of
-its graphs is left.
+A CUDA graph holds bare addresses, so the memory that it writes must stay reserved while it lives. If each graph of a
+runner, one a bucket, had memory of its own, ten buckets would need ten times the memory of a forward pass. But graphs
+that are replayed one at a time can share memory: one graph's intermediate values lie where another's lay.
+
+    pool             |------------------------------------------|
+    graph of 32      [ intermediates               | results    ]
+    graph of 16      [ intermediates   | results ]                     no graph needs more than the largest has left
+    graph of 8       [ intermed. | results ]
+
+    any stream       replay 16 -> copy its results out -> replay 8 -> copy its results out -> ...
+
+`run.warmup` captures the largest graph first, and smaller ones fit into its memory. Where calls bring the sizes in
+another order, segments of the pool grow in place (`capture.growing_segments`): a larger graph could not use the fixed
+segments of a smaller one. After a capture the results are known by non-owning aliases alone, so that the next capture
+may use their memory too. A replay therefore overwrites the results of all other graphs: they are copied out before the
+next replay, and each replay waits for the last one on the device (`GraphPool.wait_for_last_replay`). Dropping a graph
+returns its part to the pool; torch frees the pool as a whole, with its last graph.
 """
 
 from __future__ import annotations
@@ -14,22 +25,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.graphs import capture as capture_module
 from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.dispatch.graphs.cublas_workspaces import make_workspaces
 from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.runtime.current_device import current_stream, on_stream
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE as PoolHandle
 
 T = TypeVar("T")
 
 
 class GraphPool:
-    """A memory pool of one device, and the stream that fills it.
+    """A memory pool of one device, and the stream that its graphs are captured on.
 
     Args:
         device: a CUDA device, with its index.
@@ -37,22 +50,22 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _stream_of_its_own(device)
-        _living.add(self)
+        self.stream = _unshared_stream(device)
+        _pools.add(self)
         self._last: torch.cuda.Stream = torch.cuda.current_stream(device)
         self._last_number = current_stream(device)
-        self._handle: Any = None
+        self._handle: PoolHandle | None = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
         deferred_finalizers.watch(device)
         weakref.finalize(self, deferred_finalizers.run_or_defer, partial(_reset, self.graphs)).atexit = False
 
     def run(self, program: Callable[[], T]) -> T:
-        """Run on the pool's stream what will be captured: libraries get ready then, outside of the pool."""
+        """Run a program on the pool's stream before its capture: libraries initialize then, outside of the pool."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
             with on_stream(self.stream):
-                make_workspaces(self.device)
+                capture_module.make_workspaces(self.device)
                 return program()
         finally:
             current.wait_stream(self.stream)
@@ -61,13 +74,13 @@ class GraphPool:
         """Capture a program; other threads may go on using the device.
 
         Args:
-            program: what to capture; it, or the like of it, has been `run` before.
+            program: what to capture; it, or the same program at another size, has been `run` before.
 
         Returns:
-            The graph, and what the program returned: tensors in the pool, which hold nothing before a replay.
+            The graph, and the program's result: tensors in the pool, whose values are undefined before a replay.
 
         Raises:
-            Exception: what the program or CUDA raised; the pool and its other graphs are as they were.
+            Exception: the program or CUDA raised it; the pool and its other graphs are unchanged.
             RuntimeError: the current stream is being captured.
         """
         if torch.cuda.is_current_stream_capturing():
@@ -79,40 +92,42 @@ class GraphPool:
         self.stream.wait_stream(current)
         try:
             with deferred_finalizers.no_gc_during_capture(), on_stream(self.stream):
-                make_workspaces(self.device)
-                with capture_module.growing_segments(), capture_module.captured(graph, self.device, self._handle):
+                capture_module.make_workspaces(self.device)
+                with capture_module.growing_segments(), capture_module.capturing(graph, self.device, self._handle):
                     out = program()
-        except BaseException:  # raised again, once the stream and the pool are in order
-            self._leave_a_stuck_stream()
-            self._forget_if_empty()
+        except BaseException:
+            self._replace_stuck_stream()
+            self._forget_handle_if_empty()
             raise
         current.wait_stream(self.stream)
         self.graphs.append(graph)
         return graph, out
 
-    def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """For each tensor that is in the pool the same one without a claim on its memory.
+    def non_owning_aliases(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Return, for each tensor in the pool, an alias that does not keep its memory allocated.
 
-        What a graph returned is then in nobody's way when the next graph is captured, and holds until that is replayed.
+        With the tensors themselves deleted, the next capture may use the memory of a graph's results. An alias is valid
+        until another graph of the pool is replayed.
         """
+        assert self._handle is not None
         segments = capture_module.pool_segments(self._handle)
-        found = {}
+        aliases = {}
         for t in tensors:
-            held = t.untyped_storage()
-            if any(begin <= held.data_ptr() < end for begin, end in segments):
-                there = tensor_from_address(held.data_ptr(), held.nbytes(), t.device, None).untyped_storage()
+            storage = t.untyped_storage()
+            if any(begin <= storage.data_ptr() < end for begin, end in segments):
+                memory = tensor_from_address(storage.data_ptr(), storage.nbytes(), t.device, None).untyped_storage()
                 empty = torch.empty(0, dtype=t.dtype, device=t.device)
-                found[t] = empty.set_(there, t.storage_offset(), t.shape, t.stride())
-        return found
+                aliases[t] = empty.set_(memory, t.storage_offset(), t.shape, t.stride())
+        return aliases
 
-    def _leave_a_stuck_stream(self) -> None:
-        """Take another stream where a failed capture could not be ended on this one."""
+    def _replace_stuck_stream(self) -> None:
+        """Replace the stream if a failed capture could not be ended on it."""
         with on_stream(self.stream):
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
-            self.stream = _stream_of_its_own(self.device)
+            self.stream = _unshared_stream(self.device)
 
-    def order(self) -> None:
+    def wait_for_last_replay(self) -> None:
         """Make the current stream wait for the last replay, if that was on another stream."""
         number = current_stream(self.device)
         if number != self._last_number:
@@ -121,33 +136,33 @@ class GraphPool:
             self._last, self._last_number = current, number
 
     def drop(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroy a graph, after its last replay; with the last one the pool's memory is torch's again."""
+        """Destroy a graph, after its last replay; with the last graph the pool's memory is freed."""
         self._last.synchronize()
         graph.reset()
         self.graphs.remove(graph)
-        self._forget_if_empty()
+        self._forget_handle_if_empty()
 
-    def _forget_if_empty(self) -> None:
-        """A pool that no graph owns is torch's, which refuses its handle from then on."""
+    def _forget_handle_if_empty(self) -> None:
+        """Forget the handle of a pool without graphs: torch frees that pool, and refuses its handle from then on."""
         if not self.graphs:
             self._handle = None
 
     def bytes(self) -> int:
-        """The device memory that the pool holds."""
+        """Return the bytes of device memory in the pool."""
         return capture_module.pool_bytes(self._handle) if self._handle is not None else 0
 
-    def held_bytes(self) -> int:
-        """The part of it that tensors hold: what a program keeps of its capture, once its results are `unowned`."""
-        return capture_module.held_bytes(self._handle) if self._handle is not None else 0
+    def active_bytes(self) -> int:
+        """Return the bytes of the pool that are allocated to tensors, such as those that a program has kept."""
+        return capture_module.active_bytes(self._handle) if self._handle is not None else 0
 
 
-_living: weakref.WeakSet[GraphPool] = weakref.WeakSet()
+_pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 
 
-def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other pool has, if there is one: graphs of one stream write to the same workspaces."""
-    taken = {pool.stream.cuda_stream for pool in [*_living] if pool.device == device}
-    for _ in range(deferred_finalizers.STREAMS):
+def _unshared_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream of no other pool, if there is one: graphs of one stream write to the same workspaces."""
+    taken = {pool.stream.cuda_stream for pool in [*_pools] if pool.device == device}
+    for _ in range(deferred_finalizers.STREAMS_PER_PRIORITY):
         stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in taken:
             break
@@ -162,7 +177,7 @@ def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Without autocast's cache of casted weights, which the end of the autocast context frees under a graph."""
+    """A context without autocast's cache of cast weights: the autocast context frees it at its end, under a graph."""
     enabled: bool = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)

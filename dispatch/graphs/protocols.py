@@ -1,24 +1,25 @@
-"""Protocols of launches that can be recorded and replayed."""
+"""Protocols of the launches that `fused_graph` and `dynamic_scalars` record, by which they know `dispatch/fused`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from subtensors.kernels.fused.launch import Prelude
 
-Words = np.ndarray[Any, np.dtype[np.int64]]
+Words: TypeAlias = npt.NDArray[np.int64]
 
 
 class NotRecordable(Exception):
-    """These calls can't be replayed with live numbers and addresses; the message says why."""
+    """Fused calls can't be replayed with dynamic scalars and addresses; the message says why."""
 
 
-class Swept(Protocol):
-    """Tensors of given sizes that a launch sweeps over, wherever they are: `kernels.fused.launch.Grid` and its like."""
+class LaunchGrid(Protocol):
+    """The grid of a launch over tensors of given sizes at any addresses: `kernels.fused.launch.Grid` and its like."""
 
     count: int
     sizes: Words
@@ -29,15 +30,15 @@ class Swept(Protocol):
         ...
 
     def rows(self, pointers: Words) -> Words:
-        """The table of these addresses."""
+        """Return the pointer table of these addresses."""
         ...
 
     def workspace(self, key: int) -> object:
-        """Memory of its own for launches of this number."""
+        """Allocate the workspace of the launches with this key."""
         ...
 
     def forget(self, stream: int) -> None:
-        """Free the workspace of this number."""
+        """Free the workspace of this key."""
         ...
 
     def launch(
@@ -50,30 +51,30 @@ class Swept(Protocol):
         workspace: int,
         prelude: Prelude | None = None,
     ) -> None:
-        """Launch with a table and numbers that are on the device at these addresses, after or with the prelude."""
+        """Launch with a table and scalars at these addresses of the device, after or with the prelude."""
         ...
 
 
-class Numbered(Protocol):
-    """An executor of launches with live numbers: `TritonExecutor`."""
+class HasScalars(Protocol):
+    """An executor of launches with dynamic scalars: `TritonExecutor`."""
 
     @property
     def scalars(self) -> Sequence[Callable[[Sequence[float]], float]]:
-        """The functions that compute the live numbers from the numbers of the call."""
+        """The functions that compute the dynamic scalars from the numbers of the call."""
         ...
 
     @property
     def kinds(self) -> Sequence[type[float] | type[int]]:
-        """The Python types of the live numbers, then of the tensors on the host."""
+        """The Python types of the dynamic scalars, then of the tensors on the host."""
         ...
 
 
-class Recordable(Numbered, Protocol):
+class Recordable(HasScalars, Protocol):
     """An executor of launches that can be recorded: `TritonExecutor` and its like."""
 
     @property
-    def grid(self) -> Swept:
-        """The tensors that a launch sweeps over."""
+    def grid(self) -> LaunchGrid:
+        """The grid of a launch."""
         ...
 
     @property
@@ -83,12 +84,12 @@ class Recordable(Numbered, Protocol):
 
     @property
     def observed(self) -> Collection[int]:
-        """The parameters whose versions autograd counts."""
+        """The parameters whose versions autograd checks."""
         ...
 
     @property
     def stores(self) -> Mapping[int, int]:
-        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
+        """For each parameter that is written, the bytes of an element; negative for one with a number per tensor."""
         ...
 
     @property
@@ -102,9 +103,9 @@ class Recordable(Numbered, Protocol):
         ...
 
     def new_arenas(self) -> list[Tensor]:
-        """Memory for the outputs of a launch."""
+        """Allocate memory for the outputs of a launch."""
         ...
 
     def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """The launch as one that the next may be made together with; None where it is one by itself."""
+        """Return the launch as a prelude of the next one; None if it must be made by itself."""
         ...

@@ -11,7 +11,7 @@ from subtensors.dispatch.padded.pointwise import met
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
-from subtensors.kernels.graph_inputs.materialize import materialize
+from subtensors.kernels.runtime.custom_ops import materialize
 
 aten = torch.ops.aten
 

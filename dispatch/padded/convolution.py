@@ -20,7 +20,7 @@ from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, re
 from subtensors.dispatch.padded.reductions import least
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import convolved, deconvolved
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

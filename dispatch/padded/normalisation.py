@@ -21,7 +21,7 @@ from subtensors.dispatch.padded.padded_value import EDGE_FILL, PaddedValue, resu
 from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.sizes.dim_factors import Factors, static_dims
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

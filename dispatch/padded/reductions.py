@@ -20,7 +20,7 @@ from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue, plain, result
 from subtensors.dispatch.sizes.dim_factors import Factors, is_prefix, static_dims
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from subtensors.dispatch.graphs import capture
-from subtensors.dispatch.graphs.capture import NotFunctional, writes
+from subtensors.dispatch.tracing import aten_trace
+from subtensors.dispatch.tracing.aten_trace import NotFunctional, mutates
 
 _MOVES = (torch.ops.aten.permute.default, torch.ops.aten.view.default)
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -37,10 +37,10 @@ class Halves:
     def __init__(
         self, joint: fx.GraphModule, results: int, gradients: int, traces: Sequence[Sequence[fx.Node]]
     ) -> None:
-        if (written := next(filter(writes, joint.graph.nodes), None)) is not None:
+        if (written := next(filter(mutates, joint.graph.nodes), None)) is not None:
             raise NotFunctional(f"{written.target} writes in place")
         own = dict(zip(traces[-1], traces[0], strict=True))
-        chosen = [own[n] for n in capture.saved_values(traces[-1][0].graph, joint, results, gradients)]
+        chosen = [own[n] for n in aten_trace.saved_for_backward(traces[-1][0].graph, joint, results, gradients)]
         # The compiler has chosen among values; a backward that computes one of them under another name is to find it.
         first = _merge_equals(joint.graph, apart=_outs(joint.graph)[results + gradients :])
         chosen = [first[n] for n in chosen]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from subtensors.dispatch.graphs import capture
+from subtensors.dispatch.tracing import aten_trace
 
 Sizes = tuple[int, ...]
 Place = tuple[int, int]
@@ -79,7 +79,7 @@ class Template:
         make: the inputs at some sizes, as tensors of any values; they are not run on.
         points: at which sizes to trace: as many as `points_needed` says, and any number more to check with.
         places: for each size where it can be read.
-        simplified: as `torch_capture.traced` takes it.
+        simplified: as `decomposed` of `trace_aten`.
 
     Raises:
         NoTemplate: there is none.
@@ -102,7 +102,7 @@ class Template:
 
         graphs = []
         for point in points:
-            graphs.append(capture.traced(traced, make(point), simplified))
+            graphs.append(aten_trace.trace_aten(traced, make(point), simplified))
         self.traces = [list(graph.graph.nodes) for graph in graphs]
         """The nodes at each point; those at the first are the module's own."""
         self.points = list(points)

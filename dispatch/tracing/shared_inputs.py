@@ -2,7 +2,7 @@
 
     addmm(b1, x, w1.t()), addmm(b2, x, w2.t()), addmm(b3, x, w3.t())
 
-become products(x, [w1, w2, w3], [b1, b2, b3]).
+become grouped_linear(x, [w1, w2, w3], [b1, b2, b3]).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from subtensors.dispatch.graphs.capture import writes
+from subtensors.dispatch.tracing.aten_trace import mutates
 from subtensors.kernels.graph_inputs import grouped_linear
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def share_inputs(
     steps = 0
     for node in nodes:
         # What is written to between two reads is two values.
-        steps += writes(node)
+        steps += mutates(node)
         if node.target in _PRODUCTS and not node.kwargs and len(node.args) == _PRODUCTS[node.target]:
             held = _held(module, node)
             if held and all(t.dtype in dtypes and t.device.type == device for t in held):
@@ -76,8 +76,8 @@ def _sources(node: fx.Node) -> list[Any]:
 
 
 def _parts(group: Sequence[fx.Node]) -> Iterator[Sequence[fx.Node]]:
-    for i in range(0, len(group), grouped_linear.MOST):
-        part = group[i : i + grouped_linear.MOST]
+    for i in range(0, len(group), grouped_linear.MAX_LAYERS):
+        part = group[i : i + grouped_linear.MAX_LAYERS]
         if len(part) > 1:
             yield part
 
@@ -87,7 +87,7 @@ def _join(graph: fx.Graph, part: Sequence[fx.Node]) -> None:
     with graph.inserting_before(part[0]):
         copies = [[graph.get_attr(str(source.target)) for source in _sources(node)] for node in part]
         weights, biases = [w for w, *_ in copies], [b for _, *bias in copies for b in bias]
-        every = graph.call_function(torch.ops.subtensors.products.default, (part[0].args[-2], weights, biases))
+        every = graph.call_function(torch.ops.subtensors.grouped_linear.default, (part[0].args[-2], weights, biases))
         for i, node in enumerate(part):
             node.replace_all_uses_with(graph.call_function(operator.getitem, (every, i)))
     for node in part:

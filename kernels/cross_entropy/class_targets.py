@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
+from subtensors.kernels.runtime.launcher import CachedLauncher
 
 BLOCK, WARPS = 8192, 32
 """The fastest on an H200, for 16384 rows."""
@@ -23,19 +23,19 @@ MOST = 2**16
 
 
 @cache
-def launch_hard_rows() -> RepeatedLaunch:
+def launch_hard_rows() -> CachedLauncher:
     """The launch of the kernel that weighs the rows."""
     from subtensors.kernels.cross_entropy.class_targets_kernel import hard_rows_kernel
 
-    return RepeatedLaunch(hard_rows_kernel)
+    return CachedLauncher(hard_rows_kernel)
 
 
 @cache
-def launch_hard_loss() -> RepeatedLaunch:
+def launch_hard_loss() -> CachedLauncher:
     """The launch of the kernel that adds the rows' losses."""
     from subtensors.kernels.cross_entropy.class_targets_kernel import hard_loss_kernel
 
-    return RepeatedLaunch(hard_loss_kernel)
+    return CachedLauncher(hard_loss_kernel)
 
 
 class ClassTargets(NamedTuple):

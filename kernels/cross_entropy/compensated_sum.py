@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 BLOCK = 2048
 

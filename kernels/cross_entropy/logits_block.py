@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import GradientFactors, RowLoss, RowStatistics, Targets
-from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.launcher import CachedLauncher
 
 
 @cache
-def launch_softmax_gradient() -> RepeatedLaunch:
+def launch_softmax_gradient() -> CachedLauncher:
     """The launch of the kernel that takes whole rows."""
     from subtensors.kernels.cross_entropy.softmax_gradient_kernel import softmax_gradient_kernel
 
-    return RepeatedLaunch(softmax_gradient_kernel)
+    return CachedLauncher(softmax_gradient_kernel)
 
 
 class Block(NamedTuple):

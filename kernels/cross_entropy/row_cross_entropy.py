@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses_kernels
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
 class _RowCrossEntropy(torch.autograd.Function):

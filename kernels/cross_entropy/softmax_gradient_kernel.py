@@ -23,8 +23,7 @@ float32, and each element is overwritten by whoever has read it last, so that th
 
 from __future__ import annotations
 
-from subtensors.kernels.runtime.libdevice import libdevice
-from subtensors.kernels.runtime.triton_compat import tl, triton
+from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

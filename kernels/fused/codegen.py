@@ -56,8 +56,7 @@ _serial = itertools.count()
 def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
     from subtensors.kernels.fused import blockwise_kernel
     from subtensors.kernels.runtime import tile_math_kernel
-    from subtensors.kernels.runtime.libdevice import libdevice
-    from subtensors.kernels.runtime.triton_compat import tl, triton
+    from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
     # Programs of several dtypes have segments in common, which Triton then compiles once.
     # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
@@ -74,7 +73,7 @@ def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
 
 
 _TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
-tile_amin row_of column_of load_tile store_tile to_bits fold arrive combine""".split()
+tile_amin row_of column_of load_tile store_tile to_bits fold is_last_arrival combine""".split()
 _BLOCK_FUNCTIONS = "blockwise_absmax quantize_blockwise dequantize_blockwise load_blocks store_blocks".split()
 
 

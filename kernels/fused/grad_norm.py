@@ -19,7 +19,7 @@ from torch import Tensor
 
 from subtensors.kernels.fused.codegen import Kernel
 from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
 
 BLOCK = 2048
 """Elements that a program reads at a time."""

@@ -18,8 +18,8 @@ from subtensors.kernels.fused.program import Instruction, Program, Shape
 from subtensors.kernels.fused.segment_writer import ADDRESSED
 from subtensors.kernels.fused.segments import plan_segments, slot_count
 from subtensors.kernels.runtime.gc_pause import gc_paused
-from subtensors.kernels.runtime.launcher import Launch, launcher
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import Launch, prepare_launch
 
 LANES = 128
 """Tensors a program of a tensor segment."""
@@ -295,7 +295,7 @@ class Grid:
             return
         compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options())
         if compiled is not None:
-            self._launchers[number] = launcher(compiled, programs)
+            self._launchers[number] = prepare_launch(compiled, programs)
 
 
 # Torch's kernels keep denormal numbers; libdevice as Triton links it by default takes them for zero.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.fused.lowering import TRITON_TYPES
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.runtime.current_device import launching_on
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.graph_lifetime import to_device
 
 ROWS = 32
 """Rows a program of the first kernel."""

@@ -23,7 +23,7 @@ from subtensors.kernels.fused import tuning_cache
 from subtensors.kernels.fused.blockwise import SIZE, block_count
 from subtensors.kernels.fused.launch import Grid, KernelSet, Tiling, bits
 from subtensors.kernels.fused.program import Instruction, Parameter, Program, Shape
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
 
 logger = logging.getLogger("subtensors.tuning")
 

@@ -1,69 +1,70 @@
-"""A range of addresses of a CUDA device: physical memory is put under parts of it, and taken away again.
+"""A reserved range of addresses of a CUDA device: physical memory is mapped under parts of it, and unmapped again.
 
 CUDA driver API, "Virtual Memory Management": cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
 
 class CudaRange:
-    """Addresses of a device, reserved but without memory; a kernel that touches an unmapped part faults.
+    """Reserved addresses of a device; a kernel that accesses a part without memory faults.
 
     Args:
-        size: bytes, a multiple of `granule`; may be larger than the device.
-        device: which, with its index.
+        size: bytes, a multiple of `granularity`; may be larger than the device's memory.
+        device: a CUDA device with its index.
 
     Raises:
         ImportError: the package cuda-bindings is not installed.
-        torch.OutOfMemoryError: no such range is left.
+        torch.OutOfMemoryError: no range of that size is left.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         driver = _driver()
-        torch.cuda.current_stream(device).query()  # makes the device's context
+        torch.cuda.current_stream(device).query()  # creates the device's context
         self.device = device
         self.size = size
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = device.index
-        self._kind = driver.CUmemAllocationProp()
-        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._kind.location = location
+        self._properties = driver.CUmemAllocationProp()
+        self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location = location
         self._access = driver.CUmemAccessDesc()
         self._access.location = location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granule = int(_done(driver.cuMemGetAllocationGranularity(self._kind, flag)))
-        self.address = int(_done(driver.cuMemAddressReserve(size, 0, 0, 0)))
+        self.granularity = int(_checked(driver.cuMemGetAllocationGranularity(self._properties, flag)))
+        self.address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
 
     def map(self, start: int, size: int) -> None:
-        """Put memory under a part of the range; OutOfMemoryError where there is none, and nothing is mapped then."""
+        """Map memory under a part of the range; raise OutOfMemoryError and map nothing if the device has not enough."""
         driver = _driver()
-        with torch.cuda.device(self.device):  # a thread's first call needs the context
-            handle = _done(driver.cuMemCreate(size, self._kind, 0))
+        with torch.cuda.device(self.device):  # a thread's first call of the driver needs it
+            handle = _checked(driver.cuMemCreate(size, self._properties, 0))
             try:
-                _done(driver.cuMemMap(self.address + start, size, 0, handle, 0))
+                _checked(driver.cuMemMap(self.address + start, size, 0, handle, 0))
                 try:
-                    _done(driver.cuMemSetAccess(self.address + start, size, [self._access], 1))
+                    _checked(driver.cuMemSetAccess(self.address + start, size, [self._access], 1))
                 except RuntimeError:
                     driver.cuMemUnmap(self.address + start, size)
                     raise
             finally:
-                # What is mapped lives until it is unmapped.
+                # Mapped memory lives until it is unmapped.
                 driver.cuMemRelease(handle)
 
     def unmap(self, start: int, size: int) -> None:
-        """Give the memory of a part back, a part that one `map` mapped; its addresses stay reserved."""
+        """Free the memory of a part that one call of `map` mapped; its addresses stay reserved."""
         with torch.cuda.device(self.device):
-            _done(_driver().cuMemUnmap(self.address + start, size))
+            _checked(_driver().cuMemUnmap(self.address + start, size))
 
     def close(self) -> None:
-        """Give the addresses back; everything must be unmapped."""
-        _done(_driver().cuMemAddressFree(self.address, self.size))
+        """Free the addresses; everything must be unmapped."""
+        _checked(_driver().cuMemAddressFree(self.address, self.size))
 
 
 def has_driver() -> bool:
@@ -75,24 +76,30 @@ def has_driver() -> bool:
     return True
 
 
-def is_captured(streams: list[int]) -> bool:
+def any_capturing(streams: list[int]) -> bool:
     """Return whether any of these CUDA streams, given by their handles, is being captured."""
     driver = _driver()
     none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-    return any(_done(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none for stream in streams)
+    return any(_checked(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none for stream in streams)
 
 
-def _driver() -> Any:
+def _driver() -> ModuleType:
     try:
         from cuda.bindings import driver
     except ImportError as missing:
         raise ImportError(
             "an Arena on a CUDA device needs the package cuda-bindings: pip install cuda-bindings"
         ) from missing
-    return driver
+    module: ModuleType = driver
+    return module
 
 
-def _done(result: tuple[Any, ...]) -> Any:
+class _Status(Protocol):
+    name: str
+    value: int
+
+
+def _checked(result: tuple[_Status, *tuple[object, ...]]) -> Any:
     """Return a driver call's result after its status; raise OutOfMemoryError or RuntimeError if the call failed."""
     status, *values = result
     if status.name == "CUDA_ERROR_OUT_OF_MEMORY":

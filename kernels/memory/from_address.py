@@ -1,17 +1,16 @@
-"""Memory that is somewhere already, as a tensor."""
+"""Tensors over existing memory."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
 class _CudaBytes:
-    """A memory range of a CUDA device, in the form from which torch makes a tensor.
+    """A memory range of a CUDA device, in a form that `torch.as_tensor` takes.
 
     Args:
         address: the first byte.
@@ -24,18 +23,18 @@ class _CudaBytes:
     owner: object
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self) -> dict[str, object]:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
 
 
 def tensor_from_address(address: int, size: int, device: torch.device, owner: object) -> torch.Tensor:
-    """The bytes at an address as a tensor with a storage of its own, which torch cannot resize.
+    """Return the bytes at an address as a tensor with a storage of its own, which torch cannot resize.
 
     Args:
-        address: where they are, readable and writable.
-        size: how many.
+        address: of the first byte; all must be readable and writable.
+        size: the number of bytes.
         device: CPU or CUDA, with its index.
-        owner: kept alive until the last tensor of that storage is gone.
+        owner: kept alive until the last tensor of that storage is deleted.
 
     Returns:
         (size,) uint8 at `address`; for no bytes an ordinary empty tensor.

@@ -1,4 +1,4 @@
-"""A range of addresses of the host: pages are put under parts of it, and taken away again."""
+"""A reserved range of addresses of the host: pages are mapped under parts of it, and unmapped again."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ _FIXED, _NO_RESERVE, _HUGE_PAGES = 0x10, 0x4000, 14  # Linux
 
 
 class HostRange:
-    """Addresses of the host, reserved but without memory; a touch of an unmapped part ends the process.
+    """Reserved addresses of the host; an access to a part without memory ends the process.
 
     Args:
-        size: bytes, a multiple of `granule`; costs no memory.
+        size: bytes, a multiple of `granularity`; reserving takes no memory.
 
     Raises:
-        MemoryError: the process has no such range left.
+        MemoryError: no range of that size is left.
 
     >>> pages = HostRange(1 << 30)
-    >>> pages.map(0, pages.granule)
+    >>> pages.map(0, pages.granularity)
     >>> ctypes.c_uint8.from_address(pages.address).value
     0
-    >>> pages.unmap(0, pages.granule)
+    >>> pages.unmap(0, pages.granularity)
     >>> pages.close()
     """
 
-    granule = mmap.PAGESIZE
+    granularity = mmap.PAGESIZE
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.address = _map_pages(None, size, _PROTECT_NONE, _PRIVATE | _NO_RESERVE)
 
     def map(self, start: int, size: int) -> None:
-        """Put zeroed memory under a part of the range; MemoryError where there is none, and nothing is mapped then."""
+        """Map zeroed memory under a part of the range; raise MemoryError and map nothing if the host has not enough."""
         if _libc().mprotect(self.address + start, size, _PROTECT_ALL):
             raise MemoryError(f"no memory for {size} bytes of the host: {_reason()}")
 
     def unmap(self, start: int, size: int) -> None:
-        """Give the memory of a part back; its addresses stay reserved."""
+        """Free the memory of a part; its addresses stay reserved."""
         _map_pages(self.address + start, size, _PROTECT_NONE, _PRIVATE | _NO_RESERVE | _FIXED)
 
     def close(self) -> None:
-        """Give the addresses back, and what is still mapped."""
+        """Free the addresses, and the memory still mapped under them."""
         _libc().munmap(self.address, self.size)
 
     def prefer_huge_pages(self) -> None:
-        """Ask for pages of 2 MiB, which are faster to touch first and to lock."""
+        """Ask for pages of 2 MiB, which are faster to fault in and to lock."""
         _libc().madvise(self.address, self.size, _HUGE_PAGES)
 
 
 def _map_pages(address: int | None, size: int, protection: int, flags: int) -> int:
-    found = _libc().mmap(address, size, protection, flags, -1, 0)
-    if found in (None, ctypes.c_void_p(-1).value):
+    mapped = _libc().mmap(address, size, protection, flags, -1, 0)
+    if mapped in (None, ctypes.c_void_p(-1).value):
         raise MemoryError(f"no {size} bytes of addresses on the host: {_reason()}")
-    return int(found)
+    return int(mapped)
 
 
 def _reason() -> str:

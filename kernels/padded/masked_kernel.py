@@ -5,8 +5,7 @@ The levels, sizes and slots are those of `masked_layout`.
 
 from __future__ import annotations
 
-from subtensors.kernels.runtime.libdevice import libdevice
-from subtensors.kernels.runtime.triton_compat import tl, triton
+from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
 
 @triton.jit

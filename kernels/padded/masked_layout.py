@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.valid_lengths import ValidLength, normalized
+from subtensors.kernels.runtime.valid_lengths import ValidLength, normalize_dims
 
 R1, R0, C1, C0 = range(4)
 """The levels, as the kernels number them."""
@@ -172,7 +172,7 @@ def plan(
     Raises:
         ValueError: a dimension is out of range, or a ragged extent has another number of rows than its batch.
     """
-    extents = normalized(extents, x.dim())
+    extents = normalize_dims(extents, x.dim())
     for extent in extents:
         if extent.sizes.dim() and extent.sizes.shape != (x.shape[extent.batch_dim],):
             raise ValueError(

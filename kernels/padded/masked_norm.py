@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
-from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
-from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.launcher import CachedLauncher
+from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 LONGEST = 16384
 """The longest row that a program holds; longer ones are left to the reference."""
@@ -33,11 +33,11 @@ WARPS = 8
 
 
 @cache
-def launch_norm() -> RepeatedLaunch:
+def launch_norm() -> CachedLauncher:
     """The launch of the forward's kernel."""
     from subtensors.kernels.padded.masked_norm_kernel import norm_kernel
 
-    return RepeatedLaunch(norm_kernel, has_reference=True)
+    return CachedLauncher(norm_kernel, has_reference=True)
 
 
 class Normed(NamedTuple):
@@ -60,7 +60,7 @@ def masked_norm_reference(
 ) -> Normed:  # fmt: skip
     """Compute `masked_norm` in torch ops: the readable definition."""
     dims = range(x.dim() - normalized, x.dim())
-    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
     count = real.sum(tuple(dims), keepdim=True).clamp(min=1)
     value = torch.where(real, x.to(arithmetic_dtype(x.dtype)), 0)
     mean = torch.zeros_like(count, dtype=value.dtype) if is_rms else value.sum(tuple(dims), keepdim=True) / count
@@ -70,7 +70,7 @@ def masked_norm_reference(
     y = y * weight if weight is not None else y
     y = y + bias if bias is not None else y
     row_extents = [e for e in extents if e.dim % x.dim() not in dims]
-    in_rows = real_mask(x.shape, row_extents, x.device)
+    in_rows = valid_mask(x.shape, row_extents, x.device)
     shape = x.shape[: dims[0]]
     kept = [torch.where(in_rows, t, 0).reshape(shape) for t in (mean, scale)]
     return Normed(torch.where(real, y, fill).to(x.dtype), *kept)
@@ -82,7 +82,7 @@ def masked_norm_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `masked_norm_backward` in torch ops."""
     dims = tuple(range(x.dim() - normalized, x.dim()))
-    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
     count = real.sum(dims, keepdim=True).clamp(min=1)
     mean, scale = (t.view(*t.shape, *[1] * normalized) for t in (mean, scale))
     unit = torch.where(real, (x.to(mean.dtype) - mean) * scale, 0)
@@ -99,7 +99,7 @@ def masked_norm_forward(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, extents: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
-    """`masked_norm` by its kernel; arguments as there, and CompilePending as of `cached_launcher`."""
+    """`masked_norm` by its kernel; arguments as there, and CompilePending as of `launcher`."""
     dims = range(x.dim() - normalized, x.dim())
     if math.prod(x.shape[d] for d in dims) > LONGEST:
         return masked_norm_reference(x, normalized, weight, bias, eps, extents, fill, is_rms)

@@ -22,17 +22,9 @@ from subtensors.kernels.padded.masked_second_order import (
     reduction_gradient,
     softmax_gradient,
 )
-from subtensors.kernels.runtime.cached_launcher import CompilePending
-from subtensors.kernels.runtime.custom_ops import (
-    EXTENTS,
-    FLOAT_DTYPES,
-    INTEGER_DTYPES,
-    apart,
-    define,
-    has_kernel,
-    together,
-)
-from subtensors.kernels.runtime.valid_lengths import ValidLength
+from subtensors.kernels.runtime.async_compile import CompilePending
+from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define, has_kernel
+from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths, unpack_lengths
 
 
 def masked_softmax(
@@ -56,7 +48,7 @@ def masked_softmax(
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
-    return torch.ops.subtensors.masked_softmax(x, dim, *apart(extents), fill, is_log)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.masked_softmax(x, dim, *pack_lengths(extents), fill, is_log)  # type: ignore[no-any-return]
 
 
 def masked_reduction(
@@ -95,7 +87,7 @@ def masked_reduction(
         raise ValueError(f"a masked norm has an order of at least 0, got {p}")
     counted = x.requires_grad and torch.is_grad_enabled() if for_gradient is None else for_gradient
     return reductions.Reduced(
-        *torch.ops.subtensors.masked_reduction(x, kind, dims, *apart(extents), p, correction, fill, counted)
+        *torch.ops.subtensors.masked_reduction(x, kind, dims, *pack_lengths(extents), p, correction, fill, counted)
     )
 
 
@@ -123,20 +115,20 @@ def masked_norm(
         tensor([[-1.,  1.,  0.]])
     """
     return norms.Normed(
-        *torch.ops.subtensors.masked_norm(x, normalized, weight, bias, eps, *apart(extents), fill, is_rms)
+        *torch.ops.subtensors.masked_norm(x, normalized, weight, bias, eps, *pack_lengths(extents), fill, is_rms)
     )
 
 
 def _softmax(x: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], fill: float, is_log: bool) -> Tensor:
     run = softmaxes.masked_softmax_forward if has_kernel(x) else softmaxes.masked_softmax_reference
-    return run(x, dim, together(d, s, b), fill, is_log)
+    return run(x, dim, unpack_lengths(d, s, b), fill, is_log)
 
 
 def _softmax_backward(
     gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
 ) -> Tensor:
     run = softmaxes.masked_softmax_backward if has_kernel(y) else softmaxes.masked_softmax_backward_reference
-    return run(gradient, y, dim, together(d, s, b), is_log)
+    return run(gradient, y, dim, unpack_lengths(d, s, b), is_log)
 
 
 def _like_first(x: Tensor, *_: Any) -> Tensor:
@@ -147,10 +139,12 @@ def _like_second(_: Any, x: Tensor, *__: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-define("masked_softmax", f"Tensor x, int dim, {EXTENTS}, float fill, bool is_log", "Tensor", _softmax, _like_first)
+define(
+    "masked_softmax", f"Tensor x, int dim, {LENGTHS_SCHEMA}, float fill, bool is_log", "Tensor", _softmax, _like_first
+)
 define(
     "masked_softmax_backward",
-    f"Tensor gradient, Tensor y, int dim, {EXTENTS}, bool is_log",
+    f"Tensor gradient, Tensor y, int dim, {LENGTHS_SCHEMA}, bool is_log",
     "Tensor",
     _softmax_backward,
     _like_second,
@@ -178,7 +172,7 @@ def _reduction(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     by_kernel = has_kernel(x, FLOAT_DTYPES + INTEGER_DTYPES)
     run = reductions.masked_reduction_forward if by_kernel else reductions.masked_reduction_reference
-    return tuple(run(x, kind, dims, together(d, s, b), p, correction, fill, for_gradient))  # type: ignore[return-value]
+    return tuple(run(x, kind, dims, unpack_lengths(d, s, b), p, correction, fill, for_gradient))  # type: ignore[return-value]
 
 
 def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,19 +189,19 @@ def _reduction_backward(
 ) -> Tensor:  # fmt: skip
     run = reductions.masked_reduction_backward if has_kernel(x) else reductions.masked_reduction_backward_reference
     reduced = reductions.Reduced(out, aux, counts)
-    return run(gradient, x, reduced, kind, dims, together(d, s, b), p, correction)
+    return run(gradient, x, reduced, kind, dims, unpack_lengths(d, s, b), p, correction)
 
 
 define(
     "masked_reduction",
-    f"Tensor x, str kind, int[] reduced, {EXTENTS}, float p, float correction, float fill, bool for_gradient",
+    f"Tensor x, str kind, int[] reduced, {LENGTHS_SCHEMA}, float p, float correction, float fill, bool for_gradient",
     "(Tensor, Tensor, Tensor)",
     _reduction,
     _reduction_fake,
 )
 define(
     "masked_reduction_backward",
-    f"Tensor gradient, Tensor x, Tensor out, Tensor aux, Tensor counts, str kind, int[] reduced, {EXTENTS}, "
+    f"Tensor gradient, Tensor x, Tensor out, Tensor aux, Tensor counts, str kind, int[] reduced, {LENGTHS_SCHEMA}, "
     "float p, float correction",
     "Tensor",
     _reduction_backward,
@@ -238,7 +232,7 @@ def _norm(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     d: list[int], s: list[Tensor], b: list[int], fill: float, is_rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = x, normalized, weight, bias, eps, together(d, s, b), fill, is_rms
+    arguments = x, normalized, weight, bias, eps, unpack_lengths(d, s, b), fill, is_rms
     if has_kernel(x):
         with suppress(CompilePending):
             return tuple(norms.masked_norm_forward(*arguments))  # type: ignore[return-value]
@@ -257,7 +251,7 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # The scale was made with eps, which second derivatives want.
     run = norms.masked_norm_backward if has_kernel(x) else norms.masked_norm_backward_reference
-    return run(gradient, x, mean, scale, weight, normalized, together(d, s, b), is_rms)
+    return run(gradient, x, mean, scale, weight, normalized, unpack_lengths(d, s, b), is_rms)
 
 
 def _norm_backward_fake(
@@ -269,15 +263,15 @@ def _norm_backward_fake(
 
 define(
     "masked_norm",
-    f"Tensor x, int normalized, Tensor? weight, Tensor? bias, float eps, {EXTENTS}, float fill, bool is_rms",
+    f"Tensor x, int normalized, Tensor? weight, Tensor? bias, float eps, {LENGTHS_SCHEMA}, float fill, bool is_rms",
     "(Tensor, Tensor, Tensor)",
     _norm,
     _norm_fake,
 )
 define(
     "masked_norm_backward",
-    f"Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, float eps, {EXTENTS}, "
-    "bool is_rms",
+    "Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, float eps, "
+    f"{LENGTHS_SCHEMA}, bool is_rms",
     "(Tensor, Tensor, Tensor)",
     _norm_backward,
     _norm_backward_fake,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
-from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
@@ -81,7 +81,7 @@ def masked_reduction_reference(
     """Compute `masked_reduction` in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
     dims = [d % x.dim() for d in dims]
-    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
     counts = real.sum(dims, keepdim=True)
     value = x.to(arithmetic_dtype(dtype))
     zeros = torch.zeros_like(value)
@@ -110,7 +110,7 @@ def masked_reduction_reference(
         out = torch.linalg.vector_norm(torch.where(real, value, zeros), p, dims, keepdim=True)
         if p == math.inf:
             aux = (real & (value.abs() == out)).sum(dims, keepdim=True)
-    in_rows = real_mask(x.shape, [e for e in extents if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
+    in_rows = valid_mask(x.shape, [e for e in extents if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
     results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
     return Reduced(results[0].to(dtype), results[1].to(sum_dtype(x.dtype)), results[2])
 
@@ -154,7 +154,7 @@ def masked_reduction_backward_reference(
         "norm": lambda: _norm_gradient(value, out, g, p),
     }[kind]()
     # Rows of padding have a gradient, but nothing to give it to.
-    return torch.where(real_mask(x.shape, extents, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
+    return torch.where(valid_mask(x.shape, extents, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
 
 
 def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:

@@ -18,9 +18,8 @@ rows are few is cut into parts, one program each, whose states a second kernel m
 from __future__ import annotations
 
 from subtensors.kernels.padded.masked_kernel import column_bounds, columns_inside, exp, rows_inside
-from subtensors.kernels.runtime.libdevice import libdevice
 from subtensors.kernels.runtime.tile_math_kernel import div, sqrt
-from subtensors.kernels.runtime.triton_compat import tl, triton
+from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
 INFINITY = tl.constexpr(float("inf"))
 

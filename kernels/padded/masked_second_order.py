@@ -15,7 +15,7 @@ from torch import Tensor
 from subtensors.kernels.padded.masked_norm import masked_norm_reference
 from subtensors.kernels.padded.masked_reduction import masked_reduction_reference
 from subtensors.kernels.padded.masked_softmax import masked_softmax_backward_reference
-from subtensors.kernels.runtime.custom_ops import together
+from subtensors.kernels.runtime.valid_lengths import unpack_lengths
 
 _SAVED = object()
 """In place of a tensor that autograd keeps."""
@@ -69,7 +69,7 @@ def softmax_gradient(
     gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
 ) -> tuple[Tensor]:
     """Return the input gradient of a softmax from its result `y`, through which it depends on the input."""
-    return (masked_softmax_backward_reference(gradient, y, dim, together(d, s, b), is_log),)
+    return (masked_softmax_backward_reference(gradient, y, dim, unpack_lengths(d, s, b), is_log),)
 
 
 def reduction_gradient(
@@ -78,7 +78,7 @@ def reduction_gradient(
 ) -> tuple[Tensor]:  # fmt: skip
     """Return the input gradient of a reduction, recomputed from `x` so that it is differentiable in `x`."""
     x = _followed(x)
-    again = masked_reduction_reference(x, kind, dims, together(d, s, b), p, correction).out
+    again = masked_reduction_reference(x, kind, dims, unpack_lengths(d, s, b), p, correction).out
     (gx,) = torch.autograd.grad(again, [x], gradient, create_graph=True)
     return (gx,)
 
@@ -91,7 +91,7 @@ def norm_gradient(
     shape = x.shape[x.dim() - normalized :]
     x = _followed(x)
     factor, shift = _followed(mean.new_ones(shape) if weight is None else weight), _followed(mean.new_zeros(shape))
-    y = masked_norm_reference(x, normalized, factor, shift, eps, together(d, s, b), 0.0, is_rms).y
+    y = masked_norm_reference(x, normalized, factor, shift, eps, unpack_lengths(d, s, b), 0.0, is_rms).y
     gx, *rest = torch.autograd.grad(y, [x, factor, shift], gradient, create_graph=True)
     weight_gradient, bias_gradient = (g.to(mean.dtype) for g in rest)
     return gx, weight_gradient, bias_gradient

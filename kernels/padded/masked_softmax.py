@@ -18,7 +18,7 @@ from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, with_strides_of
 from subtensors.kernels.runtime.current_device import launching_on
-from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 ONE_PASS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
@@ -28,7 +28,7 @@ def masked_softmax_reference(
     x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax` in torch ops: the readable definition."""
-    real = real_mask(x.shape, extents, x.device).expand(x.shape)
+    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
     # A row of nothing but -inf would be NaN, also in the gradient; one without real elements is all fill.
     neutral = x.masked_fill(~real, float("-inf")).masked_fill(~real.any(dim, keepdim=True), 0)
     y = torch.log_softmax(neutral, dim) if is_log else torch.softmax(neutral, dim)
@@ -39,7 +39,7 @@ def masked_softmax_backward_reference(
     gradient: Tensor, y: Tensor, dim: int, extents: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax_backward` in torch ops."""
-    padding = ~real_mask(y.shape, extents, y.device)
+    padding = ~valid_mask(y.shape, extents, y.device)
     gradient, y = gradient.masked_fill(padding, 0), y.masked_fill(padding, 0)
     if is_log:
         result = gradient - y.exp() * gradient.sum(dim, keepdim=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import TILE
 from subtensors.kernels.runtime.current_device import launching_on
-from subtensors.kernels.runtime.transfer import to_device
-from subtensors.kernels.runtime.valid_lengths import ValidLength, normalized, real_mask
+from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.valid_lengths import ValidLength, normalize_dims, valid_mask
 
 Dim3 = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
@@ -40,13 +40,13 @@ def pad_ragged_reference(
     values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
     """Compute `pad_ragged` in torch ops."""
-    real = real_mask(shape, extents, values.device).expand(tuple(shape))
+    real = valid_mask(shape, extents, values.device).expand(tuple(shape))
     return values.new_full(shape, value).masked_scatter(real, values)
 
 
 def unpad_ragged_reference(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
     """Compute `unpad_ragged` in torch ops."""
-    values = padded[real_mask(padded.shape, extents, padded.device).expand(padded.shape)]
+    values = padded[valid_mask(padded.shape, extents, padded.device).expand(padded.shape)]
     assert len(values) == total, f"{total} elements were said to be real, {len(values)} are"
     return values
 
@@ -128,7 +128,7 @@ def _addresses(rows: Sequence[Tensor]) -> Any:
 
 
 def _ragged_dims(shape: Sequence[int], extents: Sequence[ValidLength]) -> list[Dim3]:
-    ragged = {extent.dim: extent.sizes for extent in normalized(extents, len(shape))}
+    ragged = {extent.dim: extent.sizes for extent in normalize_dims(extents, len(shape))}
     return _merged_dims([(shape[d], ragged.get(d, shape[d]), 0) for d in range(1, len(shape))])
 
 

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded import padding
-from subtensors.kernels.runtime.custom_ops import (
-    EXTENTS,
-    FLOAT_DTYPES,
-    INTEGER_DTYPES,
-    apart,
-    define,
-    has_kernel,
-    together,
-)
-from subtensors.kernels.runtime.valid_lengths import ValidLength
+from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define, has_kernel
+from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths, unpack_lengths
 
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 
@@ -85,7 +77,7 @@ def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[ValidLeng
         tensor([[1, 0],
                 [2, 3]])
     """
-    return torch.ops.subtensors.pad_values(values, shape, *apart(extents), value)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.pad_values(values, shape, *pack_lengths(extents), value)  # type: ignore[no-any-return]
 
 
 def unpad_values(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
@@ -103,7 +95,7 @@ def unpad_values(padded: Tensor, extents: Sequence[ValidLength], total: int) -> 
         >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [ValidLength(1, torch.tensor([1, 2]))], total=3)
         tensor([1, 2, 3])
     """
-    return torch.ops.subtensors.unpad_values(padded, *apart(extents), total)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.unpad_values(padded, *pack_lengths(extents), total)  # type: ignore[no-any-return]
 
 
 def pad_list(
@@ -125,7 +117,7 @@ def pad_list(
         tensor([[1., 0.],
                 [1., 1.]])
     """
-    return torch.ops.subtensors.pad_list(rows, shape, *apart(extents), value)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.pad_list(rows, shape, *pack_lengths(extents), value)  # type: ignore[no-any-return]
 
 
 def _pad(dense: Tensor, shape: list[int], value: float) -> Tensor:
@@ -161,14 +153,14 @@ torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_c
 
 
 def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:
-    extents = together(d, s, b)
+    extents = unpack_lengths(d, s, b)
     if has_kernel(values, DTYPES):
         return padding.pad_ragged(values, shape, extents, value)
     return padding.pad_ragged_reference(values, shape, extents, value)
 
 
 def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], total: int) -> Tensor:
-    extents = together(d, s, b)
+    extents = unpack_lengths(d, s, b)
     if has_kernel(padded, DTYPES):
         return padding.unpad_ragged(padded, extents, total)
     return padding.unpad_ragged_reference(padded, extents, total)
@@ -177,7 +169,7 @@ def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], t
 def _pad_list(
     rows: list[Tensor], shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float
 ) -> Tensor:
-    extents = together(d, s, b)
+    extents = unpack_lengths(d, s, b)
     if has_kernel(rows[0], DTYPES):
         return padding.pad_rows(rows, shape, extents, value)
     return padding.pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, extents, value)
@@ -191,9 +183,9 @@ def _list_fake(rows: Sequence[Tensor], shape: Sequence[int], *_: Any) -> Tensor:
     return rows[0].new_empty(shape)
 
 
-define("pad_values", f"Tensor values, SymInt[] shape, {EXTENTS}, Scalar value", "Tensor", _pad_values, _of_shape)
-define("unpad_values", f"Tensor padded, {EXTENTS}, SymInt total", "Tensor", _unpad_values, _unpad_fake)
-define("pad_list", f"Tensor[] rows, SymInt[] shape, {EXTENTS}, Scalar value", "Tensor", _pad_list, _list_fake)
+define("pad_values", f"Tensor values, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", _pad_values, _of_shape)
+define("unpad_values", f"Tensor padded, {LENGTHS_SCHEMA}, SymInt total", "Tensor", _unpad_values, _unpad_fake)
+define("pad_list", f"Tensor[] rows, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", _pad_list, _list_fake)
 
 
 def _values_context(ctx: Any, inputs: Any, output: Tensor) -> None:

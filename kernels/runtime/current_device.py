@@ -1,7 +1,7 @@
-"""The device that a kernel is launched on, and how wide it is.
+"""The device and the stream that a kernel is launched on.
 
-Triton takes the current one, wherever the memory is that it is given. There it would read addresses of another device:
-an illegal access, or where torch has let devices read each other's memory, a race with what that other device is at.
+Triton launches on the current device, wherever the memory of its arguments is. There it would read addresses of another
+device: an illegal access, or, where torch has enabled peer access, a race with the work of that other device.
 """
 
 from __future__ import annotations
@@ -9,42 +9,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+_NO_CHANGE: AbstractContextManager[object] = nullcontext()
 
-
-# As torch.cuda.current_device(), which on every call asks whether CUDA is in use: where tensors are, it is. Torch has
-# no such function without CUDA. Checked on 2.11, 2.13.
+# As torch.cuda.current_device(), which checks on every call that CUDA is initialized: where there are tensors, it is.
+# Torch has no such function without CUDA. Checked on 2.11, 2.13.
 _index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-# As torch.cuda.current_stream(), which makes an object of it.
+# As torch.cuda.current_stream(), without the object that it makes.
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 
 
-def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels that are launched meanwhile run on this device.
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on this device.
+
+    It costs next to nothing where the device is the current one.
 
     Args:
-        device: that has the memory of their arguments; on a CPU there is nothing to do.
-
-    Returns:
-        A context, which costs next to nothing where the device is the current one.
+        device: the one with the memory of their arguments; for a CPU the context does nothing.
 
     Example:
         >>> with launching_on(torch.device("cpu")):
         ...     pass
     """
     if device.type != "cuda" or device.index == _index():
-        return _AS_IT_IS
+        return _NO_CHANGE
     return torch.cuda.device(device)
 
 
 def current_stream(device: torch.device) -> int:
-    """The CUDA stream that work on this device goes to now, as a number; 0 for a CPU. Checked on 2.11, 2.13."""
+    """Return the handle of the current CUDA stream of a device, an int; 0 for a CPU. Checked on 2.11, 2.13."""
     if device.type != "cuda":
         return 0
     return _raw_stream(device.index)
@@ -52,10 +49,10 @@ def current_stream(device: torch.device) -> int:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work goes to this stream meanwhile, and its device is the current one.
+    """A context in which work goes to this stream, and the stream's device is the current one.
 
-    As `torch.cuda.stream`, which on its way back takes the device that was current for one that is in use: CUDA then
-    makes a context there, of some hundred MiB.
+    `torch.cuda.stream` alone, at its exit, sets the stream of the device that was current before: CUDA then makes a
+    context on that device, of some hundred MiB.
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield

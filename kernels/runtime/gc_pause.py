@@ -1,7 +1,7 @@
-"""No garbage is collected for a while.
+"""A pause of Python's garbage collector.
 
-What a first call makes, state of thousands of tensors, plans, compiled kernels, all lives on. Enough of it sets off a
-full collection, which looks at every object of the process for nothing: 0.1 to 0.2 s.
+A first call creates many objects that live on: state of thousands of tensors, plans, compiled kernels. So many trigger
+a full collection, which traverses every object of the process and frees nothing: 0.1 to 0.2 s.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-_counts = Lock()
-_asking = 0
+_lock = Lock()
+_pauses = 0
 _was_enabled = True
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Within this no garbage is collected, by any thread, until the last of those who ask for it is done.
+    """A context in which no thread collects garbage; contexts of several threads may overlap.
 
     >>> with gc_paused():
     ...     gc.isenabled()
@@ -26,16 +26,16 @@ def gc_paused() -> Iterator[None]:
     >>> gc.isenabled()
     True
     """
-    global _asking, _was_enabled
-    with _counts:
-        if not _asking:
+    global _pauses, _was_enabled
+    with _lock:
+        if not _pauses:
             _was_enabled = gc.isenabled()
             gc.disable()
-        _asking += 1
+        _pauses += 1
     try:
         yield
     finally:
-        with _counts:
-            _asking -= 1
-            if not _asking and _was_enabled:
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _was_enabled:
                 gc.enable()

@@ -1,9 +1,9 @@
-"""Keeping what a CUDA graph reads and writes for as long as the graph lives, and no longer.
+"""Keeping the memory that a CUDA graph uses for as long as the graph lives, and copies to the device that do so.
 
-A graph captured by somebody else, `torch.cuda.graph` say, holds bare addresses and tells nobody when it dies. But CUDA
-lets a graph own a *user object*: when the last graph and the last executable made of it are gone, CUDA calls a C
-function. That must neither call CUDA nor run Python, which may be gone by then, so it is `sem_post` of the C library,
-on a semaphore that is looked at when the next graph is captured.
+A graph captured by other code, `torch.cuda.graph` say, holds bare addresses and notifies nobody when it dies. But CUDA
+lets a graph own a *user object*: when the last graph and the last executable made of it are destroyed, CUDA calls a C
+function. That must neither call CUDA nor run Python, which may be finalized by then, so it is `sem_post` of the C
+library, on a semaphore that is checked when the next graph is captured.
 """
 
 from __future__ import annotations
@@ -13,55 +13,76 @@ import logging
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 _log = logging.getLogger("subtensors.fused")
 
 _SEMAPHORE_BYTES = 64
-"""Room for a `sem_t`; 32 bytes on Linux."""
+"""The size allocated for a `sem_t`, which takes 32 bytes on Linux."""
 
 # cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, CU_GRAPH_USER_OBJECT_MOVE.
 _NO_DESTRUCTOR_SYNC, _MOVE = 1, 1
 
 _kept: list[tuple[int, object]] = []
-_dead: list[object] = []
-"""Released only while nothing is captured: freeing memory may ask the device."""
+"""Objects in use by a graph, each with the semaphore that the graph's end posts."""
+_unused: list[object] = []
+"""Objects whose graph has died. Freed only while nothing is captured: freeing memory may call the driver."""
 
 
-def keep_with_graph(thing: object) -> None:
-    """Keep this until the graph that the current stream is captured into has died.
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return a copy of `array` on `device`, without waiting for it.
+
+    While a graph is being captured the copy becomes part of it and reads the host memory again at each
+    replay, so that memory is kept as long as the graph lives.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return host
+    pinned = host.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        keep_with_graph(pinned)
+    else:
+        drop_unused()
+    return pinned.to(device, non_blocking=True)
+
+
+def keep_with_graph(memory: object) -> None:
+    """Keep an object alive until the graph that the current stream is captured into has died.
 
     Args:
-        thing: tensors, or what holds them.
+        memory: tensors, or an object that refers to them.
     """
     dead = [semaphore for semaphore, _ in _kept if _is_posted(semaphore)]
     if dead:
-        _dead.extend(kept for semaphore, kept in _kept if semaphore in dead)
-        _kept[:] = [(semaphore, kept) for semaphore, kept in _kept if semaphore not in dead]
+        _unused.extend(entry[1] for entry in _kept if entry[0] in dead)
+        _kept[:] = [entry for entry in _kept if entry[0] not in dead]
         for semaphore in dead:
             _c_library().free(semaphore)
-    _kept.append((_owned_by_graph(), thing))
+    _kept.append((_new_semaphore(), memory))
 
 
-def let_go() -> None:
-    """Drop what was kept for graphs that were found dead; nothing may be captured during the call."""
-    _dead.clear()
+def drop_unused() -> None:
+    """Drop the objects of graphs that were found dead; nothing may be captured during the call."""
+    _unused.clear()
 
 
-def kept() -> int:
+def kept_count() -> int:
     """Return the number of objects that are kept for graphs, as of the last check."""
     return len(_kept)
 
 
-def _owned_by_graph() -> int:
-    """A semaphore that is posted when the graph now captured has died; never, where CUDA won't tell."""
+def _new_semaphore() -> int:
+    """Return a semaphore that is posted when the graph now captured has died; never, where CUDA has no user objects."""
     c_library = _c_library()
     semaphore: int = c_library.malloc(_SEMAPHORE_BYTES)
     c_library.sem_init(semaphore, 0, 0)
     try:
         _post_when_graph_dies(semaphore)
     except (OSError, AttributeError, RuntimeError) as error:
-        _log.warning("what this CUDA graph uses is kept for good: %s", error)
+        _log.warning("the memory that this CUDA graph uses is never freed: %s", error)
     return semaphore
 
 
@@ -69,8 +90,8 @@ def _post_when_graph_dies(semaphore: int) -> None:
     cuda = ctypes.CDLL("libcuda.so.1")
     status, number, graph, nodes, count, owned = c_int(), c_uint64(), c_void_p(), c_void_p(), c_size_t(), c_void_p()
     stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-    asked = [byref(answer) for answer in (status, number, graph, nodes, count)]
-    _check(cuda.cuStreamGetCaptureInfo_v2(stream, *asked))
+    results = [byref(result) for result in (status, number, graph, nodes, count)]
+    _check(cuda.cuStreamGetCaptureInfo_v2(stream, *results))
     post = ctypes.cast(_c_library().sem_post, c_void_p)
     _check(cuda.cuUserObjectCreate(byref(owned), c_void_p(semaphore), post, c_uint(1), c_uint(_NO_DESTRUCTOR_SYNC)))
     _check(cuda.cuGraphRetainUserObject(graph, owned, c_uint(1), c_uint(_MOVE)))
@@ -84,7 +105,7 @@ def _is_posted(semaphore: int) -> bool:
 
 def _check(code: int) -> None:
     if code:
-        raise RuntimeError(f"the CUDA driver would not let a graph own an object: error {code}")
+        raise RuntimeError(f"the CUDA driver does not let a graph own an object: error {code}")
 
 
 @cache

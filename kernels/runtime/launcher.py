@@ -1,22 +1,67 @@
-"""Repeated launches of a kernel that Triton has compiled, at little more than the driver's own cost."""
+"""Repeated launches of a Triton kernel, at little more host time than the driver's own launch takes.
+
+Triton's `kernel[grid](...)` inspects every argument at every launch, which takes longer than the launch. It compiles a
+kernel for the dtypes of its arguments, for whether addresses and integers are multiples of 16, and for integers that
+are one. `CachedLauncher` uses these properties as the key of a cache of launch functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.runtime.async_compile import (
+    CompiledKernel,
+    CompilePending,
+    compile_async,
+    requests,
+    wait_for_triton,
+)
+from subtensors.kernels.runtime.current_device import current_stream, launching_on
+
+ALIGNMENT = 16
+"""Triton compiles a kernel apart for addresses, in bytes, and for integers that are multiples of this."""
 
 Launch = Callable[..., None]
-"""Called with the kernel's arguments and `stream`, the number of one of the current device."""
+"""Called with the kernel's arguments and `stream`, the number of a stream of the current device."""
+
+Key = tuple[object, ...]
+"""The properties of arguments that Triton compiles a kernel for."""
 
 
-def launcher(compiled: Any, programs: int) -> Launch:
+class JitKernel(Protocol):
+    """A function decorated with `triton.jit`."""
+
+    arg_names: Sequence[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel]:
+        """Return a function that compiles the kernel for its arguments and launches it."""
+        ...
+
+    def warmup(self, *args: object, grid: tuple[int, ...], **constants: object) -> CompiledKernel:
+        """Compile the kernel for some arguments."""
+        ...
+
+
+class _LaunchHooks(Protocol):
+    """`triton.knobs.runtime`."""
+
+    launch_enter_hook: object
+    launch_exit_hook: object
+
+
+def prepare_launch(compiled: CompiledKernel, programs: int) -> Launch:
     """Load a kernel, and return a function that launches `programs` programs of it.
 
     Triton's own `compiled[grid]` describes each launch for hooks, which profilers add. While there are no hooks, the
     function that it wraps is called directly, without a description. Checked on Triton 3.6; read in 3.7, 3.9.
 
     Args:
-        compiled: what `kernel[grid](...)` and `kernel.warmup(...)` return.
+        compiled: the kernel.
         programs: at least one.
     """
     from subtensors.kernels.runtime.triton_compat import triton
@@ -25,7 +70,7 @@ def launcher(compiled: Any, programs: int) -> Launch:
     described = compiled[(programs, 1, 1)]
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def launch(*arguments: Any, stream: int) -> None:
+    def launch(*arguments: object, stream: int) -> None:
         if _has_hooks(knobs.runtime):
             described(*arguments, stream=stream)
         else:
@@ -34,7 +79,120 @@ def launcher(compiled: Any, programs: int) -> Launch:
     return launch
 
 
-def _has_hooks(runtime: Any) -> bool:
+def _has_hooks(runtime: _LaunchHooks) -> bool:
     """Return whether Triton has launch hooks to call: each is a chain with a list of `calls`, a function, or None."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class CachedLauncher:
+    """A kernel with a cache of launch functions: Triton makes the first launch of each key, the cache all others.
+
+    Args:
+        kernel: a `triton.jit` function.
+        has_reference: whether the caller handles CompilePending by computing the result in another way.
+    """
+
+    def __init__(self, kernel: JitKernel, has_reference: bool = False) -> None:
+        self.kernel, self.has_reference = kernel, has_reference
+        self._launches: dict[tuple[int, Key], tuple[Launch, list[object]]] = {}
+        self._compiled: dict[Key, CompiledKernel] = {}
+        self._pending: dict[Key, Future[CompiledKernel]] = {}
+
+    def __call__(self, programs: int, tensors: Sequence[Tensor], *rest: object, **constants: object) -> None:
+        """Launch `programs` programs of the kernel.
+
+        Args:
+            programs: at least one.
+            tensors: the first arguments of the kernel, all on one device.
+            rest: the arguments after them: numbers, and tuples of tensors and numbers.
+            constants: the last arguments, in their order, and options of the compilation.
+
+        Raises:
+            CompilePending: see `use_reference_while_compiling`; only with `has_reference`.
+        """
+        device = tensors[0].device
+        if device.type != "cuda":
+            with launching_on(device):
+                self.kernel[(programs,)](*tensors, *rest, **constants)
+            return
+        addresses = [x.data_ptr() for x in tensors]
+        key = (
+            device.index,
+            # NaN is not equal to itself, but must find its key again.
+            *["nan" if x != x else x for x in constants.values()],
+            *[x.dtype for x in tensors],
+            *[address % ALIGNMENT == 0 for address in addresses],
+            *[(x == 1, x % ALIGNMENT == 0, x >> 31) if type(x) is int else _key_of(x) for x in rest],
+        )
+        cached = self._launches.get((programs, key))
+        if cached is None:
+            cached = self._compile_or_launch(programs, key, device, (*tensors, *rest), constants)
+            if cached is None:
+                return
+        launch, last = cached
+        stream = current_stream(device)
+        with launching_on(device):
+            launch(*addresses, *[_raw(x) if type(x) is tuple else x for x in rest], *last, stream=stream)
+
+    def _compile_or_launch(
+        self,
+        programs: int,
+        key: Key,
+        device: torch.device,
+        arguments: tuple[object, ...],
+        constants: Mapping[str, object],
+    ) -> tuple[Launch, list[object]] | None:
+        """Return the launch function of a key and its last arguments; None where Triton has launched the kernel."""
+        compiled = self._compiled.get(key)
+        if compiled is None and self.has_reference and requests.futures is not None:
+            if key not in self._pending:
+                like = [_small_copy(x) for x in arguments]
+                self._pending[key] = compile_async(lambda: self._compile(device, like, constants))
+                requests.futures.append(self._pending[key])
+            raise CompilePending
+        if compiled is None and key in self._pending:
+            compiled = self._pending.pop(key).result()
+        is_launched = compiled is None
+        if compiled is None:
+            wait_for_triton()
+            with launching_on(device):
+                compiled = self.kernel[(programs,)](*arguments, **constants)
+        self._compiled[key] = compiled
+        last = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
+        self._launches[programs, key] = cached = prepare_launch(compiled, programs), last
+        return None if is_launched else cached
+
+    def _compile(
+        self, device: torch.device, arguments: list[object], constants: Mapping[str, object]
+    ) -> CompiledKernel:
+        with launching_on(device):
+            compiled = self.kernel.warmup(*arguments, grid=(1,), **constants)
+            compiled[(1, 1, 1)]  # loads it
+        return compiled
+
+
+def _key_of(x: object) -> object:
+    """Return the properties of an argument that Triton compiles a kernel for."""
+    if isinstance(x, tuple):
+        return tuple(map(_key_of, x))
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    return (x == 1, x % ALIGNMENT == 0, x >> 31) if isinstance(x, int) else None
+
+
+def _raw(x: object) -> object:
+    """Return an argument as a launch function takes it: tensors as addresses."""
+    if isinstance(x, tuple):
+        return tuple(map(_raw, x))
+    return x.data_ptr() if isinstance(x, Tensor) else x
+
+
+def _small_copy(x: object) -> object:
+    """Return an argument with the same key that does not keep a tensor's memory alive."""
+    if isinstance(x, tuple):
+        return tuple(map(_small_copy, x))
+    if not isinstance(x, Tensor):
+        return x
+    first = x.data_ptr() % ALIGNMENT // x.element_size()
+    return torch.empty(ALIGNMENT, dtype=x.dtype, device=x.device)[first:]

@@ -1,9 +1,8 @@
-"""The formulas that take more than an expression, as Triton functions the generated kernels call."""
+"""Triton functions that generated kernels call: formulas that take more than an expression."""
 
 from __future__ import annotations
 
-from subtensors.kernels.runtime.libdevice import libdevice
-from subtensors.kernels.runtime.triton_compat import tl, triton
+from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
 
 @triton.jit
@@ -18,13 +17,13 @@ def _wraps(first, lane, period, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
-    """Return the row of each lane of the tile that starts at `start`, counted through all matrices of the tensor."""
+    """Return the row of each lane of the tile that starts at `start`, numbered across all matrices of the tensor."""
     return start // columns + _wraps(start % columns, lane, columns, BLOCK)
 
 
 @triton.jit
 def column_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
-    """Return the column of each lane, counted through all matrices of the tensor."""
+    """Return the column of each lane, numbered across all matrices of the tensor."""
     first = start % columns
     column = first + lane - _wraps(first, lane, columns, BLOCK) * columns
     return (start // matrix + _wraps(start % matrix, lane, matrix, BLOCK)) * columns + column
@@ -32,7 +31,7 @@ def column_of(lane, start, columns, matrix, BLOCK: tl.constexpr):
 
 @triton.jit
 def div(a, b):
-    """a / b rounded to nearest, as torch divides; Triton's own `/` on float32 is off by up to two units."""
+    """Return a / b rounded to nearest, as torch divides; Triton's own `/` on float32 is off by up to two units."""
     if b.dtype == tl.float64:
         return a / b
     else:
@@ -41,7 +40,7 @@ def div(a, b):
 
 @triton.jit
 def sqrt(x):
-    """The square root rounded to nearest."""
+    """Return the square root rounded to nearest."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -50,13 +49,13 @@ def sqrt(x):
 
 @triton.jit
 def power(a, b):
-    """a ** b by way of float64: libdevice's float32 power is off by up to four units, torch's by one."""
+    """Return a ** b, computed in float64: libdevice's float32 power is off by up to four units, torch's by one."""
     return libdevice.pow(a.to(tl.float64), b.to(tl.float64)).to(a.dtype)
 
 
 @triton.jit
 def remainder(a, b):
-    """Python's a % b: the result has the sign of b."""
+    """Return Python's a % b: the result has the sign of b."""
     if b.dtype.is_floating():
         rest = libdevice.fmod(a, b)
     else:
@@ -66,7 +65,7 @@ def remainder(a, b):
 
 @triton.jit
 def trunc_divide(a, b):
-    """a / b rounded towards zero."""
+    """Return a / b rounded towards zero."""
     if b.dtype.is_floating():
         return libdevice.trunc(div(a, b))
     else:
@@ -75,7 +74,7 @@ def trunc_divide(a, b):
 
 @triton.jit
 def floor_divide(a, b):
-    """Python's a // b, by way of the exact remainder so that 1 // 0.1 is 9."""
+    """Return Python's a // b, computed from the exact remainder so that 1 // 0.1 is 9."""
     if b.dtype.is_floating():
         rest = libdevice.fmod(a, b)
         quotient = div(a - rest, b)
@@ -91,10 +90,10 @@ def floor_divide(a, b):
 
 @triton.jit
 def _noise(seed, tile, tensor, SALT: tl.constexpr, BLOCK: tl.constexpr):
-    """16 random bits a lane: Philox's at (lane // 4, tile, tensor, salt // 2).
+    """Return 16 random bits a lane: of Philox at the counter (lane // 4, tile, tensor, salt // 2).
 
-    The four words at a counter are for four neighbours, and the halves of a word for two roundings, which the compiler
-    sees as one computation.
+    The four words of a counter serve four neighbours, and the two halves of a word serve two roundings, for which the
+    compiler computes it once.
     """
     a, b, c, d = tl.philox(seed, tl.arange(0, BLOCK // 4), tile, tensor, SALT // 2)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
@@ -121,19 +120,19 @@ def _multiply(a, b):
 
 @triton.jit
 def tile_sum(x):
-    """The sum of a tile."""
+    """Return the sum of a tile."""
     return tl.sum(x, 0)
 
 
 @triton.jit
 def tile_prod(x):
-    """The product of a tile."""
+    """Return the product of a tile."""
     return tl.reduce(x, 0, _multiply)
 
 
 @triton.jit
 def tile_amax(x):
-    """The largest number of a tile; NaN when there is one, as in torch."""
+    """Return the largest number of a tile; NaN if it has one, as in torch."""
     largest = tl.max(tl.where(x == x, x, float("-inf")) if x.dtype.is_floating() else x, 0)
     if x.dtype.is_floating():
         largest = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), largest)
@@ -142,7 +141,7 @@ def tile_amax(x):
 
 @triton.jit
 def tile_amin(x):
-    """The smallest number of a tile; NaN when there is one, as in torch."""
+    """Return the smallest number of a tile; NaN if it has one, as in torch."""
     smallest = tl.min(tl.where(x == x, x, float("inf")) if x.dtype.is_floating() else x, 0)
     if x.dtype.is_floating():
         smallest = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), smallest)
@@ -151,7 +150,7 @@ def tile_amin(x):
 
 @triton.jit
 def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
-    """A tile of a tensor; `WHOLE` when every lane is inside."""
+    """Load a tile of a tensor; `WHOLE` if every lane is inside."""
     if WHOLE:
         return tl.load(pointer + lane)
     else:
@@ -160,7 +159,7 @@ def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
-    """Write a tile of a tensor, as `load_tile` reads it."""
+    """Store a tile of a tensor; arguments as of `load_tile`."""
     if WHOLE:
         tl.store(pointer + lane, value)
     else:
@@ -169,7 +168,7 @@ def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
 
 @triton.jit
 def to_bits(x):
-    """A number as the int64 the workspace holds: a float's float64 bits, an integer itself."""
+    """Return a number as the int64 in the workspace: the float64 bits of a float, an integer unchanged."""
     if x.dtype.is_floating():
         return x.to(tl.float64).to(tl.int64, bitcast=True)
     else:
@@ -178,7 +177,7 @@ def to_bits(x):
 
 @triton.jit
 def fold(a, b, KIND: tl.constexpr):
-    """Combine the partial results of two lanes; a NaN is the extreme of any numbers, as in torch."""
+    """Combine the partial results of two lanes; amax and amin propagate NaN, as in torch."""
     if KIND == "sum":
         return a + b
     elif KIND == "prod":
@@ -190,10 +189,10 @@ def fold(a, b, KIND: tl.constexpr):
 
 
 @triton.jit
-def arrive(counters, tensor, chunks):
-    """Count a chunk of this tensor as done; is it the last one? Then its counter is zero again.
+def is_last_arrival(counters, tensor, chunks):
+    """Count a chunk of this tensor as done; return whether it is the last, and reset the counter then.
 
-    Release and acquire: what every other program stored before arriving is visible to the last one.
+    Release and acquire: what the other programs stored before they counted is visible to the last one.
     """
     done = tl.atomic_add(counters + tensor, 1, sem="acq_rel")
     if done == chunks - 1:

@@ -20,7 +20,7 @@ from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
-from subtensors.kernels.graph_inputs.inputs import InputLoad
+from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.padded.autograd import wrapped
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
@@ -91,7 +91,7 @@ class Bucket:
             self._make_inputs(reading)
         targets = [*self.statics, *self.caller_values]
         which = [*[s.which for s in reading.sources], *[(-1,) * len(c.shape) for c in reading.caller]]
-        self._load = InputLoad(targets, which, self.values)
+        self._load = InputLoader(targets, which, self.values)
         self.statistics.input_bytes = sum(t.nbytes for t in self.inputs())
         self.is_allocated = True
 
@@ -213,7 +213,7 @@ class Bucket:
         with recording_modes():
             before = self.pool.bytes()
             self.graph, outputs = self.pool.capture(lambda: self._run(None))
-            self.outputs = outputs.elsewhere(self.pool.unowned(outputs.tensors()))
+            self.outputs = outputs.elsewhere(self.pool.non_owning_aliases(outputs.tensors()))
             self.statistics.graph_bytes = self.pool.bytes() - before
         self.statistics.is_recorded = True
         self.statistics.captures += 1
@@ -226,7 +226,7 @@ class Bucket:
             self.replay(reading.host)
             return
         with launching_on(self.device):
-            self.pool.order()
+            self.pool.wait_for_last_replay()
             self.load(leaves, reading.sizes)
             self.replay(reading.host)
 

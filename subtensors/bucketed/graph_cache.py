@@ -28,12 +28,12 @@ from subtensors.bucketed.state.write_counter import Writes
 from subtensors.bucketed.training.autograd_node import ReplayCounter
 from subtensors.bucketed.training.side_effects import TrainingDetector
 from subtensors.bucketed.training.trained_bucket import TrainedBucket
-from subtensors.byte_sizes import in_units
+from subtensors.byte_sizes import format_bytes
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import autograd
-from subtensors.kernels.runtime.cached_launcher import use_reference_while_compiling
+from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
 
 _log = logging.getLogger("subtensors.bucketed")
 
@@ -153,7 +153,7 @@ class GraphCache:
         self._make_room(bucket)
         bucket.allocate()
         assert bucket.pool is not None
-        versions, held = self.state.versions(), bucket.pool.held_bytes()
+        versions, held = self.state.versions(), bucket.pool.active_bytes()
         self._record(bucket)
         self._note_writes(versions)
         if bucket.refusal or bucket.obstacle(leaves):
@@ -166,7 +166,7 @@ class GraphCache:
         outputs = bucket.outputs
         results = [cut() for cut in outputs.cuts(reading.host)]
         bucket.write_back(leaves)
-        if bucket.pool.held_bytes() > held:
+        if bucket.pool.active_bytes() > held:
             self._leave_pool(bucket.pool)
             self._captures_unrun[reading.family_key] = False
         return lambda: outputs.assembled(results)
@@ -182,7 +182,7 @@ class GraphCache:
         """Run the program once, which answers the call, and capture it."""
         self._make_room(bucket)
         bucket.allocate()
-        before, place = self.state.versions(), capture.random_place(bucket.device)
+        before, place = self.state.versions(), capture.rng_state(bucket.device)
         # What the context keeps is freed before a capture takes memory.
         with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
             if isinstance(bucket, TrainedBucket):
@@ -190,19 +190,19 @@ class GraphCache:
             else:
                 result = self._first_unfollowed(bucket, reading, leaves)
         self._note_writes(before)
-        self.leaves_traces |= not torch.equal(place, capture.random_place(bucket.device))
+        self.leaves_traces |= not torch.equal(place, capture.rng_state(bucket.device))
         self.state.optimizers.look()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
             # The first call left as much memory in torch's cache as the pool needs.
             torch.cuda.empty_cache()
-        held = bucket.pool.held_bytes() if bucket.pool is not None else 0
+        held = bucket.pool.active_bytes() if bucket.pool is not None else 0
         if not bucket.refusal:
             # A capture writes nothing, and the caller's backward is still to come.
             with autograd.unseen_writes(self.state.buffers()):
                 self._record(bucket)
         self._note_recorded(bucket)
         if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:
-            self._captures_unrun.setdefault(reading.family_key, bucket.pool.held_bytes() <= held)
+            self._captures_unrun.setdefault(reading.family_key, bucket.pool.active_bytes() <= held)
         return result
 
     def _first_unfollowed(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
@@ -295,7 +295,9 @@ class GraphCache:
             bucket.forget_graph()
             bucket.record()
         if self.bytes() > self.memory_limit:
-            bucket.refusal = f"it needs {in_units(self.bytes())}, beyond memory_limit={in_units(self.memory_limit)}"
+            bucket.refusal = (
+                f"it needs {format_bytes(self.bytes())}, beyond memory_limit={format_bytes(self.memory_limit)}"
+            )
             bucket.forget()
 
     def _refuse(self, bucket: Bucket, error: Exception) -> None:

@@ -76,7 +76,7 @@ class Capture:
         if self.check:
             step.check()
         self._replay(optimizer, step)
-        if self.check and step.recording is not None and not step.recording.is_what_the_device_has():
+        if self.check and step.recording is not None and not step.recording.matches_device():
             raise AddressError("the numbers or addresses that a replay read on the device are not the ones given to it")
         return True
 

@@ -140,22 +140,22 @@ class RecordedStep:
         assert isinstance(launch.source, int)
         _, numbers, hosts = step_signature(optimizer, optimizer.param_groups[launch.source], self.device)
         if self.is_whole:
-            launch.taken = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
+            launch.number_indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
         else:
-            launch.taken = [*range(len(numbers))]
+            launch.number_indices = [*range(len(numbers))]
             if launch.numbers != numbers:
                 raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
         if launch.hosts not in ([], hosts):
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-        self.held[launch.source] -= set(launch.taken)
+        self.held[launch.source] -= set(launch.number_indices)
 
     def moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
-        if (index := self.param_places.first_elsewhere(self.params)) is not None:
+        if (index := self.param_places.first_changed(self.params)) is not None:
             return f"parameter {index} of the step"
         if not self.param_places.matches(self.params):
             return "the layout of a parameter"
-        if (index := self.state_places.first_elsewhere(self.state)) is not None:
+        if (index := self.state_places.first_changed(self.state)) is not None:
             return f"state tensor {index} of the step"
         return ""
 

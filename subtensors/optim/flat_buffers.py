@@ -29,7 +29,7 @@ from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
 from subtensors.optim.versioned_state import Changes
 from subtensors.optim.watched_tensors import unwatch, watch
-from subtensors.static.static_tensor import in_place
+from subtensors.static.static_tensor import static_in_place
 
 CHECK_EACH_LIMIT = 16
 """The largest number of parameters at which each fast check also checks every one of them and its gradient."""
@@ -60,12 +60,12 @@ class PackedMemory:
         unwatch(self.params)
         places: Any = list(range(len(self.params)))
         flats, self._layout = pack(self.params, optree.tree_structure(places))
-        self._flats = list(map(in_place, flats))
+        self._flats = list(map(static_in_place, flats))
         views = self._layout.view(self._flats)
         self.alone = [p for p, view in zip(self.params, views, strict=True) if not _join(p, view)]
         """Parameters with version counters of their own; the others share those of the flat tensors."""
         del views
-        self._gradient_flats = [in_place(torch.zeros_like(flat)) for flat in flats]
+        self._gradient_flats = [static_in_place(torch.zeros_like(flat)) for flat in flats]
         self._ends = [
             self.params[member]
             for flat in range(len(self._flats))

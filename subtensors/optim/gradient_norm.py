@@ -18,14 +18,14 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.dispatch.graphs.fused_graph import recording_now
+from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressGuard
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, SquareSum, reference
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.current_device import current_stream
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.optim.batches import Batch, as_real
 from subtensors.optim.dtensor import Sharding, shard
 
@@ -65,7 +65,7 @@ class GradientNorm:
         if len(parts) == 1:
             ((part, whole),) = parts.items()
             return self._add_up(part, whole, self.squares(part[0]), is_followed)
-        if recording_now() is not None and any(device.type == "cpu" for device, _ in parts):
+        if current_recording() is not None and any(device.type == "cpu" for device, _ in parts):
             raise NotRecordable("the norm of the gradients is more than one kernel")
         for part, some in parts.items():
             self._add_up(part, some, _total(self._totals, part, part[0]), is_followed=False)
@@ -90,7 +90,7 @@ class GradientNorm:
                 return prelude
             if prelude is not None:
                 prelude.alone()
-        elif recording_now() is not None:
+        elif current_recording() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
         else:
             total.copy_(reference(tensors))
@@ -142,7 +142,7 @@ class _Sweep:
         """The launch that adds up the squares, in whatever order they lie in memory; None where a recording has it."""
         own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
-        if (recording := recording_now()) is not None:
+        if (recording := current_recording()) is not None:
             if not all(map(is_, own, gradients)):
                 raise NotRecordable("a gradient that does not fill its memory is copied")
             recording.launch(self, [own], [])

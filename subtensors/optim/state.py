@@ -13,7 +13,7 @@ from subtensors.optim.low_bit_state import form_of, keep
 from subtensors.optim.state_init import AT_ONCE, can_begin_with_others, counts, make_room
 from subtensors.optim.traced_update import is_narrow
 from subtensors.static.arena import Arena
-from subtensors.static.static_tensor import in_place
+from subtensors.static.static_tensor import static_in_place
 
 MASTER = "master_param"
 AVERAGE = "ema"
@@ -125,7 +125,7 @@ class DeclaredState(torch.optim.Optimizer):
     def _placed(self, entry: Tensor) -> Tensor:
         """A state entry in the arena, or where steps are replayed a static one in its own memory; else as it is."""
         if self._arena is None:
-            return entry if self._capture is None else in_place(entry)
+            return entry if self._capture is None else static_in_place(entry)
         if entry in self._arena:
             return entry
         if entry.device != self._arena.device:

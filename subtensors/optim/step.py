@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.dispatch.graphs.fused_graph import recording_now
-from subtensors.dispatch.graphs.live_scalars import graph_numbers
+from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
+from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.optim.batches import Batch
@@ -108,7 +108,7 @@ class Stepping(SavedState):
 
     def _update_all(self) -> None:
         """Update every parameter that has a gradient, now or in the graph that is being recorded."""
-        recording = recording_now()
+        recording = current_recording()
         groups = list(zip(self.param_groups, self._gradients(), strict=True))
         batches = [self._batches(index, group, grads) for index, (group, grads) in enumerate(groups)]
         prelude = None
@@ -118,17 +118,17 @@ class Stepping(SavedState):
             pairs = zip(batches, groups, strict=True)
             gradients = [(batch, batch.gradients(grads)) for own, (_, grads) in pairs for batch in own]
             prelude = self._norm.take(gradients, self._is_fused)
-        kept = graph_numbers()
+        scalars = current_scalars()
         for index, (group, grads) in enumerate(groups):
             if recording is not None:
                 recording.source = index
-            if kept is not None:
-                kept.source = id(self), index
+            if scalars is not None:
+                scalars.source = id(self), index
             for batch in batches[index]:
                 self._update_batch(group, batch, grads, prelude)
                 prelude = None
-        if kept is not None:
-            kept.source = None
+        if scalars is not None:
+            scalars.source = None
 
     def _is_accumulating(self) -> bool:
         """Return whether the current gradients are left for a later call of `step` to update with."""

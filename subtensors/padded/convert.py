@@ -15,7 +15,7 @@ from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.kernels.padded.padding_ops import pad_values, unpad_values
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.valid_lengths import ValidLength
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import extended, pad, true_sizes

@@ -1,13 +1,13 @@
-"""Carving: parts of an address range, with memory mapped under them in chunks as they are needed."""
+"""Allocation of parts of an address range, with memory mapped under them in chunks when they are needed."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
 from subtensors.dispatch.ops.errors import AddressError
-from subtensors.static.free_list import FreeList
 
 
 class AddressRange(Protocol):
@@ -20,47 +20,91 @@ class AddressRange(Protocol):
         """Map memory under a part, or raise and change nothing."""
 
     def unmap(self, start: int, size: int) -> None:
-        """Unmap the memory of a part that one call mapped."""
+        """Unmap the memory of a part that one call of `map` mapped."""
 
     def close(self) -> None:
-        """Give the addresses back."""
+        """Free the addresses."""
 
 
-class Carving:
-    """A part of a range, freed when nothing refers to this object any more.
+class FreeList:
+    """The free parts of `range(size)`: allocation takes the first that fits, and freed parts merge with neighbours.
 
     Args:
-        carver: whose range it is.
-        start: of the part, from the start of the range.
-        size: of the part.
+        size: of the full range, all of it free at first.
+
+    >>> free = FreeList(100)
+    >>> free.allocate(10, 8), free.allocate(10, 8), free.allocate(4, 1)
+    (0, 16, 10)
+    >>> free.free(0, 10)
+    >>> free.allocate(8, 8)
+    0
+    >>> free.allocate(1000, 1) is None
+    True
     """
 
-    def __init__(self, carver: Carver, start: int, size: int) -> None:
-        self.carver = carver
+    def __init__(self, size: int) -> None:
+        self._starts = [0]
+        self._ends = [size]
+
+    def allocate(self, size: int, alignment: int) -> int | None:
+        """Take a free part at the lowest aligned start where one fits, and return that start; None if none fits."""
+        for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            aligned = -(-start // alignment) * alignment
+            if aligned + size <= end:
+                parts = [(s, e) for s, e in ((start, aligned), (aligned + size, end)) if s < e]
+                self._starts[i : i + 1] = [s for s, _ in parts]
+                self._ends[i : i + 1] = [e for _, e in parts]
+                return aligned
+        return None
+
+    def free(self, start: int, size: int) -> None:
+        """Free an allocated part."""
+        i = bisect_left(self._starts, start)
+        first, last = i, i
+        end = start + size
+        if i > 0 and self._ends[i - 1] == start:
+            first, start = i - 1, self._starts[i - 1]
+        if i < len(self._starts) and self._starts[i] == end:
+            last, end = i + 1, self._ends[i]
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+
+
+class Allocation:
+    """A part of a range, which is freed when this object is deleted.
+
+    Args:
+        allocator: of the range.
+        start: the part's offset in the range.
+        size: in bytes.
+    """
+
+    def __init__(self, allocator: RangeAllocator, start: int, size: int) -> None:
+        self.allocator = allocator
         self.start = start
         self.size = size
 
     def __del__(self) -> None:
-        # It may be collected in any thread at any time, within the carver's own code too: it only leaves a note.
-        self.carver.dropped.append((self.start, self.size))
+        # Any thread may run this at any time, the allocator's own code too: so it only appends to a queue.
+        self.allocator.dropped.append((self.start, self.size))
 
 
-class Carver:
-    """Takes aligned parts of a range and keeps memory under them.
+class RangeAllocator:
+    """Allocates aligned parts of a range, and maps memory under them.
 
     Args:
         memory: the range.
-        chunk: bytes mapped at once; the range is a multiple of it.
+        chunk: the bytes that are mapped at once; the size of the range is a multiple of it.
         alignment: of each part, in bytes.
 
     >>> from subtensors.kernels.memory.host_reservation import HostRange
-    >>> carver = Carver(HostRange(8 << 20), chunk=1 << 20, alignment=512)
-    >>> part = carver.take(1000)
-    >>> part.start, part.size, carver.mapped_bytes, carver.used_bytes
+    >>> allocator = RangeAllocator(HostRange(8 << 20), chunk=1 << 20, alignment=512)
+    >>> part = allocator.allocate(1000)
+    >>> part.start, part.size, allocator.mapped_bytes, allocator.used_bytes
     (0, 1024, 1048576, 1024)
     >>> del part
-    >>> carver.collect()
-    >>> carver.mapped_bytes, carver.used_bytes
+    >>> allocator.free_dropped()
+    >>> allocator.mapped_bytes, allocator.used_bytes
     (1048576, 0)
     """
 
@@ -73,20 +117,20 @@ class Carver:
         self._used: dict[int, int] = {}
         self._mapped: set[int] = set()
 
-    def take(self, size: int, alignment: int = 1) -> Carving:
-        """Take a part of at least `size` bytes with memory under it; an error leaves everything unchanged.
+    def allocate(self, size: int, alignment: int = 1) -> Allocation:
+        """Allocate a part of at least `size` bytes with memory under it; an error leaves everything unchanged.
 
         Args:
             size: bytes.
-            alignment: of this part, if it is more than that of all parts.
+            alignment: of this part, if it is larger than that of all parts.
 
         Raises:
             AddressError: the range is used up.
             torch.OutOfMemoryError: the device has no memory left; MemoryError on a CPU.
         """
-        self.collect()
+        self.free_dropped()
         size = -(-size // self._alignment) * self._alignment
-        start = self._free.take(size, max(alignment, self._alignment))
+        start = self._free.allocate(size, max(alignment, self._alignment))
         if start is None:
             raise AddressError(
                 f"no {size} bytes in one piece are left of the Arena's {self.memory.size}, of which {self.used_bytes} "
@@ -95,40 +139,40 @@ class Carver:
         try:
             self._map(self._chunks_under(start, size))
         except BaseException:
-            self._free.give(start, size)
+            self._free.free(start, size)
             raise
         self._used[start] = size
-        return Carving(self, start, size)
+        return Allocation(self, start, size)
 
-    def collect(self) -> None:
+    def free_dropped(self) -> None:
         """Free the dropped parts, in the order in which they were dropped."""
         while self.dropped:
             start, size = self.dropped.popleft()
             del self._used[start]
-            self._free.give(start, size)
+            self._free.free(start, size)
 
-    def needed_chunks(self) -> list[int]:
-        """The chunks under parts in use, in order."""
-        self.collect()
+    def chunks_in_use(self) -> list[int]:
+        """Return the chunks under parts in use, in order."""
+        self.free_dropped()
         return sorted({chunk for start, size in self._used.items() for chunk in self._chunks_under(start, size)})
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """The parts in use, joined where they touch and cut at chunks: (chunk, start, size), in order."""
-        self.collect()
-        joined: list[list[int]] = []
+    def runs_in_use(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (chunk, start, size) of the parts in use, merged where they touch and split at chunks, in order."""
+        self.free_dropped()
+        merged: list[list[int]] = []
         for start, size in sorted(self._used.items()):
-            if joined and joined[-1][1] == start:
-                joined[-1][1] = start + size
+            if merged and merged[-1][1] == start:
+                merged[-1][1] = start + size
             else:
-                joined.append([start, start + size])
-        for start, end in joined:
+                merged.append([start, start + size])
+        for start, end in merged:
             for chunk in self._chunks_under(start, end - start):
                 low, high = max(start, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
                 yield chunk, low, high - low
 
     def starts(self) -> list[int]:
-        """The start offsets of the parts in use."""
-        self.collect()
+        """Return the offsets of the parts in use."""
+        self.free_dropped()
         return list(self._used)
 
     def map_chunk(self, chunk: int) -> None:
@@ -143,7 +187,7 @@ class Carver:
             self._mapped.discard(chunk)
 
     def close(self) -> None:
-        """Give memory and addresses back; nothing may use them."""
+        """Free memory and addresses; nothing may use them."""
         self.unmap_all()
         self.memory.close()
 
@@ -155,7 +199,7 @@ class Carver:
     @property
     def used_bytes(self) -> int:
         """The sizes of all parts, alignment included."""
-        self.collect()
+        self.free_dropped()
         return sum(self._used.values())
 
     def _chunks_under(self, start: int, size: int) -> range:

@@ -1,4 +1,24 @@
-"""`Arena`: a range of addresses that tensors are carved from, whose memory can be released and restored."""
+"""`Arena`: a range of addresses for tensors, whose physical memory can be released and restored.
+
+A process that serves a model, or alternates between training and generation, may have to free its GPU memory for a
+while. Freeing tensors loses their addresses, and with them everything that has stored these: views, optimizer state,
+captured CUDA graphs. An arena separates the two. It reserves a large range of virtual addresses once, allocates tensors
+from it, and maps physical memory behind the range in chunks, when tensors need it:
+
+    addresses    |= A =|= B =|== C ==|                                reserved for good: 1 TiB costs nothing
+                    |     |      |
+    resident     [chunk 0][chunk 1][ 2 ]                              device memory, mapped
+    release()        |  copied to page-locked host memory; then unmapped: the device memory is free
+    released     [.......][.......][...]                              every op on A, B, C raises AddressError
+    restore()        |  new device memory, mapped at the same addresses; the contents are copied back
+    resident     [chunk 0][chunk 1][ 2 ]                              A, B, C and graphs over them are valid again
+
+While the arena is released a kernel that accesses the range would fault, so `release()` replaces the class of every
+tensor over it by one that refuses ops (`dispatch/graphs/released_tensors.py`), and is refused while an autograd graph
+has saved one of them. `Arena.guard` makes the replay of a graph raise until `restore()`. `allocation.py` allocates
+addresses and maps chunks, `offload.py` copies the contents to pages of `pinned_staging.py` and back, and `mem_pool.py`
+lets torch's own allocator use the range.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +32,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from subtensors.byte_sizes import in_units, parse_bytes
+from subtensors.byte_sizes import format_bytes, parse_bytes
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.graphs.released_tensors import ReferenceCensus, Release, memory_of
 from subtensors.dispatch.ops.errors import AddressError
@@ -20,41 +40,48 @@ from subtensors.dispatch.torch_internals import dynamo
 from subtensors.kernels.memory.cuda_reservation import CudaRange
 from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.memory.host_reservation import HostRange
-from subtensors.static.allocation import AddressRange, Carver, Carving
+from subtensors.static.allocation import AddressRange, Allocation, RangeAllocator
 from subtensors.static.constructors import Constructors
 from subtensors.static.mem_pool import pool_over, segments_of
-from subtensors.static.offload import Contents
-from subtensors.static.static_tensor import StaticAddressTensor, of_memory, refuse_capture, shaped, with_role
+from subtensors.static.offload import HostCopy
+from subtensors.static.static_tensor import (
+    StaticAddressTensor,
+    refuse_capture,
+    static_alias,
+    view_as_layout,
+    with_role,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_GRANULE = 2 << 20  # what CUDA devices map at least
+_GRANULARITY = 2 << 20  # the smallest amount that CUDA devices map
 
 _arenas: WeakSet[Arena] = WeakSet()
 
 
 class Arena(Constructors):
-    """A range of addresses that tensors are carved from; `release()` frees its memory, `restore()` brings it back.
+    """A range of addresses for tensors; `release()` frees its memory, `restore()` maps memory at the same addresses.
 
-    Memory is mapped under the range in chunks as tensors need it, so that a reserve larger than the device costs
-    nothing. After `restore()` every tensor is at the address where it was, and captured CUDA graphs stay valid.
+    Memory is mapped under the range in chunks as tensors need it, so that a reserve larger than the device's memory
+    costs nothing. After `restore()` every tensor has the address that it had, and captured CUDA graphs stay valid.
 
     Args:
         device: "cuda", "cuda:1" or "cpu".
         reserve: the size of the range, in bytes or as in "2TiB".
-        alignment: of each tensor's address, in bytes; a power of two. The size of an element is always one too.
-        chunk: how much memory is mapped at once, in bytes or as in "32MiB"; rounded up to multiples of 2 MiB.
+        alignment: of each tensor's address, in bytes; a power of two. Addresses are multiples of the element size too.
+        chunk: the amount of memory that is mapped at once, in bytes or as in "32MiB"; a multiple of 2 MiB,
+            or rounded up to one.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument is not of these forms.
         AddressError: a CUDA graph is being captured.
-        ImportError: a CUDA device, and the package cuda-bindings is not installed.
+        ImportError: on a CUDA device, if the package cuda-bindings is not installed.
 
     Example:
         >>> arena = Arena("cpu", reserve="1GiB")
         >>> m = arena.zeros(1000)
-        >>> at = m.data_ptr()
+        >>> address = m.data_ptr()
         >>> m.add_(1).sum()
         tensor(1000.)
         >>> arena.release()
@@ -63,7 +90,7 @@ class Arena(Constructors):
         ...
         subtensors.AddressError: sum on a tensor of a released Arena: call restore() on the Arena first
         >>> arena.restore()
-        >>> m.data_ptr() == at, m.sum()
+        >>> m.data_ptr() == address, m.sum()
         (True, tensor(1000.))
     """
 
@@ -77,17 +104,17 @@ class Arena(Constructors):
     ) -> None:
         self.device = _device(device)
         refuse_capture(self.device)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULE:
-            raise ValueError(f"alignment must be a power of two up to {_GRANULE}; got {alignment!r}")
-        step = -(-parse_bytes("chunk", chunk) // _GRANULE) * _GRANULE
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > _GRANULARITY:
+            raise ValueError(f"alignment must be a power of two up to {_GRANULARITY}; got {alignment!r}")
+        step = -(-parse_bytes("chunk", chunk) // _GRANULARITY) * _GRANULARITY
         size = -(-parse_bytes("reserve", reserve) // step) * step
         memory: AddressRange = CudaRange(size, self.device) if self.device.type == "cuda" else HostRange(size)
         self.alignment = alignment
         deferred_finalizers.watch(self.device)
         self._lock = RLock()
-        self._carver = Carver(memory, step, alignment)
-        self._contents = Contents(self._carver, self.device)
-        self._sleep: Release | None = None
+        self._allocator = RangeAllocator(memory, step, alignment)
+        self._contents = HostCopy(self._allocator, self.device)
+        self._release: Release | None = None
         _arenas.add(self)
 
     def release(self, keep: Literal["cpu"] | None = "cpu") -> None:
@@ -96,73 +123,73 @@ class Arena(Constructors):
         Tensors that are deleted while it is released free their part of the range. Waits until the device is idle.
 
         Args:
-            keep: "cpu" copies the contents to host memory, page-locked for a CUDA device and kept for the next
-                release; None forgets them.
+            keep: "cpu" copies the contents to host memory, page-locked for a CUDA device and reused by the next
+                release; None discards them.
 
         Raises:
             AddressError: the arena is released already, a CUDA graph is being captured, or an autograd graph or other
-                C++ code holds a tensor, which it might read. Nothing is freed then.
-            MemoryError: the host has no memory for the copy. Nothing is freed then.
-            ValueError: `keep` is neither.
+                C++ code refers to a tensor, which it might read. Nothing is freed then.
+            MemoryError: the host has not enough memory for the copy. Nothing is freed then.
+            ValueError: `keep` is another value.
         """
         if keep not in ("cpu", None):
             raise ValueError(f'keep must be "cpu" or None; got {keep!r}')
         with self._lock:
-            if self._sleep is not None:
+            if self._release is not None:
                 raise AddressError("this Arena is released already; restore() comes before the next release()")
             refuse_capture(self.device)
             census = ReferenceCensus(self.address, self.address + self.reserved)
-            self._refuse_if_held(census)
-            sleep = Release(census.tensors)
+            self._refuse_references_from_cpp(census)
+            release = Release(census.tensors)
             try:
                 self._contents.wait()
                 if keep:
                     self._contents.save()
-                self._carver.unmap_all()
+                self._allocator.unmap_all()
             except BaseException:
-                sleep.wake()
+                release.restore()
                 raise
-            self._sleep = sleep
+            self._release = release
 
     def restore(self) -> None:
-        """Map memory at the same addresses, copy back contents that were kept, and make the tensors usable again.
+        """Map memory at the same addresses, copy back the contents that were kept, and make the tensors usable again.
 
-        After `release(keep=None)` the contents are whatever the memory holds.
+        After `release(keep=None)` the contents are undefined.
 
         Raises:
             AddressError: the arena is not released, or a CUDA graph is being captured.
             torch.OutOfMemoryError: the device has not enough memory; MemoryError on a CPU. The arena stays released,
-                what was kept stays kept, and `restore()` can be called again.
+                the contents stay kept, and `restore()` can be called again.
         """
         with self._lock:
-            if self._sleep is None:
+            if self._release is None:
                 raise AddressError("this Arena is not released; release() comes before restore()")
             refuse_capture(self.device)
             deferred_finalizers.run_deferred()
             self._contents.load()
             self._contents.forget()
-            self._sleep.wake()
-            self._sleep = None
+            self._release.restore()
+            self._release = None
 
     def pool(self) -> torch.cuda.MemPool:
-        """A memory pool of torch's allocator whose memory lies in this arena, on a CUDA device.
+        """Return a memory pool of torch's allocator whose memory lies in this arena, on a CUDA device.
 
         `torch.cuda.use_mem_pool(pool)` puts ordinary tensors there, `torch.cuda.graph(g, pool=pool.id)` the memory of a
         captured graph. The pool must live as long as it is allocated from. While the arena is released, allocations
         run out of memory.
 
         Returns:
-            A new pool; torch asks the arena for 2 MiB, or 20 MiB, at a time.
+            A new pool, which allocates 2 MiB or 20 MiB of the arena at a time.
 
         Raises:
             ValueError: the arena is on a CPU.
         """
         if self.device.type != "cuda":
             raise ValueError("a CPU has no memory pools; allocate with the arena's own constructors")
-        return pool_over(self, Arena._take)
+        return pool_over(self, Arena._allocate_part)
 
     def guard(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Make a callable raise while the arena is released: for holders of bare addresses, such as captured graphs.
+        """Make a callable raise while the arena is released: for what stores bare addresses, such as captured graphs.
 
         Args:
             call: `graph.replay`, say.
@@ -179,7 +206,7 @@ class Arena(Constructors):
 
         @wraps(call)
         def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if self._sleep is not None:
+            if self._release is not None:
                 name = getattr(call, "__qualname__", repr(call))
                 raise AddressError(f"{name} uses memory of a released Arena: call restore() on the Arena first")
             return call(*args, **kwargs)
@@ -192,42 +219,47 @@ class Arena(Constructors):
             self._contents.trim()
 
     def explain(self) -> str:
-        """Describe how much is reserved, mapped, carved and kept on the host; `st.explain(arena)` returns this."""
+        """Describe how much is reserved, mapped, allocated and kept on the host; `st.explain(arena)` returns this."""
         with self._lock:
-            return "\n".join(
-                [
-                    f"Arena on {self.device}, {'released' if self.released else 'awake'}, at {self.address:#x}",
-                    f"  reserved {in_units(self.reserved)} of addresses, in chunks of {in_units(self._carver.chunk)}",
-                    f"  mapped {in_units(self.mapped)}, used {in_units(self.used)}, parts {len(self._carver.starts())}",
-                    f"  on the host {in_units(self._contents.host_bytes)}",
-                ]
+            state, count = "released" if self.released else "resident", len(self._allocator.starts())
+            reserved, chunk, mapped, used, host = map(
+                format_bytes,
+                (self.reserved, self._allocator.chunk, self.mapped, self.used, self._contents.host_bytes),
             )
+        return "\n".join(
+            [
+                f"Arena on {self.device}, {state}, at {self.address:#x}",
+                f"  reserved {reserved} of addresses, in chunks of {chunk}",
+                f"  mapped {mapped}, used {used}, allocations {count}",
+                f"  on the host {host}",
+            ]
+        )
 
     @property
     def released(self) -> bool:
         """Return whether the arena's memory is released."""
-        return self._sleep is not None
+        return self._release is not None
 
     @property
     def address(self) -> int:
         """The start address of the range."""
-        return self._carver.memory.address
+        return self._allocator.memory.address
 
     @property
     def reserved(self) -> int:
         """Bytes of reserved addresses."""
-        return self._carver.memory.size
+        return self._allocator.memory.size
 
     @property
     def mapped(self) -> int:
         """Bytes of memory mapped under the range."""
-        return self._carver.mapped_bytes
+        return self._allocator.mapped_bytes
 
     @property
     def used(self) -> int:
-        """Bytes carved, those lost to alignment included."""
+        """Bytes allocated, those lost to alignment included."""
         with self._lock:
-            return self._carver.used_bytes
+            return self._allocator.used_bytes
 
     def __contains__(self, t: object) -> bool:
         """Return whether a tensor's storage begins in the range."""
@@ -237,70 +269,71 @@ class Arena(Constructors):
             return self.address <= Tensor.untyped_storage(memory_of(t)).data_ptr() < self.address + self.reserved
 
     def __repr__(self) -> str:
-        state = "released" if self.released else f"{in_units(self.mapped)} mapped"
-        return f"Arena({self.device}, {in_units(self.used)} used, {state}, {in_units(self.reserved)} reserved)"
+        state = "released" if self.released else f"{format_bytes(self.mapped)} mapped"
+        return f"Arena({self.device}, {format_bytes(self.used)} used, {state}, {format_bytes(self.reserved)} reserved)"
 
     def __del__(self) -> None:
-        # Every tensor refers to its arena, so that there is none left. A process that ends gives all back by itself.
-        if not sys.is_finalizing() and hasattr(self, "_sleep"):
-            if self._sleep is not None:
-                self._sleep.wake()
+        # Every tensor refers to its arena, so none is left. The end of the process frees everything by itself.
+        if not sys.is_finalizing() and hasattr(self, "_release"):
+            if self._release is not None:
+                self._release.restore()
             deferred_finalizers.run_or_defer(self._contents.close)
 
-    def _carve(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
-        """A tensor of this layout, filled with a value where one is given."""
+    def _allocate(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
+        """Return a new tensor of this layout, filled with the value unless it is None."""
         refuse_capture(self.device)
         size = layout.numel() * layout.element_size()
-        part = self._take(size, layout.element_size()) if size else None
+        part = self._allocate_part(size, layout.element_size()) if size else None
         start = part.start if part else 0
         raw = tensor_from_address(self.address + start, size, self.device, (part, self))
         with torch.no_grad():
-            out = of_memory(shaped(raw, layout))
+            out = static_alias(view_as_layout(raw, layout))
             if value is not None:
                 out.fill_(value)
         return with_role(out, requires_grad, is_parameter=False)
 
-    def _take(self, size: int, alignment: int = 1) -> Carving:
+    def _allocate_part(self, size: int, alignment: int = 1) -> Allocation:
         deferred_finalizers.run_deferred()
         with self._lock:
-            if self._sleep is not None:
-                raise AddressError("this Arena is released: call restore() on it before tensors are made in it")
-            return self._carver.take(size, alignment)
+            if self._release is not None:
+                raise AddressError("this Arena is released: call restore() on it before creating tensors in it")
+            return self._allocator.allocate(size, alignment)
 
-    def _refuse_if_held(self, census: ReferenceCensus) -> None:
-        """Raise AddressError if C++ code holds memory without a Python tensor that could be marked as released."""
-        held = census.held_by_others()
-        shape = f"a tensor of shape {tuple(held.shape)}" if held is not None else ""
+    def _refuse_references_from_cpp(self, census: ReferenceCensus) -> None:
+        """Raise AddressError if C++ code refers to memory through no Python tensor that could be marked as released."""
+        tensor = census.referenced_from_cpp()
+        subject = f"a tensor of shape {tuple(tensor.shape)}" if tensor is not None else ""
         known = census.storage_addresses | segments_of(self)
-        if not shape and any(self.address + start not in known for start in self._carver.starts()):
-            shape = "memory without a tensor of Python"
-        if shape:
+        if not subject and any(self.address + start not in known for start in self._allocator.starts()):
+            subject = "memory without a Python tensor"
+        if subject:
             raise AddressError(
-                f"{shape} in this Arena is held by C++ code, such as an autograd graph that saved it, which would read "
-                f"memory that is gone: run backward() or delete its result"
+                f"{subject} in this Arena is referenced by C++ code, such as an autograd graph that saved it, which "
+                "would read released memory: run backward() or delete its result"
             )
 
 
-dynamo.call_eagerly(Arena._carve, "a tensor in an Arena is made outside of graphs")
+dynamo.call_eagerly(Arena._allocate, "a tensor in an Arena is created outside of graphs")
 
 
 def _device(device: torch.device | str) -> torch.device:
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
+    """Return a device with its index, if it is one of CUDA; raise ValueError for other kinds of devices."""
+    resolved = torch.device(device)
+    if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"an Arena is on a CPU or a CUDA device; got {device!r}")
-    if found.type == "cuda" and found.index is None:
+    if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return resolved
 
 
-def explain_place(t: StaticAddressTensor) -> str:
-    """Describe where a static tensor is, and whose memory it uses; `st.explain(t)` returns this.
+def explain_static(t: StaticAddressTensor) -> str:
+    """Describe the address of a static tensor, and the arena of its memory; `st.explain(t)` returns this.
 
     >>> arena = Arena("cpu")
-    >>> explain_place(arena.zeros(2, 3))
+    >>> explain_static(arena.zeros(2, 3))
     'StaticAddressTensor of (2, 3) torch.float32 at 0x..., in Arena(cpu, 512 B used, 32 MiB mapped, 1 TiB reserved)'
     """
     with torch._C.DisableTorchFunctionSubclass():
         address = Tensor.data_ptr(memory_of(t))
-    home = next((f"in {arena}" for arena in list(_arenas) if t in arena), "in memory of its own")
-    return f"StaticAddressTensor of {tuple(t.shape)} {t.dtype} at {address:#x}, {home}"
+    owner = next((f"in {arena}" for arena in list(_arenas) if t in arena), "in memory of its own")
+    return f"StaticAddressTensor of {tuple(t.shape)} {t.dtype} at {address:#x}, {owner}"

@@ -1,6 +1,7 @@
-"""Torch's allocator over an arena: memory allocated from a pool, captured graphs' too, lies in the arena.
+"""A memory pool of torch's allocator whose segments lie in an arena, for ordinary tensors and captured graphs.
 
-The allocator asks for segments of some MiB, and cuts them up itself. A segment is a part of the arena like any other.
+The allocator requests segments of some MiB, and splits them itself. A segment is an allocation of the arena, as the
+memory of a tensor is.
 """
 
 from __future__ import annotations
@@ -8,34 +9,45 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 from weakref import ref
 
 import torch
 
 from subtensors.dispatch.torch_internals import memory
-
-if TYPE_CHECKING:
-    from subtensors.static.allocation import Carving
-    from subtensors.static.arena import Arena
+from subtensors.static.allocation import Allocation
 
 _log = logging.getLogger(__name__)
 
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 
-# Torch may call these whenever a tensor dies, so that they stay.
+
+class SegmentSource(Protocol):
+    """A range of addresses of a CUDA device from which segments are allocated: an `Arena`."""
+
+    device: torch.device
+
+    @property
+    def address(self) -> int:
+        """The start address of the range."""
+        ...
+
+
+S = TypeVar("S", bound=SegmentSource)
+
+# Kept forever: torch may call them whenever a tensor is deleted.
 _callbacks: list[object] = []
-# An arena stays while torch holds a segment of it: tensors of a pool do not refer to the arena.
-_segments: dict[int, tuple[Arena, Carving]] = {}
+_segments: dict[int, tuple[SegmentSource, Allocation]] = {}
+"""Torch's segments by address. Tensors of a pool do not refer to the arena, so the segments keep it alive."""
 
 
-def pool_over(arena: Arena, take: Callable[[Arena, int], Carving]) -> torch.cuda.MemPool:
-    """A memory pool whose segments are parts of an arena.
+def pool_over(arena: S, allocate_segment: Callable[[S, int], Allocation]) -> torch.cuda.MemPool:
+    """Return a memory pool whose segments are allocated from an arena.
 
     Args:
         arena: on a CUDA device.
-        take: takes a part of the arena of a size in bytes, or raises.
+        allocate_segment: allocates a number of bytes of the arena, or raises.
     """
     weak = ref(arena)
 
@@ -44,9 +56,9 @@ def pool_over(arena: Arena, take: Callable[[Arena, int], Carving]) -> torch.cuda
         if owner is None:
             return None
         try:
-            part = take(owner, size)
+            part = allocate_segment(owner, size)
         except (RuntimeError, ImportError) as error:
-            # An exception can't pass through torch's allocator; without memory it raises OutOfMemoryError itself.
+            # No exception may pass through torch's allocator; if it gets no memory it raises OutOfMemoryError itself.
             _log.warning("an arena has no segment of %d bytes for a pool: %s", size, error)
             return None
         address = owner.address + part.start
@@ -58,10 +70,10 @@ def pool_over(arena: Arena, take: Callable[[Arena, int], Carving]) -> torch.cuda
 
     entry_points = _Allocate(allocate), _Free(free)
     _callbacks.append(entry_points)
-    with torch.cuda.device(arena.device):  # a pool is of the device that is current when it is made
+    with torch.cuda.device(arena.device):  # a pool belongs to the device that is current at its creation
         return torch.cuda.MemPool(memory.custom_allocator(*entry_points))
 
 
-def segments_of(arena: Arena) -> set[int]:
-    """The addresses of the parts that pools hold."""
+def segments_of(arena: SegmentSource) -> set[int]:
+    """Return the addresses of the segments that pools have allocated from an arena."""
     return {address for address, (owner, _) in list(_segments.items()) if owner is arena}

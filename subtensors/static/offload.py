@@ -5,89 +5,91 @@ from __future__ import annotations
 import torch
 
 from subtensors.kernels.memory.from_address import tensor_from_address
-from subtensors.static.allocation import Carver
+from subtensors.static.allocation import RangeAllocator
 from subtensors.static.pinned_staging import HostPages
 
 
-class Contents:
-    """Copies of the parts of a range that are in use.
+class HostCopy:
+    """A copy on the host of the parts of a range that are in use.
 
     Args:
-        carver: whose parts.
-        device: where the range is.
+        allocator: of the range.
+        device: of the range.
     """
 
-    def __init__(self, carver: Carver, device: torch.device) -> None:
-        self._carver = carver
+    def __init__(self, allocator: RangeAllocator, device: torch.device) -> None:
+        self._allocator = allocator
         self._device = device
         self._pages = HostPages(device)
-        self._kept: dict[int, list[tuple[int, int, int]]] = {}
-        """For each chunk its runs: (start, size, place on the host)."""
+        self._saved: dict[int, list[tuple[int, int, int]]] = {}
+        """For each chunk its runs: (start, size, offset on the host)."""
 
     def save(self) -> None:
         """Copy the parts in use to the host; raise MemoryError if the host is full."""
-        kept: dict[int, list[tuple[int, int, int]]] = {}
-        place = 0
-        for chunk, start, size in self._carver.runs():
-            kept.setdefault(chunk, []).append((start, size, place))
-            place += size
+        saved: dict[int, list[tuple[int, int, int]]] = {}
+        host_offset = 0
+        for chunk, start, size in self._allocator.runs_in_use():
+            saved.setdefault(chunk, []).append((start, size, host_offset))
+            host_offset += size
         try:
-            self._pages.grow(place)
-            for runs in kept.values():
+            self._pages.grow(host_offset)
+            for runs in saved.values():
                 for run in runs:
                     self._copy(*run, to_host=True)
         except BaseException:
             self.wait()
-            self._pages.settle()
-            self.trim()  # what could not be made is asked for anew the next time
+            self._pages.wait()
+            self.trim()  # pages that failed are allocated again the next time
             raise
         self.wait()
-        self._kept = kept
+        self._saved = saved
 
     def load(self) -> None:
-        """Map the chunks in use, and copy back what was saved: a chunk is copied while the next one is mapped.
+        """Map the chunks in use, and copy the saved contents back: a chunk is copied while the next one is mapped.
 
         Raises:
-            torch.OutOfMemoryError: the device has not enough memory, MemoryError on a CPU; what was saved stays saved,
-                and nothing is mapped.
+            torch.OutOfMemoryError: the device has not enough memory; MemoryError on a CPU. The contents stay saved, and
+                nothing is mapped then.
         """
         try:
-            for chunk in self._carver.needed_chunks():
-                self._carver.map_chunk(chunk)
-                for run in self._kept.get(chunk, ()):
+            for chunk in self._allocator.chunks_in_use():
+                self._allocator.map_chunk(chunk)
+                for run in self._saved.get(chunk, ()):
                     self._copy(*run, to_host=False)
             self.wait()
         except BaseException:
             self.wait()
-            self._carver.unmap_all()
+            self._allocator.unmap_all()
             raise
 
     def forget(self) -> None:
-        """Discard what was saved; its host memory is kept for the next time."""
-        self._kept = {}
+        """Discard the saved contents; their host memory is kept for the next time."""
+        self._saved = {}
 
     def trim(self) -> None:
-        """Free the host memory, unless something is saved in it."""
-        if not self._kept:
+        """Free the host memory, unless contents are saved in it."""
+        if not self._saved:
             self._pages = HostPages(self._device)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """Bytes of allocated host memory."""
         return self._pages.size
 
     def wait(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device is idle."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Give the range back; nothing may use it."""
+        """Free the range; nothing may use it."""
         self.wait()
-        self._carver.close()
+        self._allocator.close()
 
-    def _copy(self, start: int, size: int, place: int, to_host: bool) -> None:
-        for part in self._pages.parts(place, size):
-            ours = tensor_from_address(self._carver.memory.address + start, part.numel(), self._device, self._carver)
-            (part if to_host else ours).copy_(ours if to_host else part, non_blocking=True)
+    def _copy(self, start: int, size: int, host_offset: int, to_host: bool) -> None:
+        for part in self._pages.parts(host_offset, size):
+            resident = tensor_from_address(
+                self._allocator.memory.address + start, part.numel(), self._device, self._allocator
+            )
+            (part if to_host else resident).copy_(resident if to_host else part, non_blocking=True)
             start += part.numel()

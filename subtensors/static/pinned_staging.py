@@ -15,19 +15,19 @@ from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.memory.host_reservation import HostRange
 
-_PIECE = 64 << 20
-_THREADS = min(16, os.cpu_count() or 1)
+_PIECE_BYTES = 64 << 20
+_MAX_THREADS = min(16, os.cpu_count() or 1)
 
 
 class HostPages:
-    """Host memory that grows, in pieces; for a CUDA device page-locked, which copies at the speed of the bus.
+    """Host memory that grows, in pieces; page-locked for a CUDA device, so that copies run at the speed of the bus.
 
-    One thread locks 20 GB in a dozen seconds, most of which goes into the first touch of each page. So threads touch
-    pages of 2 MiB, which takes about as long as the copy, and the first pieces are copied at the same time.
-    Locked memory is kept for the next time.
+    One thread locks 20 GB in a dozen seconds, most of which is the first access to each page. So several threads touch
+    pages of 2 MiB, which takes about as long as the copy, and the first pieces are copied at the same time. Locked
+    memory is kept for the next release.
 
     Args:
-        device: whose bytes will be kept.
+        device: of the contents.
 
     >>> pages = HostPages(torch.device("cpu"))
     >>> pages.grow(1000)
@@ -40,46 +40,46 @@ class HostPages:
         self._pieces: list[Future[Tensor]] = []
 
     def grow(self, size: int) -> None:
-        """Begin to make room for `size` bytes."""
-        missing = -(-size // _PIECE) - len(self._pieces)
+        """Start allocating memory for `size` bytes in total."""
+        missing = -(-size // _PIECE_BYTES) - len(self._pieces)
         if missing > 0:
-            threads = ThreadPoolExecutor(min(_THREADS, missing))
-            self._pieces += [threads.submit(_new_piece, self._device) for _ in range(missing)]
+            threads = ThreadPoolExecutor(min(_MAX_THREADS, missing))
+            self._pieces += [threads.submit(_allocate_piece, self._device) for _ in range(missing)]
             threads.shutdown(wait=False)
 
     def parts(self, start: int, size: int) -> list[Tensor]:
-        """A range of bytes as uint8 tensors, one for each piece that it lies in; waits until the pieces are there."""
+        """Return a range of bytes as uint8 tensors, one for each piece of it; wait until these are allocated."""
         parts = []
         while size:
-            piece, offset = divmod(start, _PIECE)
-            count = min(size, _PIECE - offset)
+            piece, offset = divmod(start, _PIECE_BYTES)
+            count = min(size, _PIECE_BYTES - offset)
             parts.append(self._pieces[piece].result()[offset : offset + count])
             start, size = start + count, size - count
         return parts
 
-    def settle(self) -> None:
-        """Wait until all threads that make pages are done, with or without an error."""
+    def wait(self) -> None:
+        """Wait until all allocating threads are done, with or without an error."""
         wait(self._pieces)
 
     @property
     def size(self) -> int:
-        """Bytes of host memory that are held."""
-        return len(self._pieces) * _PIECE
+        """Bytes of allocated host memory."""
+        return len(self._pieces) * _PIECE_BYTES
 
 
 class _Pages:
-    """Mapped host pages, which are freed with this object."""
+    """Mapped host pages, which are freed when this object is deleted."""
 
     is_locked = False
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = HostRange(_PIECE)
+        self.memory = HostRange(_PIECE_BYTES)
         self.memory.prefer_huge_pages()
-        self.memory.map(0, _PIECE)
+        self.memory.map(0, _PIECE_BYTES)
         if device.type == "cuda":
-            ctypes.memset(self.memory.address, 0, _PIECE)
-            with torch.cuda.device(device):  # the current one need not have a context
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.address, _PIECE, 0))
+            ctypes.memset(self.memory.address, 0, _PIECE_BYTES)
+            with torch.cuda.device(device):  # the current one may have no context
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.address, _PIECE_BYTES, 0))
             self.is_locked = True
 
     def __del__(self) -> None:
@@ -93,6 +93,6 @@ def _close(memory: HostRange, is_locked: bool) -> None:
     memory.close()
 
 
-def _new_piece(device: torch.device) -> Tensor:
+def _allocate_piece(device: torch.device) -> Tensor:
     pages = _Pages(device)
-    return tensor_from_address(pages.memory.address, _PIECE, torch.device("cpu"), pages)
+    return tensor_from_address(pages.memory.address, _PIECE_BYTES, torch.device("cpu"), pages)

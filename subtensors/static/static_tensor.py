@@ -1,32 +1,34 @@
-"""`StaticAddressTensor`: values at an address that holds for their whole life.
+"""`StaticAddressTensor`: a tensor whose address never changes.
 
-The tensor is an alias of memory that torch cannot resize, marked so that the compiler copies nothing of it into a
-CUDA graph. It has no rule for any op: ops that read it, or write into it, see an ordinary tensor. Only ops that would
-move it are caught, in `__torch_function__`, and refused.
+The tensor is an alias of memory that torch cannot resize, marked so that the compiler does not copy it into a CUDA
+graph's inputs. It has no rule for any op: ops that read it or write to it treat it as an ordinary tensor. Only ops that
+would move it are refused, in `__torch_function__`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, SupportsIndex, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_released
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, read_as_plain
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo, memory, ops
 from subtensors.kernels.memory.from_address import tensor_from_address
-from subtensors.static.relocating_ops import COPY, MOVERS, same_place, stays
+from subtensors.static.relocating_ops import COPY, RELOCATING_OPS, keeps_address, same_memory
 
 _T = TypeVar("_T", bound=Tensor)
 
-# What gives the values as another tensor of the same role: a new address, and the same type.
+# These return a new tensor with the same values, so the result is static too, at an address of its own.
 _CONVERSIONS = frozenset(
     getattr(Tensor, name)
     for name in """
@@ -36,33 +38,33 @@ _CONVERSIONS = frozenset(
 
 
 class _ReadAsPlain(Tensor):
-    """A tensor whose every op runs as on a plain tensor, and returns plain tensors."""
+    """A tensor whose ops run as on a plain tensor, and return plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class StaticAddressTensor(_ReadAsPlain):
-    """A tensor whose address holds for its whole life; reads and writes work as on any tensor.
+    """A tensor whose address never changes; reads and writes work as on any tensor.
 
-    `torch.compile(mode="reduce-overhead")` copies none of it into its CUDA graphs. Results of ops are plain tensors;
-    `detach()` and `nn.Parameter(...)` give the same memory and the same type, and `to()`, `deepcopy`, pickling and
-    `torch.load` another one of the same type, with an address of its own.
+    `torch.compile(mode="reduce-overhead")` does not copy it into its CUDA graphs' inputs. Results of ops are plain
+    tensors; `detach()` and `nn.Parameter(...)` return the same memory with the same type, and `to()`, `deepcopy`,
+    pickling and `torch.load` a new tensor of the same type, with an address of its own.
 
     Args:
         t: a strided tensor on a CPU or a CUDA device, of any shape and dtype; its values are copied once. A
-            StaticAddressTensor is returned as it is. The result is a leaf; it requires grad, and is a parameter,
-            where `t` is.
+            StaticAddressTensor is returned unchanged. The result is a leaf, which requires grad if `t` does, and is a
+            parameter if `t` is one.
 
     Raises:
-        TypeError: `t` is no such tensor.
-        AddressError: a CUDA graph is being captured, whose memory others reuse.
+        TypeError: `t` is another tensor, or none.
+        AddressError: a CUDA graph is being captured, whose memory other graphs reuse.
 
     Example:
         >>> s = StaticAddressTensor(torch.arange(3.0))
-        >>> at = s.data_ptr()
+        >>> address = s.data_ptr()
         >>> s.mul_(2).add_(1)
         StaticAddressTensor([1., 3., 5.])
-        >>> s.data_ptr() == at
+        >>> s.data_ptr() == address
         True
         >>> s + 1
         tensor([2., 4., 6.])
@@ -74,7 +76,7 @@ class StaticAddressTensor(_ReadAsPlain):
 
     @staticmethod
     def __new__(cls, t: Tensor) -> StaticAddressTensor:
-        """Return the tensor at an address of its own."""
+        """Return `static(t)`."""
         return static(t)
 
     def __init__(self, t: Tensor) -> None:
@@ -82,68 +84,72 @@ class StaticAddressTensor(_ReadAsPlain):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if len(types) > 1 and (others := [kind for kind in types if not _is_plain(kind)]):
-            return _among_others(func, types, args, kwargs or {}, others)
-        if func in MOVERS and isinstance(args[0], StaticAddressTensor) and not stays(func, args, kwargs or {}):
-            _refuse(args[0], *MOVERS[func])
-        if kwargs and not torch.compiler.is_compiling() and (outs := _outs_of(func, kwargs)):
+        cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        if len(types) > 1 and (other_types := [kind for kind in types if not _is_plain(kind)]):
+            return _call_other_type(func, types, args, kwargs or {}, other_types)
+        if (
+            func in RELOCATING_OPS
+            and isinstance(args[0], StaticAddressTensor)
+            and not keeps_address(func, args, kwargs or {})
+        ):
+            _refuse(args[0], *RELOCATING_OPS[func])
+        if kwargs and not torch.compiler.is_compiling() and (outs := _out_arguments(func, kwargs)):
             return _write_out(func, types, args, kwargs, outs)
         result = super().__torch_function__(func, types, args, kwargs or {})
-        if func in _CONVERSIONS and isinstance(args[0], StaticAddressTensor) and _is_new(result, args[0]):
-            return result if torch.compiler.is_compiling() else _Placed.apply(result)  # type: ignore[no-untyped-call]
+        if func in _CONVERSIONS and isinstance(args[0], StaticAddressTensor) and _is_new_tensor(result, args[0]):
+            return result if torch.compiler.is_compiling() else _ToStatic.apply(result)  # type: ignore[no-untyped-call]
         return result
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The same memory as a plain tensor that autograd does not track."""
         with torch._C.DisableTorchFunctionSubclass():
-            # Compiled code has no words for the attribute of another class.
+            # Dynamo can't trace an attribute of the base class.
             return Tensor.detach(self) if torch.compiler.is_compiling() else super().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not same_place(self, value):
+        if not same_memory(self, value):
             _refuse(self, ".data =", COPY)
 
     def detach(self) -> Tensor:
         """Return the same memory as another StaticAddressTensor that autograd does not track."""
         if torch.compiler.is_compiling():
             return super().detach()
-        return of_memory(_alias(self))
+        return static_alias(_alias(self))
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def set_(self, *args: object, **kwargs: object) -> NoReturn:  # type: ignore[override]
         """Raise AddressError: it would move the tensor."""
-        _refuse(self, "set_", COPY)  # torch asks no __torch_function__ about this one
+        _refuse(self, "set_", COPY)  # torch does not call __torch_function__ for it
 
     def _use_count(self) -> NoReturn:  # type: ignore[override]
-        # torch.utils.swap_tensors asks this of both tensors before it changes anything.
+        # torch.utils.swap_tensors calls this for both tensors before it changes anything.
         _refuse(self, "torch.utils.swap_tensors", COPY)
 
     def __format__(self, spec: str) -> str:
-        return format(self.data, spec) if spec or self.dim() == 0 else str(self)  # torch asks for its own class
+        return format(self.data, spec) if spec or self.dim() == 0 else str(self)  # torch accepts its own class only
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = _rebuild(*_parts(self))
-        return cast(Tensor, memo[id(self)])
+            memo[id(self)] = _rebuild(*_state(self))
+        return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, _parts(self)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Tensor], tuple[Tensor, bool, bool]]:
+        return _rebuild, _state(self)
 
 
 def static(t: Tensor) -> StaticAddressTensor:
-    """The values of `t` at an address that never moves.
+    """Return a copy of `t` whose address never changes.
 
     Args:
-        t: a strided tensor on a CPU or a CUDA device; a StaticAddressTensor is returned as it is.
+        t: a strided tensor on a CPU or a CUDA device; a StaticAddressTensor is returned unchanged.
 
     Returns:
-        A StaticAddressTensor: a leaf, which requires grad, and is a parameter, where `t` is.
+        A StaticAddressTensor: a leaf, which requires grad if `t` does, and is a parameter if `t` is one.
 
     Raises:
-        TypeError: `t` is no such tensor.
+        TypeError: `t` is another tensor, or none.
         AddressError: a CUDA graph is being captured.
 
     Example:
@@ -155,16 +161,16 @@ def static(t: Tensor) -> StaticAddressTensor:
     """
     if isinstance(t, StaticAddressTensor):
         return t
-    refuse_other(t)
+    check_can_be_static(t)
     with torch.no_grad():
         layout = torch.empty_like(t, device="meta")
-        raw = new_memory(layout.numel() * layout.element_size(), t.device, t.is_pinned())
-        out = of_memory(shaped(raw, layout))
+        raw = fixed_memory(layout.numel() * layout.element_size(), t.device, t.is_pinned())
+        out = static_alias(view_as_layout(raw, layout))
         out.copy_(t)
     return with_role(out, t.requires_grad and t.is_leaf, isinstance(t, torch.nn.Parameter))
 
 
-def refuse_other(t: object) -> None:
+def check_can_be_static(t: object) -> None:
     """Raise TypeError unless `t` is a plain strided tensor on a CPU or CUDA device."""
     if not isinstance(t, Tensor):
         raise TypeError(f"st.static takes a tensor; got {type(t).__name__}")
@@ -178,13 +184,13 @@ def refuse_other(t: object) -> None:
         raise TypeError(f"st.static takes a tensor on a CPU or a CUDA device; got one on {t.device}")
 
 
-def new_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """Memory of its own that torch cannot resize.
+def fixed_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
+    """Allocate memory that torch cannot resize.
 
     Args:
         size: bytes.
         device: CPU or CUDA.
-        pinned: page-locked, for a CPU.
+        pinned: whether to page-lock it, on a CPU.
 
     Returns:
         (size,) uint8, not initialized.
@@ -201,18 +207,18 @@ def refuse_capture(device: torch.device) -> None:
     """Raise AddressError while a CUDA graph is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise AddressError(
-            "a static tensor can't be made while a CUDA graph is captured: its memory would be the graph's, which "
-            "others use again, and its values would be written at every replay; make it before the capture"
+            "a static tensor can't be created while a CUDA graph is captured: its memory would be in the graph's "
+            "pool, which other graphs reuse, and each replay would write its values again; create it before the capture"
         )
 
 
-def shaped(raw: Tensor, layout: Tensor) -> Tensor:
-    """Bytes as a tensor of the dtype, shape and strides of `layout`, a dense tensor."""
+def view_as_layout(raw: Tensor, layout: Tensor) -> Tensor:
+    """Return bytes as a tensor with the dtype, shape and strides of `layout`, a dense tensor."""
     return raw.view(layout.dtype).as_strided(layout.shape, layout.stride())
 
 
-def of_memory(t: Tensor) -> StaticAddressTensor:
-    """A StaticAddressTensor that is an alias of `t`, whose memory must never move."""
+def static_alias(t: Tensor) -> StaticAddressTensor:
+    """Return a StaticAddressTensor that is an alias of `t`, whose memory must never move."""
     with torch._C.DisableTorchFunctionSubclass():
         out = Tensor._make_subclass(StaticAddressTensor, t)
     dynamo.mark_static_address(out)
@@ -220,21 +226,21 @@ def of_memory(t: Tensor) -> StaticAddressTensor:
     return out
 
 
-def in_place(t: Tensor) -> Tensor:
-    """Return a static tensor over a tensor's memory, which it keeps alive; or `t` itself if that is impossible.
+def static_in_place(t: Tensor) -> Tensor:
+    """Return a static tensor over the memory of `t`, which it keeps alive; or `t` itself if that is impossible.
 
     Args:
-        t: returned itself if it is of another type, static ones included, has gaps, or is a CUDA graph's.
+        t: returned itself if its type is not plain, if it is not dense, or if its memory is that of a CUDA graph.
     """
     if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not memory.is_dense(t):
         return t
     if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
         return t
-    return of_memory(shaped(tensor_from_address(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
+    return static_alias(view_as_layout(tensor_from_address(t.data_ptr(), t.nbytes, t.device, t.detach()), t))
 
 
 def with_role(t: _T, requires_grad: bool, is_parameter: bool) -> _T:
-    """The tensor as a leaf that requires grad, or a parameter, or neither."""
+    """Return the tensor as a leaf that requires grad or not, or as a parameter."""
     if is_parameter:
         return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]
     return t.requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -244,111 +250,113 @@ def _is_plain(kind: type) -> bool:
     return kind in PLAIN_TYPES or issubclass(kind, StaticAddressTensor)
 
 
-def _among_others(
-    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: list[Any]
-) -> Any:
-    """Call another type's `__torch_function__`; a type that takes no static tensors gets plain views of them."""
+def _call_other_type(
+    func: Callable[..., PyTree], types: Collection[type], args: Args, kwargs: Kwargs, other_types: list[type[Tensor]]
+) -> PyTree:
+    """Call another type's `__torch_function__`; if it returns NotImplemented, call the function on plain views."""
     if torch.compiler.is_compiling():
         return NotImplemented
-    for kind in others:
+    for kind in other_types:
         result = kind.__torch_function__(func, types, args, kwargs)
         if result is not NotImplemented:
             return result
-    given: Any = (args, kwargs)
-    plain_args, plain_kwargs = optree.tree_map(_plain_view, given, none_is_leaf=True)
+    arguments: PyTree = (args, kwargs)
+    plain: PyTree = optree.tree_map(_plain_view, arguments, none_is_leaf=True)
+    plain_args, plain_kwargs = plain
     return func(*plain_args, **plain_kwargs)
 
 
-def _plain_view(value: Any) -> Any:
-    """Return a plain view of a static tensor, which gradients flow through; other values unchanged."""
+def _plain_view(value: object) -> object:
+    """Return a plain view of a static tensor, through which gradients flow; other values unchanged."""
     if not isinstance(value, StaticAddressTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.view_as(value, value)
 
 
-def _is_new(result: Any, of: Tensor) -> bool:
-    return isinstance(result, Tensor) and result is not of  # a name, of type()
+def _is_new_tensor(result: object, original: Tensor) -> bool:
+    return isinstance(result, Tensor) and result is not original  # `t.type()` returns a string
 
 
 def _refuse(tensor: Tensor, op: str, instead: str) -> NoReturn:
     raise AddressError(f"{op} would move a StaticAddressTensor of shape {tuple(tensor.shape)}: {instead}")
 
 
-def _outs_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The tensors that a call writes its results into, by argument name; torch resizes them."""
-    names = _names_of_outs(func) if isinstance(func, OpOverload | OpOverloadPacket) else ("out",)
+def _out_arguments(func: Callable[..., object], kwargs: Kwargs) -> Kwargs:
+    """Return the tensors that a call writes its results to, by argument name; torch resizes them."""
+    names = _out_names(func) if isinstance(func, OpOverload | OpOverloadPacket) else ("out",)
     return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
 
 
 @cache
-def _names_of_outs(op: OpOverload | OpOverloadPacket) -> tuple[str, ...]:
+def _out_names(op: OpOverload | OpOverloadPacket) -> tuple[str, ...]:
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     arguments = [a for overload in overloads for a in ops.schema_of(overload).arguments]
     return tuple(dict.fromkeys(a.name for a in arguments if a.is_out))
 
 
 def _write_out(
-    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: dict[str, Any]
-) -> Any:
-    """Run a call with `out=` on aliases, so that torch resizes those if it must, and the tensors stay."""
-    given = [t for out in outs.values() for t in (out if isinstance(out, tuple | list) else [out])]
-    fixed = [(t, _alias(t)) for t in given if isinstance(t, StaticAddressTensor) and not t.requires_grad]
-    alias_of = {id(t): alias for t, alias in fixed}
-    named = {id(alias): t for t, alias in fixed}
+    func: Callable[..., PyTree], types: Collection[type], args: Args, kwargs: Kwargs, outs: Kwargs
+) -> PyTree:
+    """Run a call with `out=` on aliases, so that torch may resize these, and the static tensors stay."""
+    tensors = [t for out in outs.values() for t in (out if isinstance(out, tuple | list) else [out])]
+    static = [(t, _alias(t)) for t in tensors if isinstance(t, StaticAddressTensor) and not t.requires_grad]
+    alias_of = {id(t): alias for t, alias in static}
+    original_of = {id(alias): t for t, alias in static}
 
-    def exchanged(value: Any, others: Mapping[int, Tensor]) -> Any:
+    def replaced(value: PyTree, replacements: Mapping[int, Tensor]) -> PyTree:
         if isinstance(value, tuple | list):
-            return type(value)([others.get(id(t), t) for t in value])
-        return others.get(id(value), value)
+            return type(value)([replacements.get(id(t), t) for t in value])
+        return replacements.get(id(value), value)
 
     error: Exception | None = None
-    result: Any = None
+    result: PyTree = None
     try:
-        aliases = {name: exchanged(out, alias_of) for name, out in outs.items()}
+        aliases = {name: replaced(out, alias_of) for name, out in outs.items()}
         result = _ReadAsPlain.__torch_function__(func, types, args, kwargs | aliases)  # type: ignore[call-arg, arg-type]
     except (RuntimeError, SystemError, Warning) as caught:  # SystemError: where an op warned and then raised
         error = caught
-    for t, alias in fixed:
+    for t, alias in static:
         if alias.shape != t.shape:
             name = getattr(func, "__name__", str(func))
             _refuse(t, f"{name}({', '.join(outs)}=...) of shape {tuple(alias.shape)}", COPY)
     if error is not None:
         raise error
-    return exchanged(result, named)
+    return replaced(result, original_of)
 
 
 def _alias(t: Tensor) -> Tensor:
-    """The same memory as a plain tensor that shares the version counter."""
+    """Return the same memory as a plain tensor that shares the version counter."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(t)
 
 
-def _parts(t: StaticAddressTensor) -> tuple[Tensor, bool, bool]:
+def _state(t: StaticAddressTensor) -> tuple[Tensor, bool, bool]:
+    """Return the arguments of `_rebuild` for a tensor."""
     return t.data, t.requires_grad, isinstance(t, torch.nn.Parameter)
 
 
 def _rebuild(values: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
-    """Another StaticAddressTensor of these values; a plain tensor where they have no address, as on the meta device."""
+    """Return a StaticAddressTensor of these values; a plain tensor if they have no address, as on the meta device."""
     has_address = values.device.type in ("cpu", "cuda") and type(values) in PLAIN_TYPES
     return with_role(static(values) if has_address else values, requires_grad, is_parameter)
 
 
-class _Placed(torch.autograd.Function):
-    """A new tensor's memory as a static one, unless a CUDA graph owns it; the gradient passes."""
+class _ToStatic(torch.autograd.Function):
+    """`static_in_place` of a new tensor, through which its gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
-        return in_place(t.detach())
+    def forward(ctx: FunctionCtx, t: Tensor) -> Tensor:  # type: ignore[override]
+        return static_in_place(t.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient
 
 
 torch.serialization.add_safe_globals([_rebuild])
 read_as_plain(StaticAddressTensor, f".data = would move a StaticAddressTensor: {COPY}")
 dynamo.compile_methods_only_inlined(StaticAddressTensor)
-dynamo.call_eagerly(static, "a static tensor is made outside of graphs, which would make it at each replay")
-# Sharing memory between processes moves it, so that a copy is what is shared.
-ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_parts(t)[1:])))
+dynamo.call_eagerly(static, "a static tensor is created outside of graphs, which would create it at each replay")
+# Sharing memory between processes moves it, so a copy is shared.
+ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_state(t)[1:])))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
-from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 from subtensors.padded.padding import pad
 from subtensors.sizes.dims import Dim
 
@@ -62,7 +62,7 @@ class Problem:
         self.x = torch.randn(self.shape, generator=generator, device=device, dtype=torch.bfloat16)
         sizes = torch.tensor(lengths, device=device)
         self.extents = [ValidLength(dim, sizes) for dim in case.ragged]
-        self.mask = real_mask(self.shape, self.extents, self.x.device).expand(self.shape)
+        self.mask = valid_mask(self.shape, self.extents, self.x.device).expand(self.shape)
         self.lengths = sizes
         size = shape[case.dims[0] :] if case.op.endswith("norm") and case.op != "norm" else ()
         self.weight, self.bias = (torch.randn(tuple(size), device=device, dtype=torch.bfloat16) for _ in range(2))

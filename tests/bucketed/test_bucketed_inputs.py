@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.kernels.graph_inputs.inputs import InputLoad, Walk, load_inputs_reference
+from subtensors.kernels.graph_inputs.inputs import InputLoader, LoadKernel, load_inputs_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
@@ -55,7 +55,7 @@ def test_static_inputs_hold_the_sources_and_zeros(
     expected = [torch.ones_like(t) for t in targets]
     wanted_sizes = torch.empty_like(true_sizes)
     load_inputs_reference(sources, expected, sizes, wanted_sizes)
-    walk = Walk(targets, [which for _, which, _ in inputs], true_sizes)
+    walk = LoadKernel(targets, [which for _, which, _ in inputs], true_sizes)
     walk(sources, tuple(sizes))
     assert true_sizes.tolist() == sizes == wanted_sizes.tolist()
     for target, wanted in zip(targets, expected, strict=True):
@@ -69,7 +69,7 @@ def test_conjugates_and_negatives_are_loaded_as_what_they_stand_for(device: str)
     sources = [x, x.conj(), x.conj().imag, x[:2].conj()]
     targets = [torch.ones(4, dtype=source.dtype, device=device) for source in sources]
     sizes = torch.zeros(2, dtype=torch.int64, device=device)
-    Walk(targets, [[0], [0], [0], [1]], sizes)(sources, (3, 2))
+    LoadKernel(targets, [[0], [0], [0], [1]], sizes)(sources, (3, 2))
     for source, target in zip(sources, targets, strict=True):
         assert target.tolist() == [*source.tolist(), *[0] * (4 - len(source))]
 
@@ -82,13 +82,13 @@ def test_one_compiled_kernel_serves_every_bucket() -> None:
     inputs._compiled.cache_clear()
     for bucket in (1, 16, 33):
         target = torch.ones(2, bucket, device="cuda", dtype=torch.float16)
-        load = InputLoad([target], [[-1, 0]], sizes)
+        load = InputLoader([target], [[-1, 0]], sizes)
         for n in (1, bucket, 1):
             source = torch.randn(2, n, device="cuda").half()
             load([source], (n,))
             assert torch.equal(target[:, :n], source)
             assert not target[:, n:].any()
-            load.walk._kernel.result()  # the next one is by the kernel
+            load.kernel._compiled.result()  # the next one is by the kernel
         assert load._is_ready
     assert inputs._compiled.cache_info().misses == 1
 
@@ -110,7 +110,7 @@ def test_a_call_is_one_kernel_for_its_inputs_a_graph_and_a_copy_of_each_result()
         for wanted, found in zip(program(*given, weight, fixed), run(*given, weight, fixed), strict=True):
             torch.testing.assert_close(found, wanted)
         for bucket in run.recorded():
-            bucket._load.walk._kernel.result()  # from the next call on inputs are loaded by the kernel
+            bucket._load.kernel._compiled.result()  # from the next call on inputs are loaded by the kernel
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         run(*given, weight, fixed)
         torch.cuda.synchronize()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.graphs import capture
+from subtensors.dispatch.tracing import aten_trace
 
 transformers = pytest.importorskip("transformers")
 SEQ = st.Dim("seq", max=256, buckets=64)
@@ -29,7 +29,7 @@ def bert() -> Any:
 
 def ops(program: Callable[..., Any], inputs: list[Tensor]) -> Counter[str]:
     """The aten ops of a program that make something new."""
-    nodes = capture.traced(program, inputs).graph.nodes
+    nodes = aten_trace.trace_aten(program, inputs).graph.nodes
     made = [n.target for n in nodes if isinstance(n.target, torch._ops.OpOverload)]
     return Counter(op.overloadpacket.__name__ for op in made if op.overloadpacket.__name__ not in VIEWS)
 
@@ -62,7 +62,7 @@ def test_layers_share_the_mask_of_real_keys_and_the_callers() -> None:
     torch.testing.assert_close(found, model(input_ids=ids, attention_mask=mask).last_hidden_state)
     bucket = run.recorded()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
-    assert ours["masked_fill_"] == ours["written_out"] == 1
+    assert ours["masked_fill_"] == ours["materialize"] == 1
     assert ours["scalar_tensor"] == 0
 
 

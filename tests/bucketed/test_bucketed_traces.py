@@ -15,7 +15,7 @@ from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.dispatch.graphs.capture import random_place
+from subtensors.dispatch.graphs.capture import rng_state
 
 pytestmark = pytest.mark.usefixtures("captured")
 
@@ -101,7 +101,7 @@ def assert_alike_at_once(pair: list[tuple[Any, Any]], x: Tensor, seed: int) -> N
     outcomes = []
     for program, given in pair:
         torch.manual_seed(seed)
-        outcomes.append((program(x, given), tensors_of(given), random_place(torch.device(x.device))))
+        outcomes.append((program(x, given), tensors_of(given), rng_state(torch.device(x.device))))
     (found, traces, place), (expected, expected_traces, expected_place) = outcomes
     assert_same(found, expected)
     torch.testing.assert_close(traces, expected_traces)

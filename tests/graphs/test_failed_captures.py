@@ -1,4 +1,4 @@
-"""A capture that fails leaves the process as it was: random numbers, the allocator, the pool's other graphs."""
+"""A failed capture leaves torch unchanged: random numbers, the allocator, the pool's other graphs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _accumulates_on_another_stream(y: Tensor) -> None:
     ],
 )
 @pytest.mark.parametrize("with_another", [False, True])
-def test_a_failed_capture_leaves_no_trace(fail: Callable[[Tensor], None], with_another: bool) -> None:
+def test_a_failed_capture_leaves_torch_unchanged(fail: Callable[[Tensor], None], with_another: bool) -> None:
     device = torch.device("cuda", 0)
     weight = torch.nn.Parameter(torch.randn(64, 64, device=device))
     x = torch.randn(8, 64, device=device)

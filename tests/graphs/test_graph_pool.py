@@ -1,4 +1,4 @@
-"""The memory that graphs of one pool share, in whatever order they come and go."""
+"""The memory that graphs of one pool share, in any order of captures and drops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ = st.Dim("seq", max=32, buckets=4)
 
 
 def program(x: Tensor) -> Tensor:
-    """Some values as large as its argument live at once."""
+    """Compute with several intermediate values of the argument's size at once."""
     y = x * 2
     z = y.relu() + 1
     return (z.sin() + y + z).sum(1)
@@ -34,7 +34,7 @@ def program(x: Tensor) -> Tensor:
         ("roundup_power2_divisions:[256:1,>:4]", "roundup_power2_divisions:[256:1,>:4],expandable_segments:True"),
     ],
 )
-def test_settings_of_the_allocator_keep_what_they_say_of_other_things(settings: str, growing: str) -> None:
+def test_expandable_segments_leave_other_allocator_settings_unchanged(settings: str, growing: str) -> None:
     assert with_expandable_segments(settings, True) == growing
     assert with_expandable_segments(growing, False) == growing.replace("True", "False")
 
@@ -57,14 +57,14 @@ def test_graphs_take_no_more_memory_than_the_largest_alone(sizes: tuple[int, ...
 
 
 @on_gpu
-def test_a_pool_is_used_again_when_graphs_come_and_go() -> None:
+def test_a_pools_memory_is_reused_when_graphs_are_dropped_and_captured() -> None:
     pool = GraphPool(torch.device("cuda", 0))
     inputs = {n: torch.randn(n, WIDTH, device="cuda") for n in (2, 6, 4, 12)}
 
     def captured(n: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         pool.run(lambda: program(inputs[n]))
         graph, out = pool.capture(lambda: program(inputs[n]))
-        return graph, pool.unowned([out])[out]
+        return graph, pool.non_owning_aliases([out])[out]
 
     graphs = {n: captured(n) for n in inputs}
     held = pool.bytes()
@@ -86,7 +86,7 @@ def test_a_pool_is_used_again_when_graphs_come_and_go() -> None:
 
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Settings that a user gave the allocator."""
+    """Allocator settings of a user."""
     before = allocator_settings()
     torch._C._accelerator_setAllocatorSettings(request.param)
     yield request.param
@@ -95,7 +95,7 @@ def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @on_gpu
 @pytest.mark.parametrize("chosen", ["max_split_size_mb:512", "expandable_segments:True"], indirect=True)
-def test_the_allocator_s_settings_are_the_user_s_after_a_capture(chosen: str) -> None:
+def test_a_capture_restores_the_users_allocator_settings(chosen: str) -> None:
     pool = GraphPool(torch.device("cuda", 0))
     x = torch.ones(4, device="cuda")
 
@@ -111,7 +111,7 @@ def test_the_allocator_s_settings_are_the_user_s_after_a_capture(chosen: str) ->
 
 
 @on_gpu
-def test_of_two_captures_the_first_sets_the_allocator_and_sets_it_back() -> None:
+def test_the_outer_of_two_captures_sets_and_restores_the_allocator() -> None:
     with growing_segments():
         inner = allocator_settings()
         with growing_segments():

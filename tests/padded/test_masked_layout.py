@@ -13,12 +13,12 @@ from programs import Lowering
 from test_masked_kernels import check_reduction
 
 from subtensors.kernels.padded import masked_layout
-from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 
 @given(any_padded([torch.float32]))
 def test_the_mask_is_that_of_the_definition(p: Padded) -> None:
-    assert torch.equal(real_mask(p.x.shape, p.extents, p.x.device).expand(p.x.shape), mask_of(p.x.shape, p.extents))
+    assert torch.equal(valid_mask(p.x.shape, p.extents, p.x.device).expand(p.x.shape), mask_of(p.x.shape, p.extents))
 
 
 @given(any_padded([torch.float32]), some.data())

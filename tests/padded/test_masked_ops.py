@@ -10,7 +10,7 @@ from torch import Tensor
 
 from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
 from subtensors.kernels.padded.masked_reduction import KINDS
-from subtensors.kernels.runtime.valid_lengths import ValidLength, real_mask
+from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 ORDERS = {"norm": (1.0, 2.0, 3.0, math.inf)}
 
@@ -93,7 +93,7 @@ def test_a_norm_has_the_second_derivatives_that_differences_give(is_rms: bool, d
 
 def test_padding_and_rows_of_no_elements_put_no_nan_into_second_derivatives(device: str) -> None:
     x = leaf(device, 3, 5, 8)
-    real = real_mask((3, 5, 8), extents(device), x.device).expand(x.shape)
+    real = valid_mask((3, 5, 8), extents(device), x.device).expand(x.shape)
     poisoned = torch.where(real, x, math.nan).detach().requires_grad_()
     for kind in set(KINDS) - {"var"}:
         out = masked_reduction(poisoned, kind, [2], extents(device)).out

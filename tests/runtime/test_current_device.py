@@ -1,4 +1,4 @@
-"""Kernels are launched on the device that has the memory they are given, whichever device is the current one."""
+"""Kernels are launched on the device of their arguments, whichever device is current."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_THEIR_CALLER = {"launch.py", "launcher.py"}
 """Of fused maths, where `TritonExecutor` takes its device for the whole of a call; and what others launch with."""
 
 
-def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_makes_the_device_of_its_memory_current(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
 
     def device(which: torch.device) -> Any:
@@ -35,7 +35,7 @@ def test_the_device_of_the_memory_is_the_current_one_for_a_launch(monkeypatch: p
     assert taken == [torch.device("cuda:1")]
 
 
-def test_the_device_of_a_stream_is_taken_first_and_left_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_stream_sets_the_device_before_the_stream_and_restores_it_after(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     @contextmanager
@@ -53,7 +53,7 @@ def test_the_device_of_a_stream_is_taken_first_and_left_last(monkeypatch: pytest
 
 
 def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Call, bool]]:
-    """The launches in some source: `kernel[grid](...)`, or what Triton compiled, called with a stream."""
+    """Find the launches in a source: `kernel[grid](...)`, or a compiled kernel that is called with a stream."""
     if isinstance(node, ast.With):
         on_a_device |= any("launching_on" in ast.unparse(item.context_expr) for item in node.items)
     if isinstance(node, ast.Call):
@@ -65,7 +65,7 @@ def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Cal
         yield from launches(child, on_a_device)
 
 
-def test_every_launch_says_on_which_device() -> None:
+def test_every_launch_names_its_device() -> None:
     found = [
         (path.name, node.lineno, is_said)
         for path in sorted(Path(*subtensors.kernels.__path__).rglob("*.py"))

@@ -84,7 +84,7 @@ def test_fused_maths_is_the_same_compiled_too(elsewhere: str) -> None:
             torch.testing.assert_close(a, e)
 
 
-def test_the_compiler_is_told_the_layout_of_a_list_as_ever(elsewhere: str) -> None:
+def test_the_compiler_gets_the_same_layout_of_a_list(elsewhere: str) -> None:
     names: dict[str, Any] = {"__name__": "torch._subclasses.of_the_compiler"}
     exec("def layout_of(x): return x.layout", names)
     x = st.TensorList(values(0))
@@ -103,7 +103,7 @@ def test_a_list_is_the_same(elsewhere: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_is_captured_with_tensors_made_on_the_gpu_by_default() -> None:
+def test_a_step_is_captured_when_the_gpu_is_the_default_device() -> None:
     with torch.device("cuda"):
         params = [nn.Parameter(v.cuda()) for v in values(0)]
         optimizer = st.optim.AdamW(params, lr=0.1, graph=True)

@@ -169,7 +169,7 @@ def test_numbers_of_chunks_are_drawn_from_the_generator_of_their_gpu() -> None:
     assert 0.4 < zeros.float().mean() < 0.6
 
 
-def test_an_arena_lends_its_memory_and_serves_pools_where_it_is() -> None:
+def test_an_arena_releases_and_restores_memory_of_its_own_gpu() -> None:
     arena = st.Arena(THERE, reserve="1GiB")
     kept, filled = arena.static(torch.arange(5000.0, device=THERE)), arena.zeros(7)
     assert {kept.device, filled.device} == {torch.device(THERE)}
@@ -257,7 +257,7 @@ is_alone("an arena")
 """
 
 
-def test_what_is_on_another_gpu_leaves_the_current_one_alone() -> None:
+def test_work_on_another_gpu_creates_no_context_on_the_current_one() -> None:
     # Of its own: here the current one was used before.
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

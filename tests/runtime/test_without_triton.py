@@ -58,7 +58,7 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_every_type_works_without_triton_and_a_kernel_says_what_it_lacks() -> None:
+def test_every_type_works_without_triton_and_a_kernel_names_what_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "a kernel needs Triton, which is not installed"

@@ -1,4 +1,4 @@
-"""Arena: carving, growth in chunks, freeing, threads and wrong arguments."""
+"""Arena: allocation, growth in chunks, freeing, threads and wrong arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as hs
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.static.free_list import FreeList
+from subtensors.static.allocation import FreeList
 
 MIB = 1 << 20
 
 
-def test_carvings_are_aligned_and_apart(device: str) -> None:
+def test_allocations_are_aligned_and_do_not_overlap(device: str) -> None:
     arena = st.Arena(device, reserve="1GiB", alignment=4096)
     tensors = [arena.empty(n, dtype=torch.uint8) for n in (1, 4096, 4097, 100)]
     starts = [t.data_ptr() - arena.address for t in tensors]
@@ -28,7 +28,7 @@ def test_carvings_are_aligned_and_apart(device: str) -> None:
 
 
 @pytest.mark.parametrize("alignment", [1, 4, 64])
-def test_elements_lie_at_multiples_of_their_own_size_whatever_the_alignment(device: str, alignment: int) -> None:
+def test_addresses_are_multiples_of_the_element_size_for_every_alignment(device: str, alignment: int) -> None:
     arena = st.Arena(device, alignment=alignment)
     tensors = [arena.full((3,), 7, dtype=d) for d in (torch.uint8, torch.complex128, torch.float16, torch.float64)]
     for t in tensors:
@@ -36,7 +36,7 @@ def test_elements_lie_at_multiples_of_their_own_size_whatever_the_alignment(devi
         assert bool((t + 1 == 8).all())
 
 
-def test_memory_is_mapped_in_chunks_as_it_is_needed_whatever_the_reserve(device: str) -> None:
+def test_memory_is_mapped_in_chunks_when_needed_for_any_reserve(device: str) -> None:
     arena = st.Arena(device, reserve="4TiB", chunk="2MiB")
     assert (arena.reserved, arena.mapped, arena.used) == (4 << 40, 0, 0)
     small = arena.zeros(100)
@@ -47,7 +47,7 @@ def test_memory_is_mapped_in_chunks_as_it_is_needed_whatever_the_reserve(device:
     assert repr(arena) == f"Arena({arena.device}, 3 MiB used, 4 MiB mapped, 4 TiB reserved)"
 
 
-def test_constructors_give_what_torchs_give(device: str) -> None:
+def test_constructors_return_the_values_and_layouts_of_torchs(device: str) -> None:
     arena = st.Arena(device)
     like = torch.arange(6.0, device=device).reshape(2, 3).t()
     pairs: list[tuple[Tensor, Tensor]] = [
@@ -74,34 +74,34 @@ def test_constructors_give_what_torchs_give(device: str) -> None:
 
 
 @given(hs.lists(hs.tuples(hs.integers(1, 40), hs.sampled_from([1, 2, 8, 16]), hs.integers(0, 9)), max_size=30))
-def test_free_parts_never_overlap_and_join_again(steps: list[tuple[int, int, int]]) -> None:
+def test_free_parts_never_overlap_and_merge_again(steps: list[tuple[int, int, int]]) -> None:
     free = FreeList(256)
-    held: list[tuple[int, int]] = []
+    parts: list[tuple[int, int]] = []
     for size, alignment, victim in steps:
-        start = free.take(size, alignment)
-        room = [i for i in range(0, 257 - size, alignment) if all(i + size <= s or i >= s + n for s, n in held)]
-        assert start == (room[0] if room else None)
+        start = free.allocate(size, alignment)
+        fitting = [i for i in range(0, 257 - size, alignment) if all(i + size <= s or i >= s + n for s, n in parts)]
+        assert start == (fitting[0] if fitting else None)
         if start is not None:
-            held.append((start, size))
-        if victim < len(held):
-            free.give(*held.pop(victim))
-    for part in held:
-        free.give(*part)
-    assert free.take(256, 1) == 0
+            parts.append((start, size))
+        if victim < len(parts):
+            free.free(*parts.pop(victim))
+    for part in parts:
+        free.free(*part)
+    assert free.allocate(256, 1) == 0
 
 
-def test_a_dropped_tensor_gives_its_part_to_the_next_one_and_a_view_keeps_it(device: str) -> None:
+def test_the_part_of_a_dropped_tensor_is_reused_once_its_views_are_dropped(device: str) -> None:
     arena = st.Arena(device)
     first = arena.zeros(1000)
-    at = first.data_ptr()
+    address = first.data_ptr()
     view = first[10:]
     del first
-    assert arena.zeros(1000).data_ptr() != at
+    assert arena.zeros(1000).data_ptr() != address
     del view
-    assert arena.zeros(1000).data_ptr() == at
+    assert arena.zeros(1000).data_ptr() == address
 
 
-def test_parts_dropped_together_join_into_one(device: str) -> None:
+def test_adjacent_dropped_parts_merge(device: str) -> None:
     arena = st.Arena(device, reserve="2MiB", chunk="2MiB")
     parts = [arena.empty(512 << 10, dtype=torch.uint8) for _ in range(4)]
     with pytest.raises(st.AddressError, match="larger reserve"):
@@ -110,7 +110,7 @@ def test_parts_dropped_together_join_into_one(device: str) -> None:
     assert arena.empty(1 << 20, dtype=torch.uint8).data_ptr() == arena.address + (512 << 10)
 
 
-def test_explain_says_where_a_tensor_is(device: str) -> None:
+def test_explain_reports_the_address_and_the_arena_of_a_tensor(device: str) -> None:
     arena = st.Arena(device)
     t = arena.ones(10)
     assert st.explain(t).endswith(f"at {t.data_ptr():#x}, in {arena!r}")
@@ -120,10 +120,10 @@ def test_explain_says_where_a_tensor_is(device: str) -> None:
     assert st.explain(arena).splitlines()[0] == f"Arena on {arena.device}, released, at {arena.address:#x}"
 
 
-def test_an_arena_goes_with_the_last_of_its_tensors(device: str) -> None:
+def test_an_arena_is_freed_with_its_last_tensor(device: str) -> None:
     arena = st.Arena(device)
     t = arena.ones(3)
-    memory = arena._carver.memory
+    memory = arena._allocator.memory
     closed: list[bool] = []
     close = memory.close
     memory.close = lambda: (closed.append(True), close())  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def test_an_arena_goes_with_the_last_of_its_tensors(device: str) -> None:
     assert closed == [True]
 
 
-def test_threads_carve_and_drop_without_sharing_memory(device: str) -> None:
+def test_threads_allocate_and_drop_without_sharing_memory(device: str) -> None:
     arena = st.Arena(device, chunk="2MiB")
     wrong: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Arenas and captured CUDA graphs: memory goes and comes back, and replays give what they gave, to the bit."""
+"""Arenas and captured CUDA graphs: replays are bit-equal after release and restore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def captured(step: object, pool: object = None) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def test_the_memory_is_free_for_others_while_the_arena_sleeps() -> None:
+def test_a_released_arena_frees_its_device_memory() -> None:
     arena = st.Arena("cuda")
     t = arena.zeros(4 << 30, dtype=torch.uint8)
     freed = []
@@ -47,7 +47,7 @@ def test_the_memory_is_free_for_others_while_the_arena_sleeps() -> None:
     assert t.zero_().sum() == 0
 
 
-def losses_of_training(sleeps: bool) -> list[float]:
+def losses_of_training(releases: bool) -> list[float]:
     torch.manual_seed(0)
     arena = st.Arena("cuda", chunk="2MiB")
     model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 8)).cuda()
@@ -69,7 +69,7 @@ def losses_of_training(sleeps: bool) -> list[float]:
     graph = captured(step)
     losses = []
     for i in range(12):
-        if sleeps and i % 3 == 2:
+        if releases and i % 3 == 2:
             arena.release()
             other = torch.full((64 * MIB,), float("nan"), device="cuda")
             arena.restore()
@@ -79,15 +79,15 @@ def losses_of_training(sleeps: bool) -> list[float]:
     return losses
 
 
-# Said where autograd's own thread still holds nodes of the last pass over, as it may on a slow machine.
+# Raised if autograd's own thread still refers to nodes of the last backward, as it may on a slow machine.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_a_training_step_replays_bit_equal_after_release_and_restore() -> None:
-    awake, slept = losses_of_training(sleeps=False), losses_of_training(sleeps=True)
-    assert awake == slept
-    assert awake[-1] < awake[0]
+    expected, found = losses_of_training(releases=False), losses_of_training(releases=True)
+    assert found == expected
+    assert found[-1] < found[0]
 
 
-def test_the_examples_of_the_page_run_on_a_gpu_the_sleeping_job_among_them() -> None:
+def test_the_examples_of_the_page_run_on_a_gpu_with_its_released_job() -> None:
     run_examples(Path(__file__).parents[2] / "docs" / "static.md")
 
 
@@ -105,7 +105,7 @@ def test_a_guarded_replay_is_refused_while_released() -> None:
     assert t.tolist() == [value + 1 for value in before]
 
 
-def test_an_arena_neither_sleeps_nor_grows_while_a_graph_is_captured() -> None:
+def test_an_arena_is_neither_released_nor_grown_while_a_graph_is_captured() -> None:
     arena = st.Arena("cuda")
     t = arena.zeros(8)
     refused = []
@@ -120,7 +120,7 @@ def test_an_arena_neither_sleeps_nor_grows_while_a_graph_is_captured() -> None:
     assert not arena.released
 
 
-def test_what_is_allocated_under_the_pool_lies_in_the_arena_and_sleeps_with_it() -> None:
+def test_tensors_allocated_from_the_pool_lie_in_the_arena_and_are_released_with_it() -> None:
     arena = st.Arena("cuda", chunk="2MiB")
     pool = arena.pool()
     with torch.cuda.use_mem_pool(pool):
@@ -165,11 +165,11 @@ def test_a_graph_whose_own_memory_lies_in_the_arena_replays_after_restore() -> N
     assert not torch.equal(after, before)
 
 
-def test_an_arena_with_a_pool_goes_when_pool_and_tensors_are_gone() -> None:
+def test_an_arena_with_a_pool_is_freed_with_its_pool_and_tensors() -> None:
     ranges = []
     for _ in range(4):
         arena = st.Arena("cuda")
-        ranges.append(weakref.ref(arena._carver.memory))
+        ranges.append(weakref.ref(arena._allocator.memory))
         pool = arena.pool()
         with torch.cuda.use_mem_pool(pool):
             t = torch.ones(16 * MIB, device="cuda")
@@ -183,10 +183,10 @@ def test_an_arena_with_a_pool_goes_when_pool_and_tensors_are_gone() -> None:
 
 
 def test_a_thousand_arenas_leave_no_memory_behind() -> None:
-    def work(sleeps: bool = False) -> None:
+    def work(releases: bool = False) -> None:
         arena = st.Arena("cuda", chunk="2MiB")
         t = arena.ones(1000)
-        if sleeps:
+        if releases:
             arena.release(keep=None)
             arena.restore()
         t.add_(1)
@@ -195,13 +195,13 @@ def test_a_thousand_arenas_leave_no_memory_behind() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated(), sum(type(o) is CudaRange for o in gc.get_objects())
     for turn in range(1000):
-        work(sleeps=turn % 100 == 0)  # which looks at each object of the process
+        work(releases=turn % 100 == 0)  # a release visits each object of the process
     gc.collect()
     after = torch.cuda.memory_allocated(), sum(type(o) is CudaRange for o in gc.get_objects())
     assert after == before
 
 
-def test_work_that_is_under_way_is_done_before_the_memory_goes() -> None:
+def test_a_release_waits_for_running_kernels() -> None:
     arena = st.Arena("cuda")
     t = arena.zeros(32 * MIB)
     side = torch.cuda.Stream()
@@ -215,7 +215,7 @@ def test_work_that_is_under_way_is_done_before_the_memory_goes() -> None:
     assert t.min() == t.max() == 200
 
 
-def test_streams_of_threads_train_in_arenas_that_sleep_by_turns() -> None:
+def test_threads_on_their_own_streams_release_and_restore_their_arenas() -> None:
     wrong: list[str] = []
 
     def job(number: int) -> None:
@@ -229,7 +229,7 @@ def test_streams_of_threads_train_in_arenas_that_sleep_by_turns() -> None:
                     arena.restore()
                     if float(t.min()) != number * (turn + 1) or float(t.max()) != number * (turn + 1):
                         wrong.append(f"job {number} turn {turn}")
-        except Exception as error:  # told by the thread that started this one
+        except Exception as error:  # reported by the thread that started this one
             wrong.append(repr(error))
 
     threads = [threading.Thread(target=job, args=(number,)) for number in (1, 2, 3)]
@@ -240,7 +240,7 @@ def test_streams_of_threads_train_in_arenas_that_sleep_by_turns() -> None:
     assert wrong == []
 
 
-def test_an_optimizer_step_that_was_recorded_is_refused_while_its_state_is_away_and_goes_on_after() -> None:
+def test_a_captured_optimizer_step_is_refused_while_its_state_is_released_and_runs_after() -> None:
     for record in (False, True):
         torch.manual_seed(0)
         arena = st.Arena("cuda")

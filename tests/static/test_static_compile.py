@@ -1,4 +1,4 @@
-"""StaticAddressTensor under torch.compile: it traces as a plain tensor, and CUDA graphs copy nothing of it."""
+"""StaticAddressTensor under torch.compile: it traces as a plain tensor, and CUDA graphs do not copy it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SIZE = 256
 
 
-def test_the_compiler_knows_inputs_parameters_and_buffers_that_are_static(device: str) -> None:
+def test_the_compiler_recognizes_static_inputs_parameters_and_buffers(device: str) -> None:
     layer = nn.Linear(4, 4, device=device)
     layer.weight = st.static(layer.weight)
     layer.register_buffer("shift", st.static(torch.ones(4, device=device)))
@@ -90,7 +90,7 @@ def test_compiled_code_reads_writes_and_assigns_the_gradient_of_a_static_paramet
         assert w.grad.tolist() == [value / 2 + 1] * 3
 
 
-def test_what_compiled_code_makes_static_is_made_outside_of_its_graph(device: str) -> None:
+def test_static_tensors_of_compiled_code_are_created_outside_of_its_graph(device: str) -> None:
     arena = st.Arena(device)
 
     @torch.compile
@@ -103,7 +103,7 @@ def test_what_compiled_code_makes_static_is_made_outside_of_its_graph(device: st
         assert (s.tolist(), t.tolist(), t in arena) == ([value + 1] * 2, [3, 3], True)
 
 
-def test_a_compiled_mover_is_refused() -> None:
+def test_a_compiled_relocating_op_is_refused() -> None:
     s = st.static(torch.ones(4))
     for move in (lambda t: t.resize_(100), lambda t: torch.add(torch.ones(100), 1, out=t)):
         with pytest.raises((st.AddressError, torch._dynamo.exc.Unsupported, RuntimeError)):
@@ -123,7 +123,7 @@ MOVES_BETWEEN_GRAPHS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("op", MOVES_BETWEEN_GRAPHS)
-def test_what_would_move_it_is_refused_between_two_graphs_too(op: str) -> None:
+def test_a_relocating_op_between_two_graphs_is_refused(op: str) -> None:
     s = st.static(torch.arange(4.0))
     at = s.data_ptr()
 
@@ -173,7 +173,7 @@ def test_compiling_keeps_no_static_tensor_alive(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_static", [False, True])
-def test_a_graph_copies_a_plain_input_and_nothing_of_a_static_one(is_static: bool) -> None:
+def test_a_graph_copies_a_plain_input_but_not_a_static_one(is_static: bool) -> None:
     t = torch.randn(SIZE, SIZE, device="cuda")
     s = st.static(t) if is_static else t
     double = torch.compile(lambda s: (s @ s).relu(), mode="reduce-overhead")
@@ -184,7 +184,7 @@ def test_a_graph_copies_a_plain_input_and_nothing_of_a_static_one(is_static: boo
 
 
 @pytest.mark.gpu
-def test_a_graph_copies_nothing_of_static_parameters_and_buffers_forwards_and_backwards() -> None:
+def test_a_graph_copies_no_static_parameters_or_buffers_in_forward_or_backward() -> None:
     layer = nn.Linear(SIZE, SIZE, device="cuda")
     layer.weight, layer.bias = st.static(layer.weight), st.static(layer.bias)
     layer.register_buffer("shift", st.static(torch.ones(SIZE, device="cuda")))
@@ -201,7 +201,7 @@ def test_a_graph_copies_nothing_of_static_parameters_and_buffers_forwards_and_ba
 
 
 @pytest.mark.gpu
-def test_a_graph_copies_nothing_of_a_static_optimizer_state() -> None:
+def test_a_graph_copies_no_static_optimizer_state() -> None:
     p, m, v = (st.static(torch.zeros(SIZE, SIZE, device="cuda")) for _ in range(3))
     g = st.static(torch.ones(SIZE, SIZE, device="cuda"))
 

@@ -23,7 +23,7 @@ UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 LAST_BITS_VARY = {"linalg_lstsq"}
 
 # These move or grow their argument, which is what a static tensor refuses.
-MOVERS = {"resize_", "resize_as_", "set_", "as_strided_", "as_strided"}
+RELOCATING_OPS = {"resize_", "resize_as_", "set_", "as_strided_", "as_strided"}
 
 
 def samples(op: OpInfo, count: int) -> Iterable[SampleInput]:
@@ -106,7 +106,7 @@ def test_every_function_reads_and_writes_static_tensors_as_plain_ones(count: int
             forms = [f for f in (op.op, op.method_variant, op.inplace_variant) if f is not None]
             for sample in found:
                 for form in forms:
-                    if op.name in MOVERS or getattr(form, "__name__", "") in MOVERS:
+                    if op.name in RELOCATING_OPS or getattr(form, "__name__", "") in RELOCATING_OPS:
                         continue
                     covered += 1
                     if difference := differences(op, form, sample):

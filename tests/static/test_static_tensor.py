@@ -1,4 +1,4 @@
-"""StaticAddressTensor: it reads and writes as a plain tensor, nothing moves it, and its copies are of its kind."""
+"""StaticAddressTensor: it reads and writes as a plain tensor, nothing moves it, and its copies have its type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def six(device: str) -> st.StaticAddressTensor:
     dtype=hs.sampled_from(DTYPES),
     order=hs.randoms(use_true_random=False),
 )
-def test_a_static_tensor_has_the_values_dtype_and_dense_strides_of_what_it_was_made_of(
+def test_a_static_tensor_has_the_values_dtype_and_dense_strides_of_its_source(
     device: str, shape: list[int], dtype: torch.dtype, order: Any
 ) -> None:
     dims = list(range(len(shape)))
@@ -42,7 +42,7 @@ def test_a_static_tensor_has_the_values_dtype_and_dense_strides_of_what_it_was_m
     assert s.numel() == 0 or s.data_ptr() != t.data_ptr()
 
 
-def test_a_static_tensor_is_made_once(device: str) -> None:
+def test_a_static_tensor_of_a_static_tensor_is_itself(device: str) -> None:
     s = six(device)
     assert st.static(s) is s
     assert st.StaticAddressTensor(s) is s
@@ -66,7 +66,7 @@ READS: list[Callable[[Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_read_gives_the_plain_tensor_that_a_plain_tensor_gives(device: str, read: Callable[[Tensor], Tensor]) -> None:
+def test_a_read_returns_what_a_plain_tensor_returns(device: str, read: Callable[[Tensor], Tensor]) -> None:
     s = six(device)
     result = read(s)
     assert type(result) is Tensor
@@ -99,7 +99,7 @@ def test_a_write_lands_at_the_address(device: str, write: Callable[[Tensor], Any
     assert torch.equal(s, plain)
 
 
-def test_out_returns_the_tensors_it_was_given(device: str) -> None:
+def test_out_returns_its_own_tensors(device: str) -> None:
     s = six(device)
     assert torch.add(s, 1, out=s) is s
     values, indices = six(device), torch.empty(2, 3, dtype=torch.int64, device=device)
@@ -124,7 +124,7 @@ def test_share_memory_does_nothing_on_a_gpu() -> None:
     assert s.share_memory_() is s
 
 
-def test_module_to_where_it_is_changes_nothing_and_elsewhere_is_refused(device: str) -> None:
+def test_module_to_its_own_device_changes_nothing_and_to_another_is_refused(device: str) -> None:
     layer = nn.Linear(2, 3, device=device)
     layer.weight = st.static(layer.weight)
     at = layer.weight.data_ptr()
@@ -164,7 +164,7 @@ def test_a_copy_is_static_at_an_address_of_its_own(device: str, how: str) -> Non
         other.resize_(1000)
 
 
-def test_a_checkpoint_loads_where_there_are_no_addresses(device: str) -> None:
+def test_a_checkpoint_loads_on_devices_without_addresses(device: str) -> None:
     file = io.BytesIO()
     torch.save({"weight": st.static(nn.Parameter(torch.ones(2, 3, device=device)))}, file)
     file.seek(0)
@@ -183,7 +183,7 @@ def test_a_copy_keeps_its_role(device: str, how: str, is_parameter: bool, requir
     assert (isinstance(other, nn.Parameter), other.requires_grad) == (is_parameter, requires_grad)
 
 
-def test_to_where_it_is_gives_the_tensor_itself(device: str) -> None:
+def test_to_its_own_device_returns_the_tensor_itself(device: str) -> None:
     s = six(device)
     assert s.to(device) is s
     assert s.float() is s
@@ -275,7 +275,7 @@ class Labelled(Tensor):
 
 
 @pytest.mark.parametrize("first", ["static", "labelled"])
-def test_it_meets_a_subclass_as_a_plain_tensor_does(device: str, first: str) -> None:
+def test_ops_with_another_subclass_treat_it_as_a_plain_tensor(device: str, first: str) -> None:
     u = torch.full((3,), 2.0, device=device).as_subclass(Labelled)
     s = st.static(nn.Parameter(torch.ones(3, device=device)))
     result = s * u if first == "static" else u * s
@@ -298,7 +298,7 @@ def test_a_number_is_formatted_as_a_plain_one(device: str) -> None:
     assert f"{s:.2f} {s}" == "2.50 2.5"
 
 
-def test_functions_that_hand_all_arguments_on_by_name_take_it(device: str) -> None:
+def test_functions_that_pass_all_arguments_by_name_take_it(device: str) -> None:
     s = st.static(nn.Parameter(torch.zeros(3, 3, device=device)))
     at = s.data_ptr()
     assert nn.init.normal_(s) is s
@@ -308,7 +308,7 @@ def test_functions_that_hand_all_arguments_on_by_name_take_it(device: str) -> No
 
 
 @pytest.mark.parametrize("t", [3, torch.ones(2).to_sparse(), torch.ones(2, device="meta"), st.TensorList([])])
-def test_what_has_no_address_is_refused(t: Any) -> None:
+def test_values_without_an_address_are_refused(t: Any) -> None:
     with pytest.raises(TypeError, match=r"st\.static takes a"):
         st.static(t)
 
@@ -318,7 +318,7 @@ def _first_value(t: Tensor) -> float:
     return float(t[0, 1])
 
 
-def test_another_process_gets_a_copy_and_the_tensor_stays() -> None:
+def test_another_process_gets_a_copy_and_the_address_stays() -> None:
     s = six("cpu")
     at = s.data_ptr()
     with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -329,7 +329,7 @@ def test_another_process_gets_a_copy_and_the_tensor_stays() -> None:
 
 
 @pytest.mark.gpu
-def test_the_memory_of_a_graph_that_is_captured_is_no_static_address() -> None:
+def test_memory_allocated_in_a_capture_is_not_made_static() -> None:
     graph = torch.cuda.CUDAGraph()
     t = torch.ones(3, device="cuda")
     refused = []

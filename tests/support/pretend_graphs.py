@@ -72,10 +72,10 @@ class PretendPool:
         self.graphs.append(PretendGraph(self, tape))
         return self.graphs[-1], out
 
-    def unowned(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    def non_owning_aliases(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return {}
 
-    def order(self) -> None:
+    def wait_for_last_replay(self) -> None:
         pass
 
     def drop(self, graph: PretendGraph) -> None:
@@ -84,7 +84,7 @@ class PretendPool:
     def bytes(self) -> int:
         return sum(t.nbytes for graph in self.graphs for t in graph.tape.made)
 
-    def held_bytes(self) -> int:
+    def active_bytes(self) -> int:
         return self._held
 
 

@@ -14,7 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import subtensors as st
 from subtensors.bucketed.compilation import compiled
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
-from subtensors.kernels.graph_inputs.grouped_linear import LinearTiling, launched, products, reference
+from subtensors.kernels.graph_inputs.grouped_linear import (
+    LinearTiling,
+    grouped_linear,
+    grouped_linear_reference,
+    grouped_linear_triton,
+)
 
 SMALL = LinearTiling(16, 32, 16, 2, 4)
 
@@ -41,9 +46,12 @@ def test_the_kernel_errs_no_more_than_torch(
     if device == "cpu" and (torch.cuda.is_available() or dtype is torch.bfloat16):
         return  # compiled kernels take no tensors of a CPU, and Triton 3.6 can't interpret bfloat16
     x, weights, biases = made(rows, inner, widths, has_bias, dtype, device)
-    truth = reference(x.double(), [w.double() for w in weights], [b.double() for b in biases])
+    truth = grouped_linear_reference(x.double(), [w.double() for w in weights], [b.double() for b in biases])
     for ours, torchs, true in zip(
-        launched(x, weights, biases, SMALL), reference(x, weights, biases), truth, strict=True
+        grouped_linear_triton(x, weights, biases, SMALL),
+        grouped_linear_reference(x, weights, biases),
+        truth,
+        strict=True,
     ):
         if true.numel():
             error, own = ((t.double() - true).abs().max() for t in (ours, torchs))
@@ -54,8 +62,10 @@ def test_the_kernel_errs_no_more_than_torch(
 def test_the_op_is_as_it_says(device: str, rows: int) -> None:
     for has_bias in (True, False):
         x, weights, biases = made(rows, 64, [48, 6], has_bias, torch.float16, device)
-        torch.library.opcheck(torch.ops.subtensors.products.default, (x, weights, biases))
-        for ours, torchs in zip(products(x, weights, biases), reference(x, weights, biases), strict=True):
+        torch.library.opcheck(torch.ops.subtensors.grouped_linear.default, (x, weights, biases))
+        for ours, torchs in zip(
+            grouped_linear(x, weights, biases), grouped_linear_reference(x, weights, biases), strict=True
+        ):
             torch.testing.assert_close(ours, torchs, rtol=1e-3, atol=1e-2)  # roundings of sums of 64 products
 
 
@@ -89,7 +99,7 @@ def test_products_of_one_input_become_one_call(has_bias: bool, shape: tuple[int,
     program, x = Attention(8, has_bias), torch.randn(shape)
     module = shared(program, x)
     found = targets(module)
-    assert found.count(torch.ops.subtensors.products.default) == 1
+    assert found.count(torch.ops.subtensors.grouped_linear.default) == 1
     assert found.count(torch.ops.aten.addmm.default) + found.count(torch.ops.aten.mm.default) == 1
     with torch.no_grad():
         torch.testing.assert_close(module(x), program(x))
@@ -102,7 +112,7 @@ def test_more_products_than_a_call_takes_are_several_calls() -> None:
     weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(7)]
     module = shared(lambda x: torch.stack([nn.functional.linear(x, w) for w in weights]), torch.randn(5, 8))
     found = targets(module)
-    assert found.count(torch.ops.subtensors.products.default) == 2
+    assert found.count(torch.ops.subtensors.grouped_linear.default) == 2
     assert found.count(torch.ops.aten.mm.default) == 1
 
 
@@ -136,7 +146,7 @@ def test_other_products_stay_as_they_are(program: Any) -> None:
     a, b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
     x = torch.randn(4, 8)
     module = shared(lambda x: program(x, a, b), x)
-    assert torch.ops.subtensors.products.default not in targets(module)
+    assert torch.ops.subtensors.grouped_linear.default not in targets(module)
     with torch.no_grad():
         torch.testing.assert_close(module(x), program(x, a, b))
 
@@ -144,7 +154,7 @@ def test_other_products_stay_as_they_are(program: Any) -> None:
 def test_large_weights_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subtensors.dispatch.tracing.shared_inputs.LARGEST", 8 * 8 * 4)
     module = shared(Attention(8, True), torch.randn(5, 8))
-    assert torch.ops.subtensors.products.default not in targets(module)
+    assert torch.ops.subtensors.grouped_linear.default not in targets(module)
 
 
 @torch.no_grad()
@@ -154,7 +164,7 @@ def test_a_compiled_bucketed_program_shares_inputs(device: str, monkeypatch: pyt
 
     def counting(module: Any) -> None:
         share_inputs(module, *([] if device == "cuda" else [(torch.float32,), "cpu"]))
-        calls.extend(t for t in targets(module) if t is torch.ops.subtensors.products.default)
+        calls.extend(t for t in targets(module) if t is torch.ops.subtensors.grouped_linear.default)
 
     monkeypatch.setattr(compiled, "share_inputs", counting)
     program = Attention(16, True).to(device, torch.half if device == "cuda" else torch.float).eval()

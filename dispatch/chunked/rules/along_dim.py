@@ -13,7 +13,7 @@ from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.chunked.rules.table import RULES, record
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import tree_tensors
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

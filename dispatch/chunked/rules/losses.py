@@ -12,7 +12,7 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, kn
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.reductions import cast, total
 from subtensors.dispatch.chunked.rules.table import RULES, record
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

@@ -74,17 +74,17 @@ def _by_seed(call: BoundCall, layout: RowLayout, brought: Any, metas: Any, layou
         start = layout.window(span)[0]
         chunk = RowLayout(axis, layout.dim, layout.window(span)[1] - start, layout.outer)
         parts = []
-        place = capture.random_place(device)
+        place = capture.rng_state(device)
         try:
             for row in range(span[0], span[1], block):
-                capture.seed_random_numbers(device, seed + row)
+                capture.seed_rng(device, seed + row)
                 if span[1] - span[0] <= block:
                     return op(*args, **kwargs)
                 begin, end = layout.window((row, min(row + block, span[1])))
                 rows = begin - start, end - start
                 parts.append(op(*[chunk.cut(x, rows) if isinstance(x, Tensor) else x for x in args], **kwargs))
         finally:
-            capture.go_to_random_place(device, place)
+            capture.set_rng_state(device, place)
         return _side_by_side(parts, chunk)
 
     args, kwargs = call.with_values(brought)

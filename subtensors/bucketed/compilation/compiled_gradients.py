@@ -18,8 +18,8 @@ from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.bucketed.compilation.compiled import assembled, taken_apart
 from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic, places_of
 from subtensors.bucketed.state.program_state import leaves_behind
-from subtensors.dispatch.graphs.capture import NotFunctional
 from subtensors.dispatch.ops.plain_types import detached
+from subtensors.dispatch.tracing.aten_trace import NotFunctional
 from subtensors.dispatch.tracing.joint_graph import Halves
 from subtensors.dispatch.tracing.shape_template import NoTemplate, Template
 

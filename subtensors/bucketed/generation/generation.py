@@ -108,7 +108,7 @@ class Generation:
         Raises:
             RuleError: a program can't be captured; the random number generators are restored.
         """
-        place = capture.random_place(self.model.device)
+        place = capture.rng_state(self.model.device)
         try:
             return self._generate(inputs, options)
         except Exception as error:  # of a rule, of CUDA's, or the model's own
@@ -116,7 +116,7 @@ class Generation:
             self._refusal = next((b.refusal for b in buckets if b.refusal), "")
             if not self._refusal and not isinstance(error, RuleError | SizeError):
                 raise
-            capture.go_to_random_place(self.model.device, place)
+            capture.set_rng_state(self.model.device, place)
             raise RuleError(self._refusal or str(error)) from error
 
     def _generate(self, inputs: Tensor | None, options: dict[str, Any]) -> Any:

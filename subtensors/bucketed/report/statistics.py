@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from subtensors.byte_sizes import in_units
+from subtensors.byte_sizes import format_bytes
 
 TIMING_SAMPLE_EVERY = 64
 """One in this many replays is timed."""
@@ -134,7 +134,7 @@ class Statistics:
     def __str__(self) -> str:
         lines = [
             f"{self.mode}: {self.calls} calls, {self.hits} replays, {self.captures} captures, {self.waste:.0%} waste, "
-            f"pool {in_units(self.pool_bytes)}"
+            f"pool {format_bytes(self.pool_bytes)}"
         ]
         for b in self.buckets:
             name = ", ".join(f"{k}={v}" for k, v in b.sizes.items()) or "no Dim"
@@ -143,7 +143,7 @@ class Statistics:
                 f"  {name} {b.shapes}: {b.calls} calls, {b.hits} replays, "
                 + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
                 + (f"replay {replay:.3f} ms, " if replay is not None else "")
-                + f"{in_units(b.bytes)}, {b.waste:.0%} waste"
+                + f"{format_bytes(b.bytes)}, {b.waste:.0%} waste"
                 + ("" if b.is_recorded else ", not recorded")
             )
         if self.evictions or self.recaptures or self.recompiles:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
-from subtensors.dispatch.graphs.live_scalars import GraphNumbers
+from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.optim.hyperparameters import step_signature
 from subtensors.optim.optimizer import Optimizer
 
@@ -99,7 +99,7 @@ class Optimizers:
             return "an optimizer updates in every so many steps (accumulate=), and a graph does the same in each"
         return ""
 
-    def hand_over(self, to: GraphNumbers) -> None:
+    def hand_over(self, to: DynamicScalars) -> None:
         """Pass the current dynamic scalars to a graph."""
         for opt in self._found:
             if isinstance(opt, Optimizer) and opt._is_fused:

@@ -33,17 +33,17 @@ class RandomPlaces:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         others = {device for device in devices if device.type == "cuda"}
-        self._places = {device: capture.random_place(device) for device in (_CPU, *others)}
+        self._places = {device: capture.rng_state(device) for device in (_CPU, *others)}
         self._host = _host_places()
 
     def has_host_drawn(self) -> bool:
         """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
-        return _host_places() != self._host or not _are_equal(capture.random_place(_CPU), self._places[_CPU])
+        return _host_places() != self._host or not _are_equal(capture.rng_state(_CPU), self._places[_CPU])
 
     def go_back(self) -> None:
         """Restore all generators to the snapshot."""
         for device, place in self._places.items():
-            capture.go_to_random_place(device, place)
+            capture.set_rng_state(device, place)
         of_python, (name, numbers, *rest) = self._host
         random.setstate(of_python)
         np.random.set_state((name, np.frombuffer(numbers, dtype=np.uint32), *rest))

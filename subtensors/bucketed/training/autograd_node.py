@@ -89,7 +89,7 @@ class TrainingCall:
 
     def forward(self) -> list[Tensor]:
         """Load the inputs, replay the forward, and return the tensors among the results, cut to their true sizes."""
-        self.random = capture.random_place(self.bucket.device)
+        self.random = capture.rng_state(self.bucket.device)
         outputs = self._replay(self.given)
         # Autograd saves what the backward reads, and frees it.
         del self.given, self.sources, self.wanted
@@ -111,7 +111,7 @@ class TrainingCall:
                     raise RuntimeError(f"the graph of this call can't be recorded again: {self.bucket.refusal}")
                 self.clock.tick()
             if self.bucket.pool is not None:
-                self.bucket.pool.order()
+                self.bucket.pool.wait_for_last_replay()
             if self.ticket != self.clock.now:
                 self._replay_again(sources)
             of_roots = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
@@ -127,7 +127,7 @@ class TrainingCall:
         state = self.bucket.state
         with ExitStack() as kept:
             kept.enter_context(restore_state(state, state.at_risk(), [self.bucket.device]))
-            capture.go_to_random_place(self.bucket.device, self.random)
+            capture.set_rng_state(self.bucket.device, self.random)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
-from subtensors.dispatch.graphs.live_scalars import GraphNumbers
+from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 
 
 class TrainingDetector:
@@ -48,7 +48,7 @@ class SideEffects:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.numbers = GraphNumbers()
+        self.numbers = DynamicScalars()
         self._accumulated: dict[Tensor, Tensor] = {}
         """Parameters whose gradient the graph reads or adds to in place, each with that gradient."""
         self._held = TensorSnapshot([])
@@ -70,7 +70,7 @@ class SideEffects:
         versions = [t._version for t in counted]
         found = [p.grad for p in params]
         written = [None if g is None else g._version for g in found]
-        with self.numbers.kept():
+        with self.numbers.active():
             try:
                 yield
             except BaseException:  # a failed capture has computed nothing

@@ -30,7 +30,7 @@ from subtensors.bucketed.training.side_effects import SideEffects
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import autograd
-from subtensors.kernels.graph_inputs.inputs import InputLoad
+from subtensors.kernels.graph_inputs.inputs import InputLoader
 
 if TYPE_CHECKING:
     from subtensors.bucketed.calls.call_spec import CallSpec
@@ -53,7 +53,7 @@ class TrainedBucket(Bucket):
     """The indices of the outputs that require grad."""
     root_gradients: Sequence[Tensor] = ()
     """The static tensors from which the backward reads the gradients of these outputs."""
-    _root_loads: dict[int, InputLoad]
+    _root_loads: dict[int, InputLoader]
     """By the index of the output, the load that copies a caller's gradient there."""
     is_differentiable = False
     """True if a result requires grad; none does in a whole training step, for example."""
@@ -197,7 +197,7 @@ class TrainedBucket(Bucket):
             self.backward_graph, self.gradients = pool.capture(self._differentiate)
         self._forget_autograd()
         assert self.outputs is not None
-        places = pool.unowned([*self.outputs.tensors(), *[g for g in self.gradients if g is not None]])
+        places = pool.non_owning_aliases([*self.outputs.tensors(), *[g for g in self.gradients if g is not None]])
         self.outputs = self.outputs.elsewhere(places)
         self.gradients = [None if g is None else places.get(g, g) for g in self.gradients]
         self.statistics.graph_bytes = pool.bytes() - before
@@ -304,8 +304,8 @@ class TrainedBucket(Bucket):
         super().forget_graph()
 
 
-def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoad:
-    """Return the `InputLoad` that copies a result's gradient to where the backward reads it, with zeros as padding."""
+def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoader:
+    """Return the `InputLoader` that copies a result's gradient to where the backward reads it, zero-padded."""
     which = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
     unread = torch.zeros(max(len(dims), 1), dtype=torch.int64, device=static.device)
-    return InputLoad([static], [which], unread)
+    return InputLoader([static], [which], unread)

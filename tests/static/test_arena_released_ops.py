@@ -1,4 +1,4 @@
-"""Arena: whatever uses memory of one that sleeps is refused, through every alias and view, and works again after."""
+"""Every op on a tensor of a released Arena is refused, through every alias and view, and works after restore()."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda t: t.view(2, 2),
 }
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "carving": lambda t: t,
+    "allocated": lambda t: t,
     "view": lambda t: t.view(4),
     "data": lambda t: t.data,
     "detached": lambda t: t.detach(),
@@ -77,8 +77,8 @@ def test_every_use_while_released_is_refused_for_every_alias(device: str, alias:
     assert (t + 1).tolist() == [2, 2, 2, 2]
 
 
-# What asks no __torch_function__.
-UNASKED: dict[str, Callable[[Tensor], Any]] = {
+# These do not call __torch_function__.
+BYPASSING: dict[str, Callable[[Tensor], Any]] = {
     "vmap": lambda t: torch.func.vmap(torch.neg)(t),
     "grad": lambda t: torch.func.grad(torch.sum)(t),
     "vjp": lambda t: torch.func.vjp(torch.exp, t),
@@ -93,50 +93,50 @@ UNASKED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore:`torch.jit:FutureWarning")
-@pytest.mark.parametrize("use", UNASKED)
-def test_what_asks_no_subclass_is_refused_too_while_released(device: str, use: str) -> None:
+@pytest.mark.parametrize("use", BYPASSING)
+def test_ops_that_bypass_torch_function_are_refused_too_while_released(device: str, use: str) -> None:
     arena = st.Arena(device)
     t = arena.ones(4)
     view = t[1:]
-    at = t.data_ptr()
+    address = t.data_ptr()
     arena.release()
-    # Torch's own words, where it is built without CUDA.
+    # Without CUDA torch raises its own message.
     with pytest.raises((RuntimeError, BufferError), match=r"restore\(\)" if torch.backends.cuda.is_built() else None):
-        UNASKED[use](t)
+        BYPASSING[use](t)
     assert t in arena
     assert view in arena
     assert (view.device, view.storage_offset()) == (arena.device, 1)
     arena.restore()
     view.add_(1)
     assert t.tolist() == [1, 2, 2, 2]
-    assert t.data_ptr() == at
+    assert t.data_ptr() == address
     assert "_memory_of_released" not in vars(t)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "pairs": torch.view_as_real,
-    "a part of pairs": lambda t: torch.view_as_real(t)[1:],
-    "conjugates": torch.conj,
-    "other numbers": lambda t: t.view(torch.float32),
+    "view_as_real": torch.view_as_real,
+    "a slice of view_as_real": lambda t: torch.view_as_real(t)[1:],
+    "conj": torch.conj,
+    "another dtype": lambda t: t.view(torch.float32),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_across_complex_numbers_and_their_parts_sleep(device: str, view: str) -> None:
+def test_views_between_complex_and_real_numbers_are_released_too(device: str, view: str) -> None:
     arena = st.Arena(device)
     t = arena.full((4,), 1 + 2j, dtype=torch.complex64)
-    seen = VIEWS[view](t)
-    values = seen.tolist()
-    form = seen.shape, seen.stride(), seen.storage_offset(), seen.is_conj(), seen.is_neg()
+    viewed = VIEWS[view](t)
+    values = viewed.tolist()
+    metadata = viewed.shape, viewed.stride(), viewed.storage_offset(), viewed.is_conj(), viewed.is_neg()
     arena.release()
     with pytest.raises(st.AddressError):
-        seen + 1
-    assert (seen.shape, seen.stride(), seen.storage_offset(), seen.is_conj(), seen.is_neg()) == form
+        viewed + 1
+    assert (viewed.shape, viewed.stride(), viewed.storage_offset(), viewed.is_conj(), viewed.is_neg()) == metadata
     arena.restore()
-    assert seen.tolist() == values
+    assert viewed.tolist() == values
     leaf = torch.ones(4, dtype=torch.complex64, device=device, requires_grad=True)
     product = leaf * t  # saves it
-    with pytest.raises(st.AddressError, match="held by C"):
+    with pytest.raises(st.AddressError, match="referenced by C"):
         arena.release()
     product.abs().sum().backward()
 

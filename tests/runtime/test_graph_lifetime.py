@@ -1,4 +1,4 @@
-"""What a captured graph uses is kept while the graph lives, and not for good."""
+"""The memory of a captured graph is kept while the graph lives, and no longer."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import subtensors as st
 from subtensors.kernels.runtime import graph_lifetime
 
 
-class Thing:
-    """Something that a graph uses."""
+class Memory:
+    """An object that a graph uses."""
 
 
-def test_what_a_dead_graph_used_is_let_go_when_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_dead_graph_is_dropped_when_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[int] = []
     monkeypatch.setattr(graph_lifetime, "_post_when_graph_dies", graphs.append)
     monkeypatch.setattr(graph_lifetime, "_kept", [])
-    first, second, third = things = [Thing() for _ in range(3)]
-    alive = [weakref.ref(t) for t in things]
+    first, second, third = objects = [Memory() for _ in range(3)]
+    alive = [weakref.ref(t) for t in objects]
     graph_lifetime.keep_with_graph(first)
     graph_lifetime.keep_with_graph(second)
     graph_lifetime._c_library().sem_post(graph_lifetime.ctypes.c_void_p(graphs[0]))
-    del first, second, things
+    del first, second, objects
     graph_lifetime.keep_with_graph(third)
-    assert graph_lifetime.kept() == 2
+    assert graph_lifetime.kept_count() == 2
     assert all(reference() is not None for reference in alive)
-    graph_lifetime.let_go()
+    graph_lifetime.drop_unused()
     assert [reference() is None for reference in alive] == [True, False, False]
 
 
-def test_where_the_driver_does_not_tell_things_are_kept_and_the_log_says_so(
+def test_without_user_objects_memory_is_kept_and_a_warning_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(semaphore: int) -> None:
@@ -42,14 +42,14 @@ def test_where_the_driver_does_not_tell_things_are_kept_and_the_log_says_so(
     monkeypatch.setattr(graph_lifetime, "_post_when_graph_dies", refuse)
     monkeypatch.setattr(graph_lifetime, "_kept", [])
     for _ in range(3):
-        graph_lifetime.keep_with_graph(Thing())
-    assert graph_lifetime.kept() == 3
-    assert "kept for good: no user objects" in caplog.text
+        graph_lifetime.keep_with_graph(Memory())
+    assert graph_lifetime.kept_count() == 3
+    assert "never freed: no user objects" in caplog.text
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm_up", [False, True])
-def test_repeated_captures_keep_no_more_than_the_graphs_that_live(warm_up: bool) -> None:
+def test_repeated_captures_keep_only_the_memory_of_living_graphs(warm_up: bool) -> None:
     @st.fused
     def add(p: torch.Tensor, n: float) -> None:
         p.add_(n)
@@ -64,7 +64,7 @@ def test_repeated_captures_keep_no_more_than_the_graphs_that_live(warm_up: bool)
             add(p, 1.0)
         return graph
 
-    gc.collect()  # graphs that other tests left: CUDA lets none end while another is captured
+    gc.collect()  # graphs of other tests: CUDA lets none be destroyed during a capture
     living = captured()
     counts = []
     for _ in range(8):
@@ -73,7 +73,7 @@ def test_repeated_captures_keep_no_more_than_the_graphs_that_live(warm_up: bool)
         torch.cuda.synchronize()
         del graph
         gc.collect()
-        counts.append(graph_lifetime.kept())
+        counts.append(graph_lifetime.kept_count())
         add(p, 0.0)
     assert counts[1:] == [counts[1]] * 7
     living.replay()

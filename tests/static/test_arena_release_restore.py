@@ -1,4 +1,4 @@
-"""Arena: what release and restore promise, what stops a release, and what memory that is lacking leaves behind."""
+"""Arena: the effects of release and restore, the reasons to refuse a release, and running out of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 def test_contents_and_addresses_survive_release_and_restore(
     device: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_staging, "_PIECE", piece)
+    monkeypatch.setattr(pinned_staging, "_PIECE_BYTES", piece)
     arena = st.Arena(device, chunk="2MiB")
     torch.manual_seed(0)
     tensors = [arena.static(torch.randn(n, device=device)) for n in (3, 700_000, 1_300_000, 5)]
@@ -31,21 +31,21 @@ def test_contents_and_addresses_survive_release_and_restore(
         assert arena.released
         assert arena.mapped == 0
         arena.restore()
-        assert [t.data_ptr() for t in tensors] == [at for at, _ in before]
+        assert [t.data_ptr() for t in tensors] == [address for address, _ in before]
         assert all(torch.equal(t, values) for t, (_, values) in zip(tensors, before, strict=True))
 
 
-def test_contents_that_are_not_kept_are_gone_and_the_addresses_are_not(device: str) -> None:
+def test_addresses_survive_a_release_that_discards_the_contents(device: str) -> None:
     arena = st.Arena(device)
     t = arena.ones(1000)
-    at = t.data_ptr()
+    address = t.data_ptr()
     arena.release(keep=None)
     arena.restore()
-    assert t.data_ptr() == at
+    assert t.data_ptr() == address
     assert t.fill_(3).sum() == 3000
 
 
-def test_sleep_leaves_versions_hooks_and_graphs_as_they_were(device: str) -> None:
+def test_release_and_restore_leave_versions_hooks_and_autograd_graphs_unchanged(device: str) -> None:
     arena = st.Arena(device)
     w = arena.static(nn.Parameter(torch.ones(4)))
     seen: list[float] = []
@@ -66,7 +66,7 @@ def test_sleep_leaves_versions_hooks_and_graphs_as_they_were(device: str) -> Non
     assert torch.autograd.graph.get_gradient_edge(w).node is node
 
 
-def test_an_arena_is_released_while_another_one_sleeps(device: str) -> None:
+def test_an_arena_is_released_while_another_one_is(device: str) -> None:
     first, second = st.Arena(device), st.Arena(device)
     a, b = first.ones(3), second.ones(3)
     views = a[1:], b[1:]
@@ -77,7 +77,7 @@ def test_an_arena_is_released_while_another_one_sleeps(device: str) -> None:
     assert [t.tolist() for t in (a, b, *views)] == [[1, 1, 1], [1, 1, 1], [1, 1], [1, 1]]
 
 
-def test_parameters_that_an_optimizer_has_updated_sleep(device: str) -> None:
+def test_parameters_that_an_optimizer_has_updated_are_released(device: str) -> None:
     arena = st.Arena(device)
     p = nn.Parameter(arena.ones(3).as_subclass(Tensor))
     assert type(p) is nn.Parameter
@@ -90,7 +90,7 @@ def test_parameters_that_an_optimizer_has_updated_sleep(device: str) -> None:
         assert p.tolist() == [0.5 - 0.5 * turn] * 3
 
 
-def test_a_gradient_in_an_arena_sleeps_too(device: str) -> None:
+def test_a_gradient_in_an_arena_is_released_too(device: str) -> None:
     arena = st.Arena(device)
     w = nn.Parameter(torch.ones(3, device=device))
     w.grad = arena.zeros(3)
@@ -102,7 +102,7 @@ def test_a_gradient_in_an_arena_sleeps_too(device: str) -> None:
     assert w.grad.tolist() == [2, 2, 2]
 
 
-def test_a_wrapper_around_tensors_of_an_arena_sleeps_too(device: str) -> None:
+def test_a_wrapper_subclass_around_tensors_of_an_arena_is_released_too(device: str) -> None:
     arena = st.Arena(device)
     wrapper = TwoTensor(arena.ones(3).data, arena.ones(3).data)
     elements = st.TensorList([arena.ones(3)])
@@ -119,7 +119,7 @@ class _Unchangeable(Tensor):
         raise TypeError("no class under this one")
 
 
-def test_a_tensor_that_cannot_be_put_to_sleep_stops_the_release_and_the_others_wake(device: str) -> None:
+def test_a_tensor_that_cannot_change_its_class_fails_the_release_and_the_rest_is_restored(device: str) -> None:
     arena = st.Arena(device)
     t = arena.ones(3)
     odd = t.data.as_subclass(_Unchangeable)
@@ -147,7 +147,7 @@ def test_a_release_is_refused_while_an_autograd_graph_may_read_the_memory(device
         assert torch.equal(w, torch.ones(3, device=device))
 
 
-def test_a_release_is_refused_while_autograd_alone_holds_a_tensor(device: str) -> None:
+def test_a_release_is_refused_while_autograd_alone_refers_to_a_tensor(device: str) -> None:
     arena = st.Arena(device)
     loss = arena.ones(3, requires_grad=True).square().sum()
     gc.collect()
@@ -159,7 +159,7 @@ def test_a_release_is_refused_while_autograd_alone_holds_a_tensor(device: str) -
     arena.restore()
 
 
-def test_an_autograd_graph_that_saved_nothing_of_the_arena_does_not_matter(device: str) -> None:
+def test_an_autograd_graph_that_saved_no_tensor_of_the_arena_allows_a_release(device: str) -> None:
     arena = st.Arena(device)
     w = arena.ones(3, requires_grad=True)
     loss = (w + 1).sum()
@@ -169,7 +169,7 @@ def test_an_autograd_graph_that_saved_nothing_of_the_arena_does_not_matter(devic
     assert w.grad.tolist() == [1, 1, 1]
 
 
-def test_releases_and_restores_come_in_turn(device: str) -> None:
+def test_releases_and_restores_must_alternate(device: str) -> None:
     arena = st.Arena(device)
     with pytest.raises(st.AddressError, match="not released"):
         arena.restore()
@@ -182,21 +182,21 @@ def test_releases_and_restores_come_in_turn(device: str) -> None:
     arena.zeros(3)
 
 
-def test_what_is_deleted_while_released_is_free_afterwards(device: str) -> None:
+def test_the_part_of_a_tensor_deleted_while_released_is_free_afterwards(device: str) -> None:
     arena = st.Arena(device, chunk="2MiB")
     first, second = arena.ones(MIB), arena.full((MIB,), 2.0)
-    at = first.data_ptr()
+    address = first.data_ptr()
     arena.release()
     del first
     assert arena.used == 4 * MIB
     arena.restore()
     assert arena.mapped == 4 * MIB
     assert second.sum() == 2 * MIB
-    assert arena.zeros(MIB).data_ptr() == at
+    assert arena.zeros(MIB).data_ptr() == address
 
 
 class _FullDevice:
-    """A range that has no memory after some chunks."""
+    """A range whose device runs out of memory after some chunks."""
 
     def __init__(self, memory: Any, chunks: int) -> None:
         self.memory, self.chunks, self.error = memory, chunks, torch.OutOfMemoryError
@@ -212,13 +212,13 @@ class _FullDevice:
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_out_of_memory_on_restore_leaves_the_arena_released_and_loses_nothing(device: str, chunks: int) -> None:
+def test_out_of_memory_on_restore_leaves_the_arena_released_with_its_contents(device: str, chunks: int) -> None:
     arena = st.Arena(device, chunk="2MiB")
     t = arena.static(torch.randn(3 * MIB // 2, device=device))
     values = t.clone()
     arena.release()
-    memory = arena._carver.memory
-    arena._carver.memory = _FullDevice(memory, chunks)
+    memory = arena._allocator.memory
+    arena._allocator.memory = _FullDevice(memory, chunks)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             arena.restore()
@@ -226,7 +226,7 @@ def test_out_of_memory_on_restore_leaves_the_arena_released_and_loses_nothing(de
         assert arena.mapped == 0
         with pytest.raises(st.AddressError):
             t.sum()
-    arena._carver.memory = memory
+    arena._allocator.memory = memory
     arena.restore()
     assert torch.equal(t, values)
 
@@ -234,17 +234,17 @@ def test_out_of_memory_on_restore_leaves_the_arena_released_and_loses_nothing(de
 def test_out_of_memory_on_growth_changes_nothing(device: str) -> None:
     arena = st.Arena(device, chunk="2MiB")
     t = arena.ones(10)
-    memory = arena._carver.memory
-    arena._carver.memory = _FullDevice(memory, 1)
+    memory = arena._allocator.memory
+    arena._allocator.memory = _FullDevice(memory, 1)
     with pytest.raises(torch.OutOfMemoryError):
         arena.zeros(2 * MIB)
     assert (arena.mapped, arena.used) == (2 * MIB, 512)
-    arena._carver.memory = memory
+    arena._allocator.memory = memory
     assert arena.zeros(2 * MIB).sum() == 0
     assert t.sum() == 10
 
 
-def test_no_memory_on_the_host_frees_nothing_and_wakes_the_tensors(
+def test_out_of_host_memory_on_release_frees_nothing_and_restores_the_tensors(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = st.Arena(device)
@@ -254,7 +254,7 @@ def test_no_memory_on_the_host_frees_nothing_and_wakes_the_tensors(
         raise MemoryError("the host is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pinned_staging, "_new_piece", full)
+        patch.setattr(pinned_staging, "_allocate_piece", full)
         with pytest.raises(MemoryError):
             arena.release()
     assert not arena.released

@@ -26,7 +26,7 @@ def double_and_add(t: Tensor) -> None:
 
 @dataclass
 class Known:
-    """What the model knows of a tensor: its values, None once they were forgotten, and where it is."""
+    """A tensor in the model: its values, None once they were discarded, and its address."""
 
     tensor: Tensor
     address: int
@@ -115,7 +115,7 @@ class ArenaMachine(RuleBasedStateMachine):
             known.replays.append(self.arena.guard(self.captured(known.tensor)))
 
     def captured(self, tensor: Tensor) -> Callable[[], Any]:
-        # The address alone, as a graph has it: nothing that would keep the tensor, or tell that it sleeps.
+        # The address alone, as in a graph: it neither keeps the tensor alive nor knows whether it is released.
         from subtensors.kernels.memory.from_address import tensor_from_address
 
         address, size, dtype = tensor.data_ptr(), tensor.nbytes, tensor.dtype

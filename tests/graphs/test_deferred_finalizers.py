@@ -1,4 +1,4 @@
-"""What dies while a CUDA graph is captured: its memory is given back afterwards, and the capture does not notice."""
+"""Objects deleted while a CUDA graph is captured: their memory is freed afterwards, and the capture succeeds."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ MIB = 1 << 20
 
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Is a graph captured on the current stream, as far as anyone can tell? Set in the test, without a GPU."""
-    gc.collect()  # what other tests left behind
+    """Set by a test: whether torch reports a capture on the current stream, without a GPU."""
+    gc.collect()  # garbage of other tests
     is_on = [False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_on[0])
     yield is_on
     is_on[0] = False
     deferred_finalizers.run_deferred()
-    assert deferred_finalizers.waiting() == 0
+    assert deferred_finalizers.deferred_count() == 0
 
 
-def sleeping_arena() -> weakref.ref[Any]:
-    """The range of an arena that is garbage, with host memory for what it kept, once this has returned."""
+def deleted_released_arena() -> weakref.ref[Any]:
+    """The address range of a released arena that is garbage once this has returned, with its contents on the host."""
     arena = st.Arena("cpu", chunk="2MiB")
     cycle: list[Any] = [arena, arena.ones(MIB)]
     cycle.append(cycle)
     arena.release()
-    return weakref.ref(arena._carver.memory)
+    return weakref.ref(arena._allocator.memory)
 
 
-def test_an_arena_that_is_collected_while_a_graph_is_captured_goes_after_it(capture: list[bool]) -> None:
-    memory = sleeping_arena()
+def test_an_arena_collected_during_a_capture_is_freed_after_it(capture: list[bool]) -> None:
+    memory = deleted_released_arena()
     capture[0] = True
     gc.collect()
     assert memory() is not None
-    waiting = deferred_finalizers.waiting()
-    assert waiting > 0
+    deferred = deferred_finalizers.deferred_count()
+    assert deferred > 0
     gc.collect()
-    assert deferred_finalizers.waiting() == waiting
+    assert deferred_finalizers.deferred_count() == deferred
     capture[0] = False
     gc.collect()
-    assert deferred_finalizers.waiting() == 0
+    assert deferred_finalizers.deferred_count() == 0
     assert memory() is None
     assert deferred_finalizers._after_collection not in gc.callbacks
 
 
-def test_what_waits_goes_when_an_arena_is_asked_for_memory(capture: list[bool]) -> None:
+def test_deferred_work_runs_at_the_next_allocation_of_an_arena(capture: list[bool]) -> None:
     other = st.Arena("cpu")
-    memory = sleeping_arena()
+    memory = deleted_released_arena()
     capture[0] = True
     gc.collect()
     capture[0] = False
@@ -71,7 +71,7 @@ def test_what_waits_goes_when_an_arena_is_asked_for_memory(capture: list[bool]) 
     assert memory() is None
 
 
-def test_many_arenas_that_die_in_a_capture_leave_nothing(capture: list[bool], monkeypatch: Any) -> None:
+def test_many_arenas_deleted_during_a_capture_are_all_freed(capture: list[bool], monkeypatch: Any) -> None:
     open_ranges = [0]
     for name, step in (("__init__", 1), ("close", -1)):
         made = getattr(HostRange, name)
@@ -83,7 +83,7 @@ def test_many_arenas_that_die_in_a_capture_leave_nothing(capture: list[bool], mo
         monkeypatch.setattr(HostRange, name, counted)
     gc.disable()  # until the capture
     for _ in range(20):
-        sleeping_arena()
+        deleted_released_arena()
     capture[0] = True
     gc.collect()
     gc.enable()
@@ -93,7 +93,7 @@ def test_many_arenas_that_die_in_a_capture_leave_nothing(capture: list[bool], mo
     assert open_ranges == [0]
 
 
-def test_work_that_fails_waits_and_goes_on_later(capture: list[bool]) -> None:
+def test_work_that_raises_is_retried_later(capture: list[bool]) -> None:
     done: list[str] = []
     is_possible = []
 
@@ -110,7 +110,7 @@ def test_work_that_fails_waits_and_goes_on_later(capture: list[bool]) -> None:
     assert done == ["first", "second"]
 
 
-def test_no_garbage_is_collected_and_nothing_done_while_a_capture_of_ours_is_on_in_any_thread() -> None:
+def test_no_garbage_is_collected_and_no_work_runs_during_a_capture_of_any_thread() -> None:
     done: list[int] = []
     assert gc.isenabled()
     with deferred_finalizers.no_gc_during_capture():
@@ -132,30 +132,30 @@ def test_no_garbage_is_collected_and_nothing_done_while_a_capture_of_ours_is_on_
         gc.enable()
 
 
-def test_the_graph_of_a_recording_waits_for_the_end_of_a_capture(capture: list[bool]) -> None:
+def test_the_graph_of_a_deleted_recording_is_destroyed_after_a_capture(capture: list[bool]) -> None:
     recording = Recording(torch.device("cpu"))
     runs = recording._tape.runs  # type: ignore[union-attr]
     runs.append(lambda: None)
     capture[0] = True
     del recording
     gc.collect()
-    assert len(runs) == deferred_finalizers.waiting() == 1
+    assert len(runs) == deferred_finalizers.deferred_count() == 1
     capture[0] = False
     gc.collect()
-    assert len(runs) == deferred_finalizers.waiting() == 0
+    assert len(runs) == deferred_finalizers.deferred_count() == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["thread_local", "global", "relaxed"])
 @pytest.mark.parametrize("collects", ["the thread that captures", "another thread"])
-def test_a_capture_of_the_users_survives_arenas_that_are_collected_in_it(mode: str, collects: str) -> None:
+def test_a_users_capture_survives_arenas_collected_during_it(mode: str, collects: str) -> None:
     def make_garbage() -> weakref.ref[Any]:
         arena = st.Arena("cuda", chunk="2MiB")
         cycle: list[Any] = [arena, arena.ones(MIB)]
         cycle.append(cycle)
         arena.release()
         arena.restore()
-        return weakref.ref(arena._carver.memory)
+        return weakref.ref(arena._allocator.memory)
 
     x = torch.zeros(8, device="cuda")
     memory = make_garbage()
@@ -178,14 +178,14 @@ def test_a_capture_of_the_users_survives_arenas_that_are_collected_in_it(mode: s
 
 
 @pytest.mark.gpu
-def test_a_recorded_step_survives_arenas_that_die_while_it_is_recorded() -> None:
+def test_a_captured_step_survives_arenas_deleted_during_its_capture() -> None:
     params = [Parameter(torch.ones(100, device="cuda"))]
     params[0].grad = torch.ones_like(params[0])
     optimizer = st.optim.AdamW(params)
     optimizer.capture()
     arenas = [st.Arena("cuda", chunk="2MiB")]
     arenas[0].zeros(100)
-    memory = weakref.ref(arenas[0]._carver.memory)
+    memory = weakref.ref(arenas[0]._allocator.memory)
     update = optimizer._update_all
 
     def clumsy() -> None:
@@ -204,7 +204,7 @@ def test_a_recorded_step_survives_arenas_that_die_while_it_is_recorded() -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["thread_local", "global"])
-def test_a_capture_of_the_users_survives_optimizers_with_graphs_that_die_in_it(mode: str) -> None:
+def test_a_users_capture_survives_optimizers_with_graphs_deleted_during_it(mode: str) -> None:
     def make() -> st.optim.AdamW:
         p = Parameter(torch.ones(100, device="cuda"))
         p.grad = torch.ones_like(p)
@@ -220,15 +220,15 @@ def test_a_capture_of_the_users_survives_optimizers_with_graphs_that_die_in_it(m
         x.add_(1)
         optimizers.clear()
         gc.collect()
-        assert deferred_finalizers.waiting() >= 1  # and what other tests left
+        assert deferred_finalizers.deferred_count() >= 1  # with those of other tests
     graph.replay()
     assert x.tolist() == [1.0] * 8
     gc.collect()
-    assert deferred_finalizers.waiting() == 0
+    assert deferred_finalizers.deferred_count() == 0
 
 
 @pytest.mark.gpu
-def test_after_a_recording_that_failed_torch_is_as_before() -> None:
+def test_a_failed_recording_leaves_torch_unchanged() -> None:
     p = TensorColumn([torch.ones(1000, device="cuda")])
     add = FusedFunction(lambda p, *, by: p.add_(by))
     is_broken = [True]

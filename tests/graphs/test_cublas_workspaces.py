@@ -1,4 +1,4 @@
-"""The memory that libraries work in while graphs run: torch takes it back, and nobody else gets it."""
+"""The workspaces of cuBLAS in captured graphs: torch may free them, and no tensor is allocated there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.dispatch.graphs import cublas_workspaces
+from subtensors.dispatch.graphs.capture import make_workspaces
 
 pytestmark = pytest.mark.gpu
 WORDS = 32 << 18
@@ -22,7 +22,7 @@ def clear() -> None:
 
 
 def compile_with_graphs() -> None:
-    """What torch does around its own recordings."""
+    """Run torch's own CUDA graphs, which free workspaces around their captures."""
     layer = nn.Linear(64, 64, device="cuda")
     compiled = torch.compile(layer, mode="reduce-overhead")
     with torch.no_grad():
@@ -31,7 +31,7 @@ def compile_with_graphs() -> None:
 
 
 def fresh_on_all_streams() -> list[Tensor]:
-    """Tensors that would be in whatever was given back."""
+    """Tensors that would be allocated in freed workspaces."""
     made = []
     for stream in {torch.cuda.current_stream(), *[torch.cuda.Stream() for _ in range(32)]}:
         with torch.cuda.stream(stream):
@@ -45,16 +45,16 @@ def assert_untouched(fresh: list[Tensor]) -> None:
     assert all(bool((t == FRESH).all()) for t in fresh)
 
 
-@pytest.mark.parametrize("take_back", [clear, compile_with_graphs])
+@pytest.mark.parametrize("free_workspaces", [clear, compile_with_graphs])
 @torch.no_grad()
-def test_a_graph_writes_to_no_memory_that_torch_took_back(take_back: Callable[[], None]) -> None:
+def test_a_graph_writes_to_no_workspace_that_torch_freed(free_workspaces: Callable[[], None]) -> None:
     # Few results, each a long sum: cuBLAS splits it, and keeps the parts in its workspace.
     model = nn.Sequential(nn.Linear(4096, 64), nn.ReLU(), nn.Linear(64, 4096), nn.Linear(4096, 128)).cuda().half()
     run = st.bucketed(model, {"input": {0: st.Dim("rows", max=64, buckets=32)}})
     x = torch.randn(30, 4096, device="cuda", dtype=torch.float16)
     run(x)
     expected = run(x)
-    take_back()
+    free_workspaces()
     fresh = fresh_on_all_streams()
     for _ in range(3):
         assert torch.equal(run(x), expected)
@@ -70,7 +70,7 @@ def test_a_graph_writes_to_no_memory_that_torch_took_back(take_back: Callable[[]
     torch.testing.assert_close(run(y), model(y))
 
 
-def test_a_captured_step_with_products_writes_to_no_memory_that_torch_took_back() -> None:
+def test_a_captured_step_with_products_writes_to_no_workspace_that_torch_freed() -> None:
     weights = [torch.randn(96, 2048) / 32 for _ in range(2)]
     ours, theirs = ([nn.Parameter(w.cuda()) for w in weights] for _ in range(2))
     captured = st.optim.Muon(ours, lr=0.02, graph=True)
@@ -95,7 +95,7 @@ def test_a_captured_step_with_products_writes_to_no_memory_that_torch_took_back(
         torch.testing.assert_close(p, q)
 
 
-def test_pools_that_live_have_streams_of_their_own() -> None:
+def test_living_pools_have_distinct_streams() -> None:
     runs = [st.bucketed(nn.Linear(8, 8).cuda(), {"input": {0: st.Dim("rows", max=8)}}) for _ in range(8)]
     x = torch.randn(3, 8, device="cuda")
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_pools_that_live_have_streams_of_their_own() -> None:
     assert len(set(streams)) == len(runs)
 
 
-def test_another_library_s_refusal_is_not_met_by_programs_without_products() -> None:
+def test_programs_without_products_run_with_deterministic_algorithms() -> None:
     x = torch.randn(5, 8, device="cuda")
     run = st.bucketed(lambda x: x.sin() + 1, {"x": {0: st.Dim("rows", max=8)}})
     torch.use_deterministic_algorithms(True)
@@ -117,13 +117,13 @@ def test_another_library_s_refusal_is_not_met_by_programs_without_products() -> 
     assert not run.stats().fallbacks
 
 
-def test_workspaces_are_made_once_for_a_stream() -> None:
+def test_workspaces_are_allocated_once_for_a_stream() -> None:
     device, stream = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        cublas_workspaces.make_workspaces(device)
+        make_workspaces(device)
         before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         for _ in range(3):
-            cublas_workspaces.make_workspaces(device)
+            make_workspaces(device)
             clear()
-            cublas_workspaces.make_workspaces(device)
+            make_workspaces(device)
         assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) <= before

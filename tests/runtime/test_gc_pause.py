@@ -1,4 +1,4 @@
-"""No garbage is collected while somebody asks for none to be."""
+"""No garbage is collected during a pause of any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from subtensors.kernels.runtime.gc_pause import gc_paused
 
 
-def test_the_collector_comes_back_when_the_last_one_is_done() -> None:
+def test_collection_resumes_when_the_last_nested_pause_ends() -> None:
     first, second = gc_paused(), gc_paused()
     with first:
         second.__enter__()
@@ -19,7 +19,7 @@ def test_the_collector_comes_back_when_the_last_one_is_done() -> None:
     assert gc.isenabled()
 
 
-def test_another_thread_that_is_done_does_not_bring_it_back() -> None:
+def test_collection_stays_paused_when_another_threads_pause_ends() -> None:
     def ask() -> None:
         with gc_paused():
             pass
@@ -32,13 +32,13 @@ def test_another_thread_that_is_done_does_not_bring_it_back() -> None:
     assert gc.isenabled()
 
 
-def test_it_comes_back_after_an_error() -> None:
+def test_collection_resumes_after_an_error() -> None:
     with pytest.raises(ValueError, match="an error"), gc_paused():
         raise ValueError("an error")
     assert gc.isenabled()
 
 
-def test_one_that_was_off_stays_off() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     try:
         with gc_paused():

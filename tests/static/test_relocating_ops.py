@@ -1,4 +1,4 @@
-"""What would move a static tensor, or let it grow, is refused, by whatever name it is called."""
+"""Ops that would move or resize a static tensor are refused, under every name that they have."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("op", MOVES)
-def test_what_would_move_it_is_refused_with_the_op_and_what_to_do(device: str, op: str) -> None:
+def test_a_relocating_op_is_refused_with_its_name_and_advice(device: str, op: str) -> None:
     s = six(device)
     before = s.data_ptr(), s.shape, s.tolist()
     with pytest.raises(st.AddressError, match=rf"^{op.strip()} would move .*shape \(2, 3\): \w+"):
@@ -55,7 +55,7 @@ TOPK = [torch.ops.aten.topk, torch.ops.aten.topk.values]
 
 @pytest.mark.parametrize("topk", TOPK, ids=str)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_outs_of_other_names_are_written_where_they_are_or_refused(device: str, topk: Any) -> None:
+def test_out_arguments_of_other_names_are_written_in_place_or_refused(device: str, topk: Any) -> None:
     values, indices = (
         st.static(torch.zeros(2, device=device)),
         st.static(torch.zeros(2, dtype=torch.int64, device=device)),
