@@ -1,1 +1,1 @@
-"""CUDA graphs: capture, memory pools, live scalars, guards, deferred work."""
+"""CUDA graphs: capture, memory pools, dynamic scalars, guards, released tensors, deferred finalizers."""

@@ -39,7 +39,7 @@ from subtensors.kernels.runtime.current_device import current_stream, on_stream
 class Launch:
     """One launch of a recording."""
 
-    group: Recordable
+    executor: Recordable
     source: object
     """The source of its numbers: the value of `Recording.source` when it was recorded."""
     numbers: list[float]
@@ -57,8 +57,8 @@ class Launch:
 
     def words(self) -> list[int]:
         """Return the bits of its numbers, as the kernels read them."""
-        values = [evaluate(self.numbers) for evaluate in self.group.scalars]
-        return bits([*values, *self.hosts], self.group.kinds)
+        values = [evaluate(self.numbers) for evaluate in self.executor.scalars]
+        return bits([*values, *self.hosts], self.executor.kinds)
 
 
 class CudaTape:
@@ -151,6 +151,11 @@ class Recording:
         """A recorded launch that is made together with the next one."""
         self._tape = CudaTape(device, has_ops) if device.type == "cuda" else HostTape()
         self._numbers_changed = self._tables_changed = False
+        self._numbers_end = 0
+        self._host = np.zeros(0, np.int64)
+        """The buffer of numbers and tables, and its copy on the device."""
+        self._words = torch.empty(0, dtype=torch.int64)
+        self._moving_bytes = self._written_starts = self._written_ends = np.zeros(0, np.int64)
         deferred_finalizers.watch(device)
         weakref.finalize(
             self, deferred_finalizers.run_or_defer, partial(_release, self._grids, self._key, self._tape)
@@ -181,12 +186,12 @@ class Recording:
         for launch in self.launches:
             for i, row in enumerate(launch.pointers):
                 index = np.asarray([moving_indices.get(address, -1) for address in row.tolist()], np.int64)
-                if i not in launch.group.hosts and index.max(initial=-1) >= 0:
+                if i not in launch.executor.hosts and index.max(initial=-1) >= 0:
                     if ((index < 0) & (row != 0)).any():
                         raise NotRecordable("an argument has both tensors whose addresses change and others")
                     launch.moving[i] = index
-            for i, itemsize in launch.group.stores.items():
-                nbytes = launch.group.grid.sizes * itemsize if itemsize > 0 else -itemsize
+            for i, itemsize in launch.executor.stores.items():
+                nbytes = launch.executor.grid.sizes * itemsize if itemsize > 0 else -itemsize
                 spans.append((launch.pointers[i], launch.pointers[i] + nbytes))
             self._write_table(launch)
             self._write_numbers(launch)
@@ -198,19 +203,21 @@ class Recording:
         end = 0
         for launch in self.launches:
             launch.numbers_offset = end
-            end += len(launch.group.kinds) + 1
+            end += len(launch.executor.kinds) + 1
         self._numbers_end = end
         for launch in self.launches:
             launch.table_offset = end
-            end += launch.group.grid.table_size
+            end += launch.executor.grid.table_size
         self._host = np.zeros(end, np.int64)
         self._words = torch.zeros(end, dtype=torch.int64, device=self.device)
 
-    def launch(self, group: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> list[Tensor]:
+    def launch(
+        self, executor: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]
+    ) -> list[Tensor]:
         """Record a launch instead of making it.
 
         Args:
-            group: the executor of the launch.
+            executor: of the launch.
             columns: its tensors.
             numbers: its dynamic scalars.
 
@@ -219,32 +226,32 @@ class Recording:
         """
         if self._pending is None:
             # Zeros: what torch ops compute from them in this pass is discarded, but must not fail.
-            arenas = [arena.zero_() for arena in group.new_arenas()]
-            hosts = [float(columns[i][0].item()) for i in group.hosts]
-            self.launches.append(Launch(group, self.source, list(numbers), hosts, arenas))
-            self._grids.append(group.grid)
-            group.grid.workspace(self._key)
-            for parameter in group.observed:
+            arenas = [arena.zero_() for arena in executor.new_arenas()]
+            hosts = [float(columns[i][0].item()) for i in executor.hosts]
+            self.launches.append(Launch(executor, self.source, list(numbers), hosts, arenas))
+            self._grids.append(executor.grid)
+            executor.grid.workspace(self._key)
+            for parameter in executor.observed:
                 self.written.extend(columns[parameter])
             return arenas
         launch = next(self._pending, None)
-        if launch is None or launch.group is not group:
+        if launch is None or launch.executor is not executor:
             raise AddressError("a step changed while it was recorded: its calls differ from those of the first pass")
-        nowhere = [0] * group.grid.count
+        nowhere = [0] * executor.grid.count
         launch.pointers = np.asarray(
-            [nowhere if i in group.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)], np.int64
-        ).reshape(len(columns), group.grid.count)
+            [nowhere if i in executor.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)], np.int64
+        ).reshape(len(columns), executor.grid.count)
         base = self._words.data_ptr()
         table, scalars = base + 8 * launch.table_offset, base + 8 * launch.numbers_offset
-        prelude, self._prelude = self._prelude, group.as_prelude(table, self._key)
+        prelude, self._prelude = self._prelude, executor.as_prelude(table, self._key)
         if self._prelude is not None:
             assert prelude is None
             return launch.arenas
 
         def run() -> None:
-            seed = torch.randint(2**62, (), device=self.device) if group.is_seeded else group.seed
+            seed = torch.randint(2**62, (), device=self.device) if executor.is_seeded else executor.seed
             stream = current_stream(self.device)
-            group.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
+            executor.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
         self._tape.add(run)
         return launch.arenas
@@ -254,7 +261,7 @@ class Recording:
         self._host[launch.numbers_offset : launch.numbers_offset + len(words)] = words
 
     def _write_table(self, launch: Launch) -> None:
-        rows = launch.group.grid.rows(launch.pointers)
+        rows = launch.executor.grid.rows(launch.pointers)
         self._host[launch.table_offset : launch.table_offset + rows.size] = rows.reshape(-1)
 
     def set_numbers(self, source: object, numbers: list[float], hosts: list[float]) -> None:

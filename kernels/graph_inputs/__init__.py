@@ -1,1 +1,1 @@
-"""Programs that are replayed: their inputs, and what their compiled code computes at once."""
+"""Kernels of captured programs: loading their inputs, and linear layers of one input in one launch."""

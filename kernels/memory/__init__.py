@@ -1,1 +1,1 @@
-"""Address ranges, and tensors over memory that is there."""
+"""Reserved address ranges, and tensors over existing memory."""

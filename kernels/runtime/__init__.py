@@ -1,1 +1,1 @@
-"""Launching kernels, tile maths, compiling beside other work."""
+"""Launching and compiling kernels, tile math, custom ops, valid lengths."""
