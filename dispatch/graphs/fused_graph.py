@@ -154,7 +154,7 @@ class Recording:
         self._numbers_end = 0
         self._host = np.zeros(0, np.int64)
         """The buffer of numbers and tables, and its copy on the device."""
-        self._words = torch.empty(0, dtype=torch.int64)
+        self._words = torch.empty(0, dtype=torch.int64, device="cpu")
         self._moving_bytes = self._written_starts = self._written_ends = np.zeros(0, np.int64)
         deferred_finalizers.watch(device)
         weakref.finalize(

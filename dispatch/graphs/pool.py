@@ -4,15 +4,15 @@ A CUDA graph holds bare addresses, so the memory that it writes must stay reserv
 runner, one a bucket, had memory of its own, ten buckets would need ten times the memory of a forward pass. But graphs
 that are replayed one at a time can share memory: one graph's intermediate values lie where another's lay.
 
-    pool             |------------------------------------------|
-    graph of 32      [ intermediates               | results    ]
-    graph of 16      [ intermediates   | results ]                     no graph needs more than the largest has left
-    graph of 8       [ intermed. | results ]
+    pool           |--------- the same memory for all -----------|
+    graph of 32    [ intermediate values          |   results    ]       captured first, by run.warmup
+    graph of 16    [ intermediate values | results ]                     adds nothing
+    graph of 8     [ interm. | res. ]                                    adds nothing
 
-    any stream       replay 16 -> copy its results out -> replay 8 -> copy its results out -> ...
+    stream         replay 16 -> copy its results out -> replay 8 -> copy its results out -> ...
 
-`run.warmup` captures the largest graph first, and smaller ones fit into its memory. Where calls bring the sizes in
-another order, segments of the pool grow in place (`capture.growing_segments`): a larger graph could not use the fixed
+`run.warmup` captures the largest graph first, and smaller ones fit into its memory. If calls bring the sizes in another
+order, segments of the pool grow in place (`capture.growing_segments`): a larger graph could not use the fixed
 segments of a smaller one. After a capture the results are known by non-owning aliases alone, so that the next capture
 may use their memory too. A replay therefore overwrites the results of all other graphs: they are copied out before the
 next replay, and each replay waits for the last one on the device (`GraphPool.wait_for_last_replay`). Dropping a graph

@@ -5,13 +5,12 @@ while. Freeing tensors loses their addresses, and with them everything that has 
 captured CUDA graphs. An arena separates the two. It reserves a large range of virtual addresses once, allocates tensors
 from it, and maps physical memory behind the range in chunks, when tensors need it:
 
-    addresses    |= A =|= B =|== C ==|                                reserved for good: 1 TiB costs nothing
-                    |     |      |
-    resident     [chunk 0][chunk 1][ 2 ]                              device memory, mapped
-    release()        |  copied to page-locked host memory; then unmapped: the device memory is free
-    released     [.......][.......][...]                              every op on A, B, C raises AddressError
-    restore()        |  new device memory, mapped at the same addresses; the contents are copied back
-    resident     [chunk 0][chunk 1][ 2 ]                              A, B, C and graphs over them are valid again
+    addresses     |== A ==|=== B ===|== C ==|           ...     |    reserved once, 1 TiB by default
+    resident      [ chunk 0 ][ chunk 1 ][ chunk 2 ]                  device memory is mapped under A, B and C
+      release()        |  copy to page-locked host memory, unmap: the device memory is free
+    released      [.........][.........][.........]                  ops on A, B and C raise AddressError
+      restore()        |  map new device memory at the same addresses, copy back
+    resident      [ chunk 0 ][ chunk 1 ][ chunk 2 ]                  A, B, C and graphs over them are valid again
 
 While the arena is released a kernel that accesses the range would fault, so `release()` replaces the class of every
 tensor over it by one that refuses ops (`dispatch/graphs/released_tensors.py`), and is refused while an autograd graph
