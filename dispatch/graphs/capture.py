@@ -16,14 +16,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Lock
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypeAlias, TypedDict
 
 import torch
 
 from subtensors.dispatch.torch_internals.requires import requires
 
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE as PoolHandle
+PoolHandle: TypeAlias = tuple[int, int]
 
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 4
@@ -63,7 +62,7 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandl
         pool: where the graph allocates its memory.
     """
     try:
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]  # a private type
         try:
             yield
         except BaseException:  # says more than the error of the capture that it broke

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from subtensors.dispatch.graphs import capture as capture_module
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.runtime.current_device import current_stream, on_stream
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE as PoolHandle
 
 T = TypeVar("T")
 
@@ -54,7 +51,7 @@ class GraphPool:
         _pools.add(self)
         self._last: torch.cuda.Stream = torch.cuda.current_stream(device)
         self._last_number = current_stream(device)
-        self._handle: PoolHandle | None = None
+        self._handle: capture_module.PoolHandle | None = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
         deferred_finalizers.watch(device)
         weakref.finalize(self, deferred_finalizers.run_or_defer, partial(_reset, self.graphs)).atexit = False
