@@ -48,7 +48,7 @@ def assert_untouched(fresh: list[Tensor]) -> None:
 @pytest.mark.parametrize("free_workspaces", [clear, compile_with_graphs])
 @torch.no_grad()
 def test_a_graph_writes_to_no_workspace_that_torch_freed(free_workspaces: Callable[[], None]) -> None:
-    # Few results, each a long sum: cuBLAS splits it, and keeps the parts in its workspace.
+    # Few results, each a long sum: cuBLAS splits it, with partial sums in its workspace.
     model = nn.Sequential(nn.Linear(4096, 64), nn.ReLU(), nn.Linear(64, 4096), nn.Linear(4096, 128)).cuda().half()
     run = st.bucketed(model, {"input": {0: st.Dim("rows", max=64, buckets=32)}})
     x = torch.randn(30, 4096, device="cuda", dtype=torch.float16)
@@ -63,7 +63,7 @@ def test_a_graph_writes_to_no_workspace_that_torch_freed(free_workspaces: Callab
     torch.cuda.empty_cache()
     assert torch.equal(run(x), expected)
     torch.cuda.synchronize()
-    # What was taken back serves the next capture on the stream.
+    # Freed workspaces serve the next capture on the stream.
     y = torch.randn(60, 4096, device="cuda", dtype=torch.float16)
     run(y)
     assert torch.equal(run(x), expected)

@@ -16,8 +16,8 @@ import subtensors.kernels
 from subtensors.kernels.runtime import current_device
 from subtensors.kernels.runtime.current_device import launching_on, on_stream
 
-BY_THEIR_CALLER = {"launch.py", "launcher.py"}
-"""Of fused maths, where `TritonExecutor` takes its device for the whole of a call; and what others launch with."""
+BY_THEIR_CALLER = {"launch.py", "prepare_launch"}
+"""A file and a function whose callers set the device of their launches: `TritonExecutor` and launchers."""
 
 
 def test_a_launch_makes_the_device_of_its_memory_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +54,8 @@ def test_on_stream_sets_the_device_before_the_stream_and_restores_it_after(monke
 
 def launches(node: ast.AST, on_a_device: bool = False) -> Iterator[tuple[ast.Call, bool]]:
     """Find the launches in a source: `kernel[grid](...)`, or a compiled kernel that is called with a stream."""
+    if isinstance(node, ast.FunctionDef) and node.name in BY_THEIR_CALLER:
+        return
     if isinstance(node, ast.With):
         on_a_device |= any("launching_on" in ast.unparse(item.context_expr) for item in node.items)
     if isinstance(node, ast.Call):

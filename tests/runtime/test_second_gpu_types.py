@@ -66,7 +66,7 @@ def test_plain_rows_are_padded_and_cut_where_they_are(launched: list[int]) -> No
 
 
 class Net(nn.Module):
-    """Positions meet, so that padding would show."""
+    """A sum over positions, in which unmasked padding would show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Net(nn.Module):
 LENGTHS = (5, 3, 12, 8, 12, 4, 9, 5)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own, where it compiles
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's compiler
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_bucketed_program_runs_where_its_tensors_are(compiles: bool, launched: list[int]) -> None:
     net = Net()
@@ -258,6 +258,6 @@ is_alone("an arena")
 
 
 def test_work_on_another_gpu_creates_no_context_on_the_current_one() -> None:
-    # Of its own: here the current one was used before.
+    # In a process of its own: here the current GPU was used before.
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

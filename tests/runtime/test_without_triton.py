@@ -1,4 +1,4 @@
-"""Where there is no Triton, as on systems that it is not built for, every type works on a CPU through torch."""
+"""Without Triton, as on systems that it is not built for, every type works on a CPU through torch."""
 
 from __future__ import annotations
 

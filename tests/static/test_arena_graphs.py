@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def captured(step: object, pool: object = None) -> torch.cuda.CUDAGraph:
-    """A graph of one call, warmed up on a stream of its own."""
+    """Capture a graph of one call, after a warm-up on a stream of its own."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 
-# Inductor advises by warning, and torch warns of the empty graph that it makes itself to hold a pool.
+# Inductor's advice is a warning, and torch warns of the empty graph that it captures to keep a pool.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SIZE = 256

@@ -16,13 +16,13 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import subtensors as st
 
-# What these give is whatever the memory held.
+# These return uninitialized memory.
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 
-# LAPACK's last bits here depend on where its work area happens to lie.
+# The last bits of these depend on the address of LAPACK's work area.
 LAST_BITS_VARY = {"linalg_lstsq"}
 
-# These move or grow their argument, which is what a static tensor refuses.
+# These move or resize their argument, which a static tensor refuses.
 RELOCATING_OPS = {"resize_", "resize_as_", "set_", "as_strided_", "as_strided"}
 
 
@@ -46,12 +46,12 @@ def outcome(call: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     try:
         return call()
-    except Exception as error:  # compared with what a plain tensor gives
+    except Exception as error:  # compared with that of a plain tensor
         return type(error)
 
 
 def bits(t: Tensor) -> Tensor:
-    """The tensor's bytes, NaNs included."""
+    """Return the tensor's bytes, NaNs included."""
     if t.layout is not torch.strided:
         t = t.to_dense()
     t = t.detach()
@@ -71,9 +71,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def differences(op: OpInfo, form: Callable[..., Any], sample: SampleInput) -> str:
-    """What differs between the call on plain tensors and on static ones; empty when nothing does."""
+    """Return the difference between the call on plain tensors and on static ones; empty if there is none."""
     given = ((sample.input, *sample.args), sample.kwargs)
-    # In the dense layout that a static tensor has, so that results have one layout as well.
+    # In the dense layout of a static tensor, so that the layouts of results are equal too.
     plain, static = (place(given, how) for how in (lambda t: torch.empty_like(t).copy_(t), st.static))
     held = [x for x in optree.tree_leaves(static, none_is_leaf=True) if type(x) is st.StaticAddressTensor]
     at = [(t.data_ptr(), t.shape) for t in held]

@@ -271,7 +271,7 @@ def test_a_list_of_static_tensors_is_a_tensor_list(device: str) -> None:
 
 
 class Labelled(Tensor):
-    """A subclass of torch's own kind, which knows no static tensors."""
+    """A subclass with torch's default `__torch_function__`."""
 
 
 @pytest.mark.parametrize("first", ["static", "labelled"])
