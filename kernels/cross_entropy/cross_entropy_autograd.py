@@ -1,28 +1,31 @@
 """`linear_cross_entropy` as a differentiable function: gradients are computed with the forward, for an upstream of one.
 
-The upstream gradient of a loss is a number that is known only at backward, and the saved gradients are multiplied by it
-there, in place: they are handed out once, and a second backward through a retained graph computes them again. On a GPU
-the multiplication reads the number on the device and does nothing where it is one.
+The upstream gradient of a loss is a number that is known only at backward, where the saved gradients are multiplied by
+it in place: they are returned once, and a second backward through a retained graph computes them again. On a GPU the
+multiplication reads the number on the device and does nothing where it is one.
 
-Two cases compute their gradients at backward instead, with the upstream gradient in them from the start, for one GEMM
-more: a loss a row, whose upstream is a vector; and float16, in which the gradient of a mean over N rows would be lost
-before a loss scale could save it.
+Two cases compute their gradients at backward instead, from the upstream gradient, for one GEMM more: reduction "none",
+whose upstream is a vector; and float16, in which the gradient of a mean over N rows would underflow before a loss scale
+could save it.
 
-A float32 weight of 16-bit hidden states, as autocast has them, is multiplied in their dtype and gets its exact gradient
-in its own: summed in the gradient's memory, and never rounded.
+A float32 weight of 16-bit hidden states, as under autocast, is multiplied in their dtype and gets its exact gradient in
+float32: summed in the gradient's memory, and never rounded.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
-from subtensors.kernels.cross_entropy.problem import LossAndGradients
-from subtensors.kernels.cross_entropy.scale_add import scale_
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
+from subtensors.kernels.runtime.current_device import launching_on
+
+SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
+"""The elements of a tile, and the programs, of the kernel that scales a gradient in place."""
 
 
 class Schedule(NamedTuple):
@@ -41,11 +44,11 @@ class Schedule(NamedTuple):
     accumulate: Accumulate = "exact"
 
 
-class _Loss(NamedTuple):
-    """The options of a loss without its tensors, and how it is computed.
+class _LossConfig(NamedTuple):
+    """The configuration of a loss, without its tensors.
 
     Args:
-        options: those of the cross entropy.
+        options: the options of the cross entropy.
         schedule: the parts in which it is computed.
         needs: whether to compute the gradients of hidden, weight and bias.
     """
@@ -54,7 +57,7 @@ class _Loss(NamedTuple):
     schedule: Schedule
     needs: tuple[bool, bool, bool]
 
-    def computed(
+    def compute(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -63,7 +66,7 @@ class _Loss(NamedTuple):
         upstream: Tensor | None = None,
         needs: tuple[bool, bool, bool] | None = None,
     ) -> LossAndGradients:
-        """The loss, and those gradients that are wanted: of the loss, or of something with this gradient in it."""
+        """Compute the loss and the gradients that are needed, for an upstream gradient (None: one)."""
         rows, columns, kept, accumulate = self.schedule
         return linear_cross_entropy(
             hidden,
@@ -81,45 +84,57 @@ class _Loss(NamedTuple):
         )
 
 
+class _Context(Protocol):
+    """The methods of an autograd context that are used here, and the state that forward keeps for backward."""
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    config: _LossConfig
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] | None
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The node of the graph. It is made of what was computed: a GPU need not wait for it to be made."""
+    """The autograd node. It is made after the computation was launched, so that the GPU need not wait for it."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
         bias: Tensor | None,
-        loss: _Loss,
+        config: _LossConfig,
         computed: LossAndGradients,
         is_deferred: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, target, bias)
-        ctx.loss = loss
+        ctx.config = config
         ctx.gradients = None if is_deferred else computed[1:]
         return computed.loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "the gradient of a chunked linear cross entropy cannot be differentiated again (create_graph=True); "
-                "compute this loss from whole logits instead"
+                "compute this loss from full logits instead"
             )
-        # Handed out once: whoever gets a gradient may keep it, add to it, or free it.
+        # Returned once: the receiver may keep a gradient, add to it, or free it.
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
             gradients = (None, None, None)
         elif gradients is None:
-            gradients = ctx.loss.computed(*ctx.saved_tensors, upstream)[1:]
+            gradients = ctx.config.compute(*ctx.saved_tensors, upstream)[1:]
         else:
             for gradient in gradients:
                 if gradient is not None:
                     scale_(gradient, upstream)
-        for_hidden, for_weight, for_bias = gradients
-        return for_hidden, for_weight, None, for_bias, None, None, None
+        grad_hidden, grad_weight, grad_bias = gradients
+        return grad_hidden, grad_weight, None, grad_bias, None, None, None
 
 
 def differentiable_cross_entropy(
@@ -131,15 +146,15 @@ def differentiable_cross_entropy(
     options: CrossEntropy | None = None,
     schedule: Schedule | None = None,
 ) -> Tensor:
-    """The cross entropy of `hidden @ weight.T + bias`, differentiable once.
+    """Return the cross entropy of `hidden @ weight.T + bias`, differentiable once.
 
     Args:
         hidden: (N, H), floating point.
-        weight: (V, H), of the same device and dtype, or float32 where that has 16 bits.
+        weight: (V, H), of the same device and dtype, or float32 where hidden has 16 bits.
         target: (N,) int64 class indices, or (N, V) floating point distributions; no gradient flows to it.
         bias: (V,), of the same dtype.
-        options: which cross entropy; None: the mean over all rows but those of target -100.
-        schedule: which part of the logits is in memory at once; None: all of them.
+        options: of the cross entropy; None: the mean over all rows whose target is not -100.
+        schedule: the part of the logits in memory at once; None: all of them.
 
     Returns:
         The loss, float32 (float64 for float64 inputs), (N,) for reduction "none" and 0-d otherwise.
@@ -162,13 +177,42 @@ def differentiable_cross_entropy(
         raise ValueError("no gradient flows to targets and class weights; give them detached")
     if weight.dtype is not hidden.dtype and (weight.dtype is not torch.float32 or hidden.itemsize != 2):
         raise ValueError(f"weight has the dtype of hidden, {hidden.dtype}, or float32; got {weight.dtype}")
-    of_bias = grad and bias is not None and bias.requires_grad
-    loss = _Loss(options, schedule, (grad and hidden.requires_grad, grad and weight.requires_grad, of_bias))
+    needs_bias = grad and bias is not None and bias.requires_grad
+    config = _LossConfig(options, schedule, (grad and hidden.requires_grad, grad and weight.requires_grad, needs_bias))
     is_deferred = options.reduction == "none" or hidden.dtype is torch.float16
-    computed = loss.computed(hidden, weight, target, bias, needs=(False,) * 3 if is_deferred else None)
-    if not any(loss.needs):
+    computed = config.compute(hidden, weight, target, bias, needs=(False,) * 3 if is_deferred else None)
+    if not any(config.needs):
         return computed.loss
     result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, bias, loss, computed, is_deferred
+        hidden, weight, target, bias, config, computed, is_deferred
     )
     return result
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a tensor in place by a number on its device, in float32, without reading either on the host.
+
+    Args:
+        tensor: contiguous, floating point.
+        factor: 0-d, on the same device.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> scale_(torch.ones(2), torch.tensor(3.0))
+        tensor([3., 3.])
+    """
+    if tensor.is_cuda and tensor.dtype != torch.float64:
+        scale_by_kernel(tensor, factor)
+        return tensor
+    return tensor.mul_(factor)
+
+
+def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
+    """`scale_` by the Triton kernel."""
+    from subtensors.kernels.cross_entropy.scale_add_kernel import scale_kernel
+
+    if tensor.numel():
+        with launching_on(tensor.device):
+            scale_kernel[(SCALE_PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)

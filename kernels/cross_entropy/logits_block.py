@@ -1,37 +1,55 @@
-"""A block of logits: its statistics, and the gradient written over it, by Triton kernels or by their torch reference.
+"""The logits of a linear layer, a block at a time: computed, folded into row statistics, overwritten by their gradient.
 
-A block is some rows and some columns of the whole matrix of logits. The reference is what the kernels are tested
-against, and what runs on a CPU and in float64; it makes temporaries of the block's size, the kernels none.
+A block is some rows and some columns of the matrix of logits. `Problem` holds what all blocks share: the operands, the
+options, and the statistics of the rows. The operations on a block are Triton kernels or their torch reference, which
+the kernels are tested against and which runs on a CPU and in float64; it makes temporaries of the block's size, the
+kernels make none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from functools import cache, cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.cross_entropy import GradientFactors, RowLoss, RowStatistics, Targets
+from subtensors.kernels.cross_entropy.cross_entropy import (
+    CrossEntropy,
+    GradientFactors,
+    RowLoss,
+    RowStatistics,
+    Targets,
+)
+from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.launcher import CachedLauncher
 
 
-@cache
-def launch_softmax_gradient() -> CachedLauncher:
-    """The launch of the kernel that takes whole rows."""
-    from subtensors.kernels.cross_entropy.softmax_gradient_kernel import softmax_gradient_kernel
+class GradFlags(NamedTuple):
+    """The gradients to compute; one that is not needed costs nothing."""
 
-    return CachedLauncher(softmax_gradient_kernel)
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = True
+
+
+class LossAndGradients(NamedTuple):
+    """The result of `linear_cross_entropy`: the loss, and each gradient that was requested."""
+
+    loss: Tensor
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 class Block(NamedTuple):
-    """Some of the logits.
+    """A block of the logits.
 
     Args:
-        logits: (rows, columns), rows of one stride and columns next to each other.
-        first_row, first_column: where it lies in the whole.
+        logits: (rows, columns), rows of one stride and adjacent columns.
+        first_row, first_column: its position in the matrix of all logits.
     """
 
     logits: Tensor
@@ -40,12 +58,12 @@ class Block(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Its rows in the whole, [begin, end)."""
+        """Its rows among all rows, [begin, end)."""
         return self.first_row, self.first_row + self.logits.shape[0]
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Its columns in the whole, [begin, end)."""
+        """Its columns among all columns, [begin, end)."""
         return self.first_column, self.first_column + self.logits.shape[1]
 
 
@@ -62,78 +80,86 @@ class BlockOps(Protocol):
         """
 
     def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
-        """Both, for a block with every column of its rows, whatever their statistics hold."""
+        """Do both for a block with every column of its rows; their statistics are overwritten."""
 
 
 class ReferenceOps:
     """The formulas in plain torch.
 
     Args:
-        terms: of all rows.
+        row_loss: the loss of all rows.
     """
 
-    def __init__(self, terms: RowLoss) -> None:
-        self.terms, self.options = terms, terms.options
+    def __init__(self, row_loss: RowLoss) -> None:
+        self.row_loss, self.options = row_loss, row_loss.options
 
-    def _squash(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
-        """z and dz / dy, in the dtype of the computation."""
-        y, temperature = logits.to(self.terms.dtype), self.options.temperature
+    def _transformed_logits(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return z and dz / dy, in the dtype of the computation."""
+        y, temperature = logits.to(self.row_loss.dtype), self.options.temperature
         if self.options.softcap is None:
             return y / temperature, 1 / temperature
         t = torch.tanh(y / self.options.softcap)
         return self.options.softcap * t / temperature, (1 - t * t) / temperature
 
     def _targets(self, block: Block) -> tuple[Tensor, Tensor | float]:
-        """w q (or the hard target's [k = y]) and w of a block."""
-        targets = self.terms.targets.rows(*block.rows)
+        """Return w q (or [k = y] for class targets) and w of a block."""
+        targets = self.row_loss.targets.rows(*block.rows)
         begin, end = block.columns
         weight = 1.0 if targets.class_weight is None else targets.class_weight[begin:end]
         if targets.soft is not None:
-            return weight * targets.soft[:, begin:end].to(self.terms.dtype), weight
-        assert targets.hard is not None
+            return weight * targets.soft[:, begin:end].to(self.row_loss.dtype), weight
+        assert targets.class_indices is not None
         classes = torch.arange(begin, end, device=block.logits.device)
-        return (targets.hard[:, None] == classes).to(self.terms.dtype), weight
+        return (targets.class_indices[:, None] == classes).to(self.row_loss.dtype), weight
 
     def fold(self, block: Block, statistics: RowStatistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
-        z, _ = self._squash(block.logits)
+        z, _ = self._transformed_logits(block.logits)
         targets, weight = self._targets(block)
-        mine = statistics.rows(*block.rows)
-        top = torch.maximum(mine.top, z.amax(1))
-        shift = torch.where(top == -torch.inf, 0.0, top)
-        mine.total.mul_((mine.top - shift).exp()).add_((z - shift[:, None]).exp().sum(1))
-        mine.top.copy_(top)
-        if self.terms.targets.soft is None:  # an infinite logit that is not the target's is not looked at
-            mine.picked.add_(torch.where(targets > 0, z, 0.0).sum(1))
+        own = statistics.rows(*block.rows)
+        row_max = torch.maximum(own.row_max, z.amax(1))
+        shift = torch.where(row_max == -torch.inf, 0.0, row_max)
+        own.sum_exp.mul_((own.row_max - shift).exp()).add_((z - shift[:, None]).exp().sum(1))
+        own.row_max.copy_(row_max)
+        if self.row_loss.targets.soft is None:  # an infinite logit of another class must not make NaN of 0 * inf
+            own.target_logit.add_(torch.where(targets > 0, z, 0.0).sum(1))
         else:
-            mine.picked.add_((targets * z).sum(1))
-        if self.terms.is_smoothed:
-            mine.summed.add_((weight * z).sum(1))
+            own.target_logit.add_((targets * z).sum(1))
+        if self.row_loss.has_smoothing:
+            own.logit_sum.add_((weight * z).sum(1))
 
     def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
         """Write the gradient of a block."""
-        z, slope = self._squash(block.logits)
+        z, slope = self._transformed_logits(block.logits)
         targets, weight = self._targets(block)
-        mine, seen = factors.rows(*block.rows), statistics.rows(*block.rows)
-        share = (z - seen.top[:, None] - seen.total.log()[:, None]).exp()
-        gradient = mine.on_softmax[:, None] * share
-        if self.terms.is_penalised:
-            gradient += (mine.on_square * seen.log_normaliser())[:, None] * share
-        gradient -= mine.on_target[:, None] * targets
-        if self.terms.is_smoothed:
-            gradient -= mine.on_all[:, None] * weight
+        factor, of_rows = factors.rows(*block.rows), statistics.rows(*block.rows)
+        softmax = (z - of_rows.row_max[:, None] - of_rows.sum_exp.log()[:, None]).exp()
+        gradient = factor.grad_softmax[:, None] * softmax
+        if self.row_loss.has_z_loss:
+            gradient += (factor.grad_z_loss * of_rows.log_sum_exp())[:, None] * softmax
+        gradient -= factor.grad_target[:, None] * targets
+        if self.row_loss.has_smoothing:
+            gradient -= factor.grad_smoothing[:, None] * weight
         into.copy_(gradient * slope)
 
     def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
-        """Both, for a block with every column of its rows."""
-        statistics.rows(*block.rows).forget()
+        """Do both for a block with every column of its rows."""
+        statistics.rows(*block.rows).reset()
         self.fold(block, statistics)
         self.write_gradient(block, statistics, factors, block.logits)
 
 
+@cache
+def softmax_gradient_launch() -> RepeatedLaunch:
+    """Return the launch of the kernel that takes complete rows."""
+    from subtensors.kernels.cross_entropy.softmax_gradient_kernel import softmax_gradient_kernel
+
+    return RepeatedLaunch(softmax_gradient_kernel)
+
+
 @dataclass(frozen=True)
 class Tile:
-    """Columns that a program reads at once, the rows of which it does, and the warps that share them."""
+    """The columns and rows that a program reads at once, and its warps."""
 
     columns: int
     warps: int
@@ -143,55 +169,59 @@ class Tile:
 WHOLE_ROWS, LONG_ROWS, STATISTICS, GRADIENT = Tile(8192, 16), Tile(16384, 32), Tile(2048, 4, rows=2), Tile(2048, 4)
 """The fastest of those that were measured on an H200."""
 
-LONG = 2**16
-"""Columns from which on a row is long."""
+MIN_LONG_COLUMNS = 2**16
+"""The columns from which on a row is long."""
 
 
 class KernelOps:
-    """The same by Triton kernels, in place and in float32.
+    """The same formulas by Triton kernels, in place and in float32.
 
     Args:
-        terms: of all rows.
+        row_loss: the loss of all rows.
     """
 
-    def __init__(self, terms: RowLoss) -> None:
-        self.terms = terms
-        options = terms.options
-        self.numbers = (1.0 if options.softcap is None else float(options.softcap), 1.0 / options.temperature)
+    def __init__(self, row_loss: RowLoss) -> None:
+        self.row_loss = row_loss
+        options = row_loss.options
+        self.scalars = (1.0 if options.softcap is None else float(options.softcap), 1.0 / options.temperature)
         self.flags = {
-            "SOFT": terms.targets.soft is not None,
-            "WEIGHTED": terms.targets.class_weight is not None,
-            "SMOOTHED": terms.is_smoothed,
-            "CAPPED": options.softcap is not None,
+            "SOFT_TARGETS": row_loss.targets.soft is not None,
+            "HAS_CLASS_WEIGHT": row_loss.targets.class_weight is not None,
+            "HAS_SMOOTHING": row_loss.has_smoothing,
+            "HAS_SOFTCAP": options.softcap is not None,
         }
 
-    def _operands(self, block: Block) -> tuple[Any, ...]:
+    def _operands(self, block: Block) -> tuple[Tensor | int, ...]:
         """Return the leading arguments of a kernel on the rows of a block."""
-        logits, targets = block.logits, self.terms.targets.rows(*block.rows)
+        logits, targets = block.logits, self.row_loss.targets.rows(*block.rows)
         if targets.soft is not None:
             targets = targets._replace(soft=targets.soft[:, slice(*block.columns)])
-        soft, weight, hard = self._of_targets(logits, targets)
-        return logits, logits.stride(0), soft, soft.stride(0), weight, hard
+        soft, weight, class_indices = self._target_operands(logits, targets)
+        return logits, logits.stride(0), soft, soft.stride(0), weight, class_indices
 
-    def _of_targets(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
-        """Distributions, class weights and class indices; in the place of what is absent something that is not read."""
-        soft = logits if targets.soft is None else _with_near_columns(targets.soft)
+    def _target_operands(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+        """Return distributions, class weights and class indices, with the logits in place of what is absent."""
+        soft = targets.soft
+        if soft is None:
+            soft = logits
+        elif soft.stride(1) != 1:
+            soft = soft.contiguous()
         weight = logits if targets.class_weight is None else targets.class_weight
-        return soft, weight, logits if targets.hard is None else targets.hard
+        return soft, weight, logits if targets.class_indices is None else targets.class_indices
 
     def fold(self, block: Block, statistics: RowStatistics) -> None:
         """Fold a block into the statistics of all rows, in place."""
         from subtensors.kernels.cross_entropy.softmax_gradient_kernel import statistics_kernel
 
         rows, columns = block.logits.shape
-        mine = statistics.rows(*block.rows)
         with launching_on(block.logits.device):
             statistics_kernel[(-(-rows // STATISTICS.rows),)](
                 *self._operands(block),
-                *(mine.top, mine.total, mine.picked, mine.summed),
-                *(rows, block.first_column, columns, *self.numbers),
+                *statistics.rows(*block.rows),
+                *(rows, block.first_column, columns, *self.scalars),
                 ROWS=STATISTICS.rows,
-                **self._shape(STATISTICS, columns),
+                **self.flags,
+                **self._launch_options(STATISTICS, columns),
             )
 
     def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
@@ -199,45 +229,40 @@ class KernelOps:
         from subtensors.kernels.cross_entropy.softmax_gradient_kernel import gradient_kernel
 
         rows, columns = block.logits.shape
-        mine, seen = factors.rows(*block.rows), statistics.rows(*block.rows)
-        on_softmax = mine.on_softmax
-        if self.terms.is_penalised:
-            on_softmax = on_softmax + mine.on_square * seen.log_normaliser()
-        shape = self._shape(GRADIENT, columns)
+        factor, of_rows = factors.rows(*block.rows), statistics.rows(*block.rows)
+        grad_softmax = factor.grad_softmax
+        if self.row_loss.has_z_loss:
+            grad_softmax = grad_softmax + factor.grad_z_loss * of_rows.log_sum_exp()
+        options = self._launch_options(GRADIENT, columns)
         with launching_on(into.device):
-            gradient_kernel[(rows, -(-columns // shape["BLOCK"]))](
+            gradient_kernel[(rows, -(-columns // options["BLOCK"]))](
                 *self._operands(block),
-                *(into, into.stride(0), seen.top, seen.total, on_softmax, mine.on_target, mine.on_all),
-                *(block.first_column, columns, *self.numbers),
-                **shape,
+                *(into, into.stride(0), of_rows.row_max, of_rows.sum_exp),
+                *(grad_softmax, factor.grad_target, factor.grad_smoothing),
+                *(block.first_column, columns, *self.scalars),
+                **self.flags,
+                **options,
             )
 
     def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
-        """Both, for a block with every column of its rows."""
+        """Do both for a block with every column of its rows."""
         logits = block.logits
         rows, columns = logits.shape
-        soft, weight, hard = self._of_targets(logits, self.terms.targets)
-        # Slices of what there is of each row would take the host longer than the launch.
-        launch_softmax_gradient()(
+        soft, weight, class_indices = self._target_operands(logits, self.row_loss.targets)
+        # The kernel takes all rows and the first of them: a slice of each operand would take longer than the launch.
+        softmax_gradient_launch()(
             rows,
-            (logits, soft, weight, hard, *statistics, *factors),
-            *(logits.stride(0), soft.stride(0), block.first_row, columns, *self.numbers),
+            (logits, soft, weight, class_indices, *statistics, *factors),
+            *(logits.stride(0), soft.stride(0), block.first_row, columns, *self.scalars),
             **self.flags,
-            PENALISED=self.terms.is_penalised,
-            **self._tile(LONG_ROWS if columns >= LONG else WHOLE_ROWS, columns),
+            HAS_Z_LOSS=self.row_loss.has_z_loss,
+            **self._launch_options(LONG_ROWS if columns >= MIN_LONG_COLUMNS else WHOLE_ROWS, columns),
         )
 
-    def _shape(self, tile: Tile, columns: int) -> dict[str, Any]:
-        """The kernel's compile-time arguments; a block narrower than the tile gets a narrower tile."""
-        return {**self.flags, **self._tile(tile, columns)}
-
-    def _tile(self, tile: Tile, columns: int) -> dict[str, Any]:
+    def _launch_options(self, tile: Tile, columns: int) -> dict[str, int]:
+        """Return the block size and the warps; a block narrower than the tile gets a narrower tile."""
         width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
         return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
-
-
-def _with_near_columns(soft: Tensor) -> Tensor:
-    return soft if soft.stride(1) == 1 else soft.contiguous()
 
 
 def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
@@ -249,12 +274,108 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
 
 
-def block_ops(terms: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
+def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
     """Return the operations on blocks of these logits.
 
     Args:
-        terms: the loss of all rows.
+        row_loss: the loss of all rows.
         logits: any block, for its device and dtype.
         kernels: whether to use Triton kernels; None: as the device and dtype decide.
     """
-    return KernelOps(terms) if uses_kernels(logits, kernels) else ReferenceOps(terms)
+    return KernelOps(row_loss) if uses_kernels(logits, kernels) else ReferenceOps(row_loss)
+
+
+@dataclass
+class Problem:
+    """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
+
+    The values per row take many small kernels. They are computed on first use, which is after the first logits: the
+    GPU runs a matrix product while the host prepares them.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    options: CrossEntropy
+    needs: GradFlags
+    upstream: Tensor | None
+    weight_grad_dtype: torch.dtype
+    kernels: bool | None
+    overwrites_statistics: bool = False
+    """True where each block holds complete rows, so that their statistics are written, not folded into."""
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which sums are kept: float32, or float64 for float64 operands."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    @cached_property
+    def row_loss(self) -> RowLoss:
+        """The loss as a function of the statistics of rows."""
+        kernels = uses_kernels(self.hidden, self.kernels)
+        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
+
+    @cached_property
+    def statistics(self) -> RowStatistics:
+        """The statistics of all rows, of the logits that were folded in."""
+        memory = RowStatistics.uninitialized if self.overwrites_statistics else RowStatistics.initial
+        return memory(self.hidden.shape[0], self.compute_dtype, self.hidden.device)
+
+    @cached_property
+    def factors(self) -> GradientFactors:
+        """The factors of the gradient of the logits."""
+        return self.row_loss.gradient_factors(self.upstream)
+
+    @cached_property
+    def ops(self) -> BlockOps:
+        """The operations on blocks of logits."""
+        return block_ops(self.row_loss, self.hidden, self.kernels)
+
+    def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
+        """Return the block of these rows and columns at the beginning of some memory."""
+        height, width = rows[1] - rows[0], columns[1] - columns[0]
+        return Block(memory[: height * width].view(height, width), rows[0], columns[0])
+
+    def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
+        """Compute a block of logits at the beginning of some memory."""
+        block = self.block(memory, rows, columns)
+        begin, end = columns
+        weight, bias = self.weight[begin:end].t(), None if self.bias is None else self.bias[begin:end]
+        self._multiply(self.hidden[slice(*rows)], weight, bias, block.logits)
+        return block
+
+    def logits_of_rows(self, memory: Tensor, begin: int, end: int) -> Block:
+        """Compute all logits of rows [begin, end) in memory of at least as many rows."""
+        logits = memory if end - begin == memory.shape[0] else memory[: end - begin]
+        self._multiply(self.hidden[begin:end], self._weight_by_column, self.bias, logits)
+        return Block(logits, begin)
+
+    @cached_property
+    def _weight_by_column(self) -> Tensor:
+        return self.weight.t()
+
+    @staticmethod
+    def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+        if bias is None:
+            torch.mm(hidden, weight, out=logits)
+        else:
+            torch.addmm(bias, hidden, weight, out=logits)
+
+    def weight_grad(self) -> Tensor | None:
+        """Return memory for the gradient of the weight; None where it is not needed."""
+        if not self.needs.weight:
+            return None
+        return torch.empty(self.weight.shape, dtype=self.weight_grad_dtype, device=self.weight.device)
+
+    def bias_grad(self) -> Tensor | None:
+        """Return zeros to add the gradient of the bias to; None where it is not needed."""
+        if not self.needs.bias:
+            return None
+        return torch.zeros(self.weight.shape[0], dtype=self.compute_dtype, device=self.weight.device)
+
+    def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
+        """Return the loss, and these gradients in the dtypes of their operands."""
+        loss = self.row_loss.loss(self.statistics)
+        hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
+        return LossAndGradients(loss, hidden, weight, bias)

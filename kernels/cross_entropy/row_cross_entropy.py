@@ -1,88 +1,97 @@
-"""Cross entropy and log-sum-exp of each row of logits that are there: read once for them, and once for the gradient.
+"""Cross entropy and log-sum-exp of each row of given logits, which are read once for them and once for the gradient.
 
-It is the part of `linear_cross_entropy` between its products, for logits that come from elsewhere and for whoever wants
-a loss a row. Between forward and backward it keeps the logits in their own dtype, and a few numbers a row.
+This is the part of `linear_cross_entropy` between its products, for logits that come from elsewhere and for losses a
+row. Between forward and backward it keeps the logits in their own dtype, and a few numbers a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses_kernels
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
+class _Context(FunctionCtx):
+    """The state that forward keeps for backward: logits, row_max and sum_exp are the saved tensors."""
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor]
+    row_loss: RowLoss
+
+
 class _RowCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
+    def forward(ctx: _Context, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
-        terms = RowLoss(options, target, logits.shape[1], compute, uses_kernels(logits))
-        statistics = RowStatistics.none(logits.shape[0], compute, logits.device)
+        row_loss = RowLoss(options, target, logits.shape[1], compute, uses_kernels(logits))
+        statistics = RowStatistics.initial(logits.shape[0], compute, logits.device)
         if logits.numel():
-            block_ops(terms, logits).fold(Block(logits), statistics)
+            block_ops(row_loss, logits).fold(Block(logits), statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, statistics.top, statistics.total)
-        ctx.terms = terms
-        return terms.loss(statistics)
+        ctx.save_for_backward(logits, statistics.row_max, statistics.sum_exp)
+        ctx.row_loss = row_loss
+        return row_loss.loss(statistics)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
-        (of_loss,) = upstream
-        if of_loss is None:
+    def backward(ctx: _Context, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (grad_loss,) = upstream
+        if grad_loss is None:
             return None, None, None
-        logits, top, total = ctx.saved_tensors
+        logits, row_max, sum_exp = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         if logits.numel():
-            factors = ctx.terms.gradient_factors(of_loss)
-            statistics = RowStatistics(top, total, top, top)  # a gradient has no use for the sums of logits
-            block_ops(ctx.terms, logits).write_gradient(Block(logits), statistics, factors, gradient)
+            factors = ctx.row_loss.gradient_factors(grad_loss)
+            statistics = RowStatistics(row_max, sum_exp, row_max, row_max)  # the gradient does not read the others
+            block_ops(ctx.row_loss, logits).write_gradient(Block(logits), statistics, factors, gradient)
         return gradient, None, None
 
 
 class _RowLogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, options: CrossEntropy) -> Tensor:
+    def forward(ctx: _Context, logits: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
-        nobody = torch.full(logits.shape[:1], -1, device=logits.device)
-        terms = RowLoss(replace(options, ignore_index=-1), nobody, logits.shape[1], compute)
-        statistics = RowStatistics.none(logits.shape[0], compute, logits.device)
+        no_target = torch.full(logits.shape[:1], -1, device=logits.device)
+        row_loss = RowLoss(replace(options, ignore_index=-1), no_target, logits.shape[1], compute)
+        statistics = RowStatistics.initial(logits.shape[0], compute, logits.device)
         if logits.numel():
-            block_ops(terms, logits).fold(Block(logits), statistics)
-        # An infinite logit is the sum, as torch has it; the difference from itself is no number.
-        statistics.total.masked_fill_(statistics.top.isinf(), 1.0)
+            block_ops(row_loss, logits).fold(Block(logits), statistics)
+        # A row with an infinite logit has an infinite sum, as in torch; inf - inf would be NaN.
+        statistics.sum_exp.masked_fill_(statistics.row_max.isinf(), 1.0)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, statistics.top, statistics.total)
-        ctx.terms = terms
-        return statistics.log_normaliser()
+        ctx.save_for_backward(logits, statistics.row_max, statistics.sum_exp)
+        ctx.row_loss = row_loss
+        return statistics.log_sum_exp()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None]:
-        (of_sum,) = upstream
-        if of_sum is None:
+    def backward(ctx: _Context, *upstream: Tensor | None) -> tuple[Tensor | None, None]:
+        (grad_sum,) = upstream
+        if grad_sum is None:
             return None, None
-        logits, top, total = ctx.saved_tensors
+        logits, row_max, sum_exp = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         if logits.numel():
-            of_sum = of_sum.to(top.dtype).contiguous()
-            factors = GradientFactors(of_sum, of_sum, torch.zeros_like(of_sum), of_sum)  # the others are not read
-            statistics = RowStatistics(top, total, top, top)
-            block_ops(ctx.terms, logits).write_gradient(Block(logits), statistics, factors, gradient)
+            grad_sum = grad_sum.to(row_max.dtype).contiguous()
+            factors = GradientFactors(
+                grad_sum, grad_sum, torch.zeros_like(grad_sum), grad_sum
+            )  # the others are not read
+            statistics = RowStatistics(row_max, sum_exp, row_max, row_max)
+            block_ops(ctx.row_loss, logits).write_gradient(Block(logits), statistics, factors, gradient)
         return gradient, None
 
 
 def row_log_sum_exp(logits: Tensor, options: CrossEntropy) -> Tensor:
-    """The logarithm of the sum of the exponentials of each row, differentiable once in the logits.
+    """Return the log-sum-exp of each row, differentiable once in the logits.
 
     Args:
         logits: (N, V), floating point.
-        options: of which softcap and temperature count.
+        options: its softcap and temperature apply.
 
     Returns:
         (N,), float32 (float64 for float64 logits).
@@ -97,12 +106,12 @@ def row_log_sum_exp(logits: Tensor, options: CrossEntropy) -> Tensor:
 
 
 def row_cross_entropy(logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
-    """The cross entropy of each row, differentiable once in the logits.
+    """Return the cross entropy of each row, differentiable once in the logits.
 
     Args:
         logits: (N, V), floating point.
         target: (N,) int64 class indices, or (N, V) floating point distributions; no gradient flows to it.
-        options: which cross entropy; nothing is reduced, whatever they say of it.
+        options: of the cross entropy; its reduction is taken to be "none".
 
     Returns:
         (N,), float32 (float64 for float64 logits).

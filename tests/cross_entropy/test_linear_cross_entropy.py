@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from subtensors.kernels.cross_entropy.problem import LossAndGradients
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
 
 GRADIENTS = ("hidden", "weight", "bias")
 
@@ -104,19 +104,21 @@ def check(actual: LossAndGradients, case: Case, upstream: Tensor | None = None) 
 
 def terms_without_signs(case: Case, upstream: Tensor | None, logits: Tensor) -> Tensor:
     """What each element of the gradient of the logits is a difference of, added up."""
-    terms = RowLoss(case.options, case.target, logits.shape[1], torch.float64)
-    f = terms.gradient_factors(upstream)
+    row_loss = RowLoss(case.options, case.target, logits.shape[1], torch.float64)
+    f = row_loss.gradient_factors(upstream)
     z = logits if case.options.softcap is None else case.options.softcap * torch.tanh(logits / case.options.softcap)
     z = z / case.options.temperature
-    weight = 1.0 if terms.targets.class_weight is None else terms.targets.class_weight
-    if terms.targets.soft is not None:
-        targets = weight * terms.targets.soft
+    weight = 1.0 if row_loss.targets.class_weight is None else row_loss.targets.class_weight
+    if row_loss.targets.soft is not None:
+        targets = weight * row_loss.targets.soft
     else:
-        assert terms.targets.hard is not None
-        targets = (terms.targets.hard[:, None] == torch.arange(logits.shape[1], device=logits.device)).double()
-    on_softmax = f.on_softmax.abs() + terms.is_penalised * f.on_square.abs() * z.logsumexp(1).abs()
-    size = on_softmax[:, None] * z.softmax(1) + f.on_target.abs()[:, None] * targets
-    size = size + terms.is_smoothed * f.on_all.abs()[:, None] * weight
+        assert row_loss.targets.class_indices is not None
+        targets = (
+            row_loss.targets.class_indices[:, None] == torch.arange(logits.shape[1], device=logits.device)
+        ).double()
+    grad_softmax = f.grad_softmax.abs() + row_loss.has_z_loss * f.grad_z_loss.abs() * z.logsumexp(1).abs()
+    size = grad_softmax[:, None] * z.softmax(1) + f.grad_target.abs()[:, None] * targets
+    size = size + row_loss.has_smoothing * f.grad_smoothing.abs()[:, None] * weight
     return size / case.options.temperature
 
 

@@ -1,4 +1,4 @@
-"""The kernels over blocks of logits do what their torch reference does, also where nothing is finite."""
+"""Kernels on blocks of logits agree with their torch reference, also where logits are not finite."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DEFAULTS = {name: getattr(logits_block, name) for name in ("WHOLE_ROWS", "LONG_R
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Any:
-    """Tiles so small that a row has several."""
+    """Make tiles so small that a row has several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_block, "WHOLE_ROWS", Tile(128, 4))
         patch.setattr(logits_block, "LONG_ROWS", Tile(256, 4))
-        patch.setattr(logits_block, "LONG", 500)
+        patch.setattr(logits_block, "MIN_LONG_COLUMNS", 500)
         patch.setattr(logits_block, "STATISTICS", Tile(128, 4, rows=4))
         patch.setattr(logits_block, "GRADIENT", Tile(128, 4))
         yield
@@ -67,46 +67,46 @@ def losses(draw: Any, rows: int, columns: int, device: str) -> tuple[CrossEntrop
 
 @dataclass(frozen=True)
 class Truth:
-    """Rows of logits done in float64, and how large the terms are that each result is a sum of.
+    """Results for rows of logits in float64, and the size of the terms that each is a sum of.
 
     A result in float32 may err by `ROUNDINGS` roundings of those: as many as tanh, exp and a division leave on a term,
     and additions on a sum, where they don't all go one way. Where terms cancel, the result itself is far smaller.
-    A share of the softmax below the smallest normal number may be zero, and what it is multiplied by with it.
+    A softmax value below the smallest normal number may be zero, and what it is multiplied by with it.
     """
 
-    normaliser: Tensor
-    picked: Tensor
-    summed: Tensor
+    log_sum_exp: Tensor
+    target_logit: Tensor
+    logit_sum: Tensor
     gradient: Tensor
-    normaliser_terms: Tensor
-    picked_terms: Tensor
-    summed_terms: Tensor
+    log_sum_exp_terms: Tensor
+    target_logit_terms: Tensor
+    logit_sum_terms: Tensor
     gradient_terms: Tensor
-    on_share: Tensor
-    """What the gradient multiplies a share by, (rows, 1)."""
+    softmax_factor: Tensor
+    """The factor of the softmax in the gradient, (rows, 1)."""
 
     @staticmethod
     def of(values: Tensor, options: CrossEntropy, target: Tensor) -> Truth:
         wide = RowLoss(options, target, values.shape[1], torch.float64)
         ops, block = ReferenceOps(wide), Block(values.double())
-        statistics = RowStatistics.none(values.shape[0], torch.float64, values.device)
-        z = ops._squash(block.logits)[0]
+        statistics = RowStatistics.initial(values.shape[0], torch.float64, values.device)
+        z = ops._transformed_logits(block.logits)[0]
         targets, weight = ops._targets(block)
         size = z.abs().nan_to_num(0.0, 0.0)  # what is infinite is infinite, or counts for nothing
         factors = wide.gradient_factors(None)
         ops.fold_and_write_gradient(block, statistics, factors)
-        normaliser = statistics.log_normaliser()
-        shares = (z - normaliser[:, None]).exp()
-        scale = 1 + statistics.top.abs() + (shares * size).sum(1)
-        on_softmax = factors.on_softmax[:, None].abs()
-        if wide.is_penalised:
-            on_softmax = on_softmax + (factors.on_square * normaliser)[:, None].abs()
-        parts = on_softmax * shares * (1 + size + scale[:, None]) + factors.on_target[:, None].abs() * targets
-        parts = parts + factors.on_all[:, None].abs() * weight if wide.is_smoothed else parts
+        log_sum_exp = statistics.log_sum_exp()
+        softmax = (z - log_sum_exp[:, None]).exp()
+        scale = 1 + statistics.row_max.abs() + (softmax * size).sum(1)
+        grad_softmax = factors.grad_softmax[:, None].abs()
+        if wide.has_z_loss:
+            grad_softmax = grad_softmax + (factors.grad_z_loss * log_sum_exp)[:, None].abs()
+        parts = grad_softmax * softmax * (1 + size + scale[:, None]) + factors.grad_target[:, None].abs() * targets
+        parts = parts + factors.grad_smoothing[:, None].abs() * weight if wide.has_smoothing else parts
         return Truth(
-            *(normaliser, statistics.picked, statistics.summed, block.logits, scale),
+            *(log_sum_exp, statistics.target_logit, statistics.logit_sum, block.logits, scale),
             *((targets * size).sum(1), (weight * size).sum(1), parts / options.temperature),
-            on_softmax / options.temperature,
+            grad_softmax / options.temperature,
         )
 
 
@@ -127,12 +127,12 @@ def assert_near(mine: Tensor, truth: Tensor, terms: Tensor, flushed: Tensor | fl
     assert not over.numel() or over.max() <= 1, f"{over.max()} times the error allowed"
 
 
-def assert_near_truth(statistics: RowStatistics, gradient: Tensor, truth: Truth, is_smoothed: bool) -> None:
-    assert_near(statistics.log_normaliser(), truth.normaliser, truth.normaliser_terms)
-    assert_near(statistics.picked, truth.picked, truth.picked_terms)
-    if is_smoothed:
-        assert_near(statistics.summed, truth.summed, truth.summed_terms)
-    assert_near(gradient, truth.gradient, truth.gradient_terms, truth.on_share)
+def assert_near_truth(statistics: RowStatistics, gradient: Tensor, truth: Truth, has_smoothing: bool) -> None:
+    assert_near(statistics.log_sum_exp(), truth.log_sum_exp, truth.log_sum_exp_terms)
+    assert_near(statistics.target_logit, truth.target_logit, truth.target_logit_terms)
+    if has_smoothing:
+        assert_near(statistics.logit_sum, truth.logit_sum, truth.logit_sum_terms)
+    assert_near(gradient, truth.gradient, truth.gradient_terms, truth.softmax_factor)
 
 
 def within_poison(values: Tensor) -> Tensor:
@@ -144,57 +144,59 @@ def within_poison(values: Tensor) -> Tensor:
 
 @each_kernel_lowering
 @given(data=some.data(), values=logits())
-def test_whole_rows_are_done_in_one_go(lowering: Lowering, data: Any, values: Tensor) -> None:
+def test_statistics_and_gradient_of_complete_rows_take_one_launch(
+    lowering: Lowering, data: Any, values: Tensor
+) -> None:
     values = values.to(lowering.device)
     rows, columns = values.shape
     options, target = data.draw(losses(rows, columns, lowering.device))
-    terms, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
-    factors = terms.gradient_factors(None)
-    for ops in (KernelOps(terms), ReferenceOps(terms)):
-        block, statistics = Block(within_poison(values)), RowStatistics.none(rows, torch.float32, values.device)
+    row_loss, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
+    factors = row_loss.gradient_factors(None)
+    for ops in (KernelOps(row_loss), ReferenceOps(row_loss)):
+        block, statistics = Block(within_poison(values)), RowStatistics.initial(rows, torch.float32, values.device)
         with np.errstate(all="ignore"):
             ops.fold_and_write_gradient(block, statistics, factors)
-        assert_near_truth(statistics, block.logits, truth, terms.is_smoothed)
+        assert_near_truth(statistics, block.logits, truth, row_loss.has_smoothing)
         around = block.logits.as_strided((rows, columns + 7), (columns + 7, 1), 0)
         assert around[:, :3].isnan().all()
         assert around[:, -4:].isnan().all()
 
 
 @each_kernel_lowering
-def test_large_logits_lose_what_plain_torch_loses_and_shares_below_the_smallest_normal_number(
+def test_large_logits_err_as_in_plain_torch_but_for_a_subnormal_softmax(
     lowering: Lowering,
 ) -> None:
     # The share of 6.8528 is 9.8e-39, which the GPU's power of two makes zero; its gradient would be a normal number.
     values = torch.tensor([[-7.5437, 50.6134, 6.8528, 14.0291], [4.5887, 70.7133, 47.2439, 72.2093]])
     values, target = values.to(lowering.device), torch.tensor([3, 1], device=lowering.device)
     options = CrossEntropy(reduction="sum", temperature=0.5)
-    terms, truth = RowLoss(options, target, 4, torch.float32), Truth.of(values, options, target)
+    row_loss, truth = RowLoss(options, target, 4, torch.float32), Truth.of(values, options, target)
     leaf = values.clone().requires_grad_()
     F.cross_entropy(leaf / options.temperature, target, reduction="sum").backward()
     assert leaf.grad is not None
     plain_error = (leaf.grad - truth.gradient).abs()
-    block, statistics = Block(within_poison(values)), RowStatistics.none(2, torch.float32, values.device)
-    KernelOps(terms).fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
-    assert_near_truth(statistics, block.logits, truth, is_smoothed=False)
+    block, statistics = Block(within_poison(values)), RowStatistics.initial(2, torch.float32, values.device)
+    KernelOps(row_loss).fold_and_write_gradient(block, statistics, row_loss.gradient_factors(None))
+    assert_near_truth(statistics, block.logits, truth, has_smoothing=False)
     one_rounding = torch.finfo(torch.float32).eps * truth.gradient.abs()
-    lost = truth.on_share * torch.finfo(torch.float32).tiny
+    lost = truth.softmax_factor * torch.finfo(torch.float32).tiny
     error = (block.logits - truth.gradient).abs()
     assert (error <= 1.5 * plain_error.amax(1, keepdim=True) + one_rounding + lost).all()
 
 
 @each_kernel_lowering
 @given(data=some.data(), values=logits(), cut=some.floats(0, 1))
-def test_blocks_of_columns_are_folded_and_then_written(
+def test_blocks_of_columns_are_folded_into_statistics_then_get_their_gradient(
     lowering: Lowering, data: Any, values: Tensor, cut: float
 ) -> None:
     values = values.to(lowering.device)
     rows, columns = values.shape
     options, target = data.draw(losses(rows, columns, lowering.device))
-    terms, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
-    factors = terms.gradient_factors(None)
+    row_loss, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
+    factors = row_loss.gradient_factors(None)
     first = max(1, int(cut * columns))
-    for ops in (KernelOps(terms), ReferenceOps(terms)):
-        whole, statistics = within_poison(values), RowStatistics.none(rows, torch.float32, values.device)
+    for ops in (KernelOps(row_loss), ReferenceOps(row_loss)):
+        whole, statistics = within_poison(values), RowStatistics.initial(rows, torch.float32, values.device)
         blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
         apart = torch.full_like(whole, torch.nan)
         with np.errstate(all="ignore"):
@@ -203,22 +205,22 @@ def test_blocks_of_columns_are_folded_and_then_written(
             for block in blocks:
                 into = apart[:, slice(*block.columns)]
                 ops.write_gradient(block, statistics, factors, into)
-        assert_near_truth(statistics, apart, truth, terms.is_smoothed)
+        assert_near_truth(statistics, apart, truth, row_loss.has_smoothing)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [20011, 70001])
-def test_long_rows_are_right_on_a_gpu(dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_block, "LONG", 2**16)
+def test_long_rows_agree_on_a_gpu(dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_block, "MIN_LONG_COLUMNS", 2**16)
     for name, tile in DEFAULTS.items():
         monkeypatch.setattr(logits_block, name, tile)
     generator = torch.Generator("cuda").manual_seed(0)
     values = torch.randn(1000, columns, generator=generator, device="cuda").to(dtype)
     target = torch.randint(columns, (1000,), generator=generator, device="cuda")
     options = CrossEntropy(label_smoothing=0.1, z_loss=0.01)
-    terms, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
-    for ops in (KernelOps(terms), ReferenceOps(terms)):
-        block, statistics = Block(values.clone()), RowStatistics.none(1000, torch.float32, values.device)
-        ops.fold_and_write_gradient(block, statistics, terms.gradient_factors(None))
-        assert_near_truth(statistics, block.logits, truth, is_smoothed=True)
+    row_loss, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
+    for ops in (KernelOps(row_loss), ReferenceOps(row_loss)):
+        block, statistics = Block(values.clone()), RowStatistics.initial(1000, torch.float32, values.device)
+        ops.fold_and_write_gradient(block, statistics, row_loss.gradient_factors(None))
+        assert_near_truth(statistics, block.logits, truth, has_smoothing=True)

@@ -21,7 +21,7 @@ from subtensors.kernels.cross_entropy.compensated_sum import (
     compensated_add_by_kernel,
 )
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from subtensors.kernels.cross_entropy.problem import Problem
+from subtensors.kernels.cross_entropy.logits_block import Problem
 
 ROWS, WIDTH, CLASSES = 512, 24, 96
 
@@ -111,8 +111,8 @@ def test_what_cancels_between_products_leaves_no_error_behind(
 def test_two_bytes_an_element_are_kept_beside_the_result(dtype: torch.dtype) -> None:
     result = torch.empty(100, 30, dtype=dtype)
     total = CompensatedGemmSum(result, dtype, exact=True, terms=2, kernels=False)
-    assert total.beside is not None
-    assert total.beside.nbytes == 2 * result.numel()
+    assert total.buffer is not None
+    assert total.buffer.nbytes == 2 * result.numel()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_two_bytes_an_element_are_kept_beside_the_result(dtype: torch.dtype) -> 
 )
 def test_nothing_is_kept_where_the_result_has_bits_enough(exact: bool, terms: int, dtype: torch.dtype) -> None:
     operands = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    assert CompensatedGemmSum(torch.empty(3, 3, dtype=dtype), operands, exact, terms, kernels=False).beside is None
+    assert CompensatedGemmSum(torch.empty(3, 3, dtype=dtype), operands, exact, terms, kernels=False).buffer is None
 
 
 added = some.builds(
@@ -173,9 +173,9 @@ def test_first_chunks_are_longer_within_the_same_memory_where_that_makes_them_fe
     chunks: list[tuple[int, int]] = []
     logits_of = Problem.logits_of_rows
 
-    def noted(task: Any, memory: Tensor, begin: int, end: int) -> Any:
+    def noted(operands: Any, memory: Tensor, begin: int, end: int) -> Any:
         chunks.append((begin, end))
-        return logits_of(task, memory, begin, end)
+        return logits_of(operands, memory, begin, end)
 
     monkeypatch.setattr(Problem, "logits_of_rows", noted)
     found = linear_cross_entropy(hidden, weight, target, rows=rows)
