@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cross_entropy_cases import Sizes, cases, check, example
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
-from test_linear_cross_entropy import Sizes, cases, check, example
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_linear_cross_entropy import example
+from cross_entropy_cases import example
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
