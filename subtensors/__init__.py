@@ -2,8 +2,7 @@
 
 from subtensors import optim
 from subtensors.bucketed.bucketed import bucketed
-from subtensors.chunked.chunk import chunk
-from subtensors.chunked.chunked_tensor import ChunkedTensor
+from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 from subtensors.dispatch.ops.errors import AddressError, RuleError, SizeError
 from subtensors.dispatch.torch_internals import requires as _internals
 from subtensors.explanation import explain

@@ -1,7 +1,7 @@
-"""Gradients of whole operands, added up over chunks.
+"""Gradients of replicated operands, summed over chunks.
 
 In its own 16-bit dtype a sum over C chunks is rounded C times. Exact sums of 16-bit gradients are float32 sums, half in
-the gradient's own memory and half beside it, that are rounded into place at the end. Exact sums of float32 gradients
+the gradient's own memory and half in a buffer, that are rounded into place at the end. Exact sums of float32 gradients
 keep the rounding errors in bfloat16 (`kernels/cross_entropy/compensated_sum.py`). Either takes two more bytes an
 element.
 """
@@ -9,10 +9,10 @@ element.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.compensated_sum import (
     FIRST_STRETCH,
@@ -44,7 +44,7 @@ class GradientSum:
 
     def __init__(self, like: Tensor, exact: bool) -> None:
         self.used = False
-        """True once anything was added."""
+        """True once a gradient was added."""
         # Sums go row after row of memory, so for a transposed tensor its transpose is summed.
         self._transposed = like.ndim == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0] > 1
         sizes = (like.shape[1], like.shape[0]) if self._transposed else like.shape
@@ -72,8 +72,8 @@ class GradientSum:
             upper.add_(part[: len(upper)])
             lower.add_(part[len(upper) :])
         elif self._lost is not None:
-            for place in self._pieces():
-                self._compensate(place, part[place].to(torch.float32).contiguous())
+            for piece in self._pieces():
+                self._compensate(piece, part[piece].to(torch.float32).contiguous())
         else:
             self._matrix.add_(part)
 
@@ -93,13 +93,13 @@ class GradientSum:
                 product_into(upper, left[: len(upper)], right, accumulate=True)
             product_into(lower, left[len(upper) :], right, accumulate=True)
         elif self._lost is not None:
-            for place in self._pieces():
-                self._compensate(place, left[place] @ right)
+            for piece in self._pieces():
+                self._compensate(piece, left[piece] @ right)
         else:
             self._matrix.addmm_(left, right)
 
     def take(self, scale: Tensor | None = None) -> Tensor:
-        """Return the sum times a number, in its own memory: afterwards it can't be added to or taken again.
+        """Return the sum times a number, in its own memory; it can be neither added to nor taken again.
 
         Args:
             scale: 0-d, or None for one.
@@ -109,24 +109,24 @@ class GradientSum:
             self._halves = None
             return self.result
         if self._lost is not None:
-            for place in self._pieces():
-                self._matrix[place].add_(self._lost[place])
+            for piece in self._pieces():
+                self._matrix[piece].add_(self._lost[piece])
             self._lost = None
         return self.result if scale is None else self.result.mul_(scale)
 
-    def _compensate(self, place: slice, part: Tensor) -> None:
+    def _compensate(self, piece: slice, part: Tensor) -> None:
         assert self._lost is not None
         add = compensated_add_by_kernel if part.is_cuda else compensated_add
-        add(part, self._matrix[place], self._lost[place], False)
+        add(part, self._matrix[piece], self._lost[piece], False)
 
     def _pieces(self) -> list[slice]:
-        """Slices of rows of the sum that are added to one at a time."""
+        """Return slices of the rows of the sum, which are added to one at a time."""
         rows, columns = self._matrix.shape
         step = max(1, PIECE_BYTES // (4 * max(columns, 1)))
         return [slice(start, start + step) for start in range(0, rows, step)]
 
     def _round(self, scale: Tensor | None) -> None:
-        """Round the sums into the result: those that lie in its memory from the front, then those beside it."""
+        """Round the sums into the result: those in its memory from the front, then those in the buffer."""
         assert self._halves is not None
         upper, lower = self._halves
         sums, result = upper.view(-1), self._matrix.view(-1)
@@ -142,15 +142,24 @@ class GradientSum:
         self._matrix[len(upper) :].copy_(lower)
 
 
+class _ProductContext(FunctionCtx):
+    """The state that forward keeps for backward."""
+
+    saved_tensors: tuple[Tensor, Tensor]
+    needs_input_grad: tuple[bool, ...]
+    sums: tuple[GradientSum, bool, GradientSum | None]
+    added_shape: torch.Size | None
+
+
 class ProductInto(torch.autograd.Function):
-    """a @ b (+ added) where one factor is the same for every chunk: its gradient goes straight into a sum.
+    """a @ b (+ added) where one factor is replicated: its gradient is added to a sum inside the GEMM.
 
     Operands with a sum get no gradient from this function; the others do.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ProductContext,
         a: Tensor,
         b: Tensor,
         added: Tensor | None,
@@ -165,7 +174,9 @@ class ProductInto(torch.autograd.Function):
         return a @ b if added is None else torch.addmm(added, a, b)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: _ProductContext, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         """Add to the sums, and return the gradients of the operands without one."""
         a, b = ctx.saved_tensors
         needs_a, needs_b, needs_added = ctx.needs_input_grad[:3]
@@ -179,6 +190,7 @@ class ProductInto(torch.autograd.Function):
             into.add_product(grad, b.t())
             grad_b = a.t() @ grad if needs_b else None
         if needs_added:
+            assert ctx.added_shape is not None
             wide = arithmetic_dtype(grad.dtype)
             summed = _summed_to(grad, ctx.added_shape, wide if added_into is not None else grad.dtype)
             if added_into is None:
@@ -189,6 +201,6 @@ class ProductInto(torch.autograd.Function):
 
 
 def _summed_to(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of an operand that was broadcast from `shape`."""
+    """Return the gradient of an operand that was broadcast from `shape`."""
     dims = [d for d in range(2) if d < 2 - len(shape) or (shape[d - 2 + len(shape)] == 1 and grad.shape[d] != 1)]
     return grad.sum(dims, dtype=dtype).reshape(shape) if dims else grad

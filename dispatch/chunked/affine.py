@@ -6,8 +6,7 @@ in the pass that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch._ops import OpOverloadPacket
@@ -17,8 +16,8 @@ from subtensors.dispatch.ops.tree import tree_leaves
 
 aten = torch.ops.aten
 
-# op: the places of arguments that may depend on the sums, alone or together.
-_TOGETHER: dict[OpOverloadPacket, Collection[int]] = {
+# op: the positions of arguments that may depend on the sums, alone or together.
+_JOINTLY_LINEAR: dict[OpOverloadPacket, Collection[int]] = {
     aten.add: (0, 1),
     aten.sub: (0, 1),
     aten.rsub: (0, 1),
@@ -42,60 +41,66 @@ _TOGETHER: dict[OpOverloadPacket, Collection[int]] = {
     aten.clone: (0,),
 }
 
-# op: the places of arguments of which one may depend on the sums: the product of two sums is not affine.
-_APART: dict[OpOverloadPacket, Collection[int]] = {aten.mul: (0, 1), aten.mv: (0, 1), aten.dot: (0, 1), aten.mm: (0, 1)}
+# op: the positions of arguments of which only one may depend on the sums: a product of two sums is not affine.
+_BILINEAR: dict[OpOverloadPacket, Collection[int]] = {
+    aten.mul: (0, 1),
+    aten.mv: (0, 1),
+    aten.dot: (0, 1),
+    aten.mm: (0, 1),
+}
 
 
 def is_affine(value: LazyValue, sums: Sequence[LazyValue]) -> bool:
     """Return whether a value is a constant plus constant multiples of the sums.
 
     Args:
-        value: a whole value.
+        value: a replicated value.
         sums: partials that it may depend on.
 
     Returns:
         False also where the ops don't show it.
     """
     ids = {id(v) for v in sums}
-    verdicts: dict[int, tuple[bool, bool]] = {}
+    results: dict[int, tuple[bool, bool]] = {}
 
-    def look(v: LazyValue) -> tuple[bool, bool]:
+    def analyze(v: LazyValue) -> tuple[bool, bool]:
         """Return whether a value depends on the sums, and whether it is affine in them."""
         if id(v) in ids:
             return True, True
-        if v.node is None or v.tensor is not None or v.join is not None:
+        if v.node is None or v.tensor is not None or v.combine is not None:
             return False, True
-        if id(v) not in verdicts:
-            verdicts[id(v)] = _look(v, look)
-        return verdicts[id(v)]
+        if id(v) not in results:
+            results[id(v)] = _analyze(v, analyze)
+        return results[id(v)]
 
-    depends, affine = look(value)
+    depends, affine = analyze(value)
     return depends and affine
 
 
-def _look(value: LazyValue, look: Any) -> tuple[bool, bool]:
+def _analyze(value: LazyValue, analyze: Callable[[LazyValue], tuple[bool, bool]]) -> tuple[bool, bool]:
+    """Analyze a value by its op and by the results for its operands."""
     node = value.node
     assert node is not None
     depending: list[int] = []
     nested = False
-    for place, argument in enumerate([*node.args, *node.kwargs.values()]):
+    for position, argument in enumerate([*node.args, *node.kwargs.values()]):
         for x in tree_leaves(argument):
             if isinstance(x, (LazyValue, RowSlice)):
-                depends, affine = look(x.value if isinstance(x, RowSlice) else x)
+                depends, affine = analyze(x.value if isinstance(x, RowSlice) else x)
                 if depends and not affine:
                     return True, False
                 if depends:
-                    depending.append(place)
+                    depending.append(position)
                     nested = nested or not isinstance(argument, LazyValue)
     if not depending:
         return False, True
     packet = getattr(node.op, "overloadpacket", None)
     if nested or value.needs_grad is False:
         return True, False
-    if packet in _TOGETHER:
+    if packet in _JOINTLY_LINEAR:
         # div.Tensor_mode rounds.
         plain = not any(isinstance(x, str) for x in tree_leaves((node.args, node.kwargs)))
-        return True, plain and all(place in _TOGETHER[packet] for place in depending)
-    if packet in _APART:
-        return True, len(depending) == 1 and depending[0] in _APART[packet]
+        return True, plain and all(position in _JOINTLY_LINEAR[packet] for position in depending)
+    if packet in _BILINEAR:
+        return True, len(depending) == 1 and depending[0] in _BILINEAR[packet]
     return True, False

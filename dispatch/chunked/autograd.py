@@ -1,22 +1,24 @@
 """A pass as one autograd function: `RecomputeChunks` for any results, `FusedForwardBackward` for one scalar.
 
-`RecomputeChunks` runs the chunks forward, and in backward runs each again with its part of the gradient: right for any
-gradient, at the price of a second forward.
+`RecomputeChunks` runs the chunks forward, and in backward runs each again with its part of the gradient: correct for
+any gradient, at the cost of a second forward.
 
-`FusedForwardBackward` is for a scalar result f(sums over chunks) with f affine in the sums. The gradient of each part,
-df / d(sum), is then known before the loss is. So each chunk runs forward and backward at once, and backward multiplies
-the gradients by the incoming one. The first backward releases them; a second backward runs the chunks again.
+`FusedForwardBackward` is for a scalar f(s_1, s_2, ...) of sums s_i over chunks, with f affine in the sums. Then the
+tangents df / ds_i are known before the sums are. So each chunk runs forward and backward at once, and backward
+multiplies the gradients by the upstream one. The first backward returns them; a second one runs the chunks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from subtensors.dispatch.chunked.run_chunks import Gradients, Results, as_recorded, chunk_leaves, run_chunk, tangent_of
+from subtensors.dispatch.chunked.lazy_graph import without_ambient_modes
+from subtensors.dispatch.chunked.run_chunks import Gradients, Results, chunk_leaves, chunk_tangent, run_chunk
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import RuleError
 
@@ -25,37 +27,45 @@ Epilogue = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def forward_only(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a pass, chunk by chunk, without gradients."""
+    """Compute the results of a pass, chunk by chunk, without gradients."""
     results = Results(plan)
-    nothing = [False] * len(tensors)
-    with torch.no_grad(), as_recorded():
+    needed = [False] * len(tensors)
+    with torch.no_grad(), without_ambient_modes():
         for span in plan.spans:
-            results.add(span, run_chunk(plan, span, chunk_leaves(plan, span, tensors, nothing)))
-    return results.done()
+            results.add(span, run_chunk(plan, span, chunk_leaves(plan, span, tensors, needed)))
+    return results.finish()
 
 
 def differentiate(
-    plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool], upstream: Sequence[Any]
+    plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool], upstream: Sequence[Tensor | None]
 ) -> Gradients:
-    """The gradients of a pass for given gradients of its results (None where a result has none)."""
+    """Compute the gradients of a pass for given gradients of its results (None where a result has none)."""
     gradients = Gradients(plan, tensors, needed)
-    with torch.no_grad(), as_recorded():
+    with torch.no_grad(), without_ambient_modes():
         for span in plan.spans:
             leaves = chunk_leaves(plan, span, tensors, needed)
             outputs = run_chunk(plan, span, leaves, gradients)
             results = zip(outputs, plan.outputs, upstream, strict=True)
             flows = [(o, v, u) for o, v, u in results if o is not None and u is not None]
-            tangents = [tangent_of(plan, v, span, u).to(o.dtype) for o, v, u in flows]
+            tangents = [chunk_tangent(plan, v, span, u).to(o.dtype) for o, v, u in flows]
             gradients.add(span, leaves, [o for o, _, _ in flows], tangents)
             del leaves, outputs, flows, tangents
     return gradients
+
+
+class _RecomputeContext(FunctionCtx):
+    """The state that forward keeps for backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    plan: ChunkSchedule
 
 
 class RecomputeChunks(torch.autograd.Function):
     """The results of a pass; backward reruns each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, plan: ChunkSchedule, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _RecomputeContext, plan: ChunkSchedule, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the pass. Args: the pass, and the tensors that it reads."""
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -65,7 +75,7 @@ class RecomputeChunks(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: _RecomputeContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the tensors that the pass reads."""
         tensors = ctx.saved_tensors
         gradients = differentiate(ctx.plan, tensors, ctx.needs_input_grad[1:], upstream)
@@ -73,34 +83,56 @@ class RecomputeChunks(torch.autograd.Function):
         return None, *once_differentiable(taken.get(n) for n in range(len(tensors)))
 
 
+class _FusedContext(FunctionCtx):
+    """The state that forward keeps for backward.
+
+    Args:
+        plan: the pass.
+        count: the number of its inputs, the first of the saved tensors.
+        scale: a power of two, the tangents' common factor.
+        tangents: the gradients of the sums, divided by the scale.
+        gradients: of the inputs, divided by the scale; None once they were returned.
+        other_gradients: of the other saved tensors.
+    """
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    plan: ChunkSchedule
+    count: int
+    scale: Tensor
+    tangents: list[Tensor]
+    gradients: Gradients | None
+    other_gradients: list[Tensor | None]
+
+
 class FusedForwardBackward(torch.autograd.Function):
     """A scalar that is affine in sums over chunks; forward computes its gradients, too."""
 
     @staticmethod
-    def forward(ctx: Any, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: _FusedContext, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
         """Args: the pass, the function from its sums to the scalar, the number of its inputs, these and others."""
         ctx.plan, ctx.count = plan, count
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         reads, others = tensors[:count], tensors[count:]
         needed = ctx.needs_input_grad[3 : 3 + count]
-        factors = _factors(plan, epilogue, others)
-        ctx.scale, ctx.tangents = _normalised(factors)
+        factors = _sum_gradients(plan, epilogue, others)
+        ctx.scale, ctx.tangents = _normalized(factors)
         results, gradients = Results(plan), Gradients(plan, reads, needed)
-        with as_recorded():
+        with without_ambient_modes():
             for span in plan.spans:
                 leaves = chunk_leaves(plan, span, reads, needed)
                 outputs = run_chunk(plan, span, leaves, gradients)
                 results.add(span, outputs)
-                gradients.add(
-                    span, leaves, outputs, [t.to(o.dtype) for t, o in zip(ctx.tangents, outputs, strict=True)]
-                )
-                del leaves, outputs
+                parts = [part for part in outputs if part is not None]  # every chunk has a part of a sum
+                tangents = [tangent.to(part.dtype) for tangent, part in zip(ctx.tangents, parts, strict=True)]
+                gradients.add(span, leaves, parts, tangents)
+                del leaves, outputs, parts, tangents
         ctx.gradients = gradients
-        return _finished(ctx, epilogue, results.done(), others)
+        return _epilogue_result(ctx, epilogue, results.finish(), others)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: _FusedContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Scale the gradients that forward computed by the incoming gradient."""
         (grad,) = upstream
         tensors = ctx.saved_tensors
@@ -116,16 +148,16 @@ class FusedForwardBackward(torch.autograd.Function):
         return None, None, None, *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others])
 
 
-def _factors(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
-    """The derivative of the scalar by each sum. It doesn't depend on the sums."""
-    with torch.enable_grad(), as_recorded():
+def _sum_gradients(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
+    """Return the derivative of the scalar by each sum, which doesn't depend on the sums."""
+    with torch.enable_grad(), without_ambient_modes():
         sums = [torch.zeros(v.shape, dtype=v.dtype, device=v.device, requires_grad=True) for v in plan.outputs]
         out = epilogue(sums, [t.detach() for t in others])
         return list(torch.autograd.grad(out, sums, torch.ones_like(out), materialize_grads=True))
 
 
-def _normalised(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A power of two, and the factors divided by it so that the largest is near one: 1 / tokens is 0 in float16."""
+def _normalized(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a power of two and the factors divided by it, the largest near one: 1 / tokens is 0 in float16."""
     largest = torch.stack([f.abs().amax().to(torch.float32) for f in factors]).amax()
     mantissa, _ = torch.frexp(largest)
     usable = torch.isfinite(largest) & (largest > 0)
@@ -134,11 +166,13 @@ def _normalised(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return scale, [f / scale.to(f.dtype) for f in factors]
 
 
-def _finished(ctx: Any, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def _epilogue_result(
+    ctx: _FusedContext, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequence[Tensor]
+) -> Tensor:
     """Compute the scalar, and keep for backward the gradients of the other tensors that it depends on."""
     needed = ctx.needs_input_grad[3 + ctx.count :]
     leaves = [t.detach().requires_grad_(n) for t, n in zip(others, needed, strict=True)]
-    with torch.set_grad_enabled(any(needed)), as_recorded():
+    with torch.set_grad_enabled(any(needed)), without_ambient_modes():
         out = epilogue(sums, leaves)
         wanted = [t for t in leaves if t.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True) if wanted else ())
@@ -146,25 +180,25 @@ def _finished(ctx: Any, epilogue: Epilogue, sums: Sequence[Tensor], others: Sequ
     return out.detach()
 
 
-def once_differentiable(grads: Any) -> list[Tensor | None]:
-    """Make gradients that can't be differentiated: a second backward through them raises RuleError."""
+def once_differentiable(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that can't be differentiated: a second backward through them raises RuleError."""
     if not torch.is_grad_enabled():
         return list(grads)
-    return [None if g is None else _refusing(g) for g in grads]
+    return [None if g is None else _refuse_second_backward(g) for g in grads]
 
 
-def _refusing(grad: Tensor) -> Tensor:
-    out: Tensor = _RefuseSecond.apply(grad.requires_grad_())  # type: ignore[no-untyped-call]
+def _refuse_second_backward(grad: Tensor) -> Tensor:
+    out: Tensor = _RefuseSecondBackward.apply(grad.requires_grad_())  # type: ignore[no-untyped-call]
     return out
 
 
-class _RefuseSecond(torch.autograd.Function):
+class _RefuseSecondBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> NoReturn:
         raise RuleError(
             "a ChunkedTensor can't be differentiated twice: its chunks are gone; realize() it for a second derivative"
         )

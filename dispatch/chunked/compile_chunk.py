@@ -1,8 +1,8 @@
 """Runs of ops of a chunk's program, compiled: `st.chunk(..., compile=True)`.
 
-A program is cut at its matrix products, whose gradients go into sums, and at ops that can't be named. Each run of ops
-in between is written as a Python function of the tensors it reads, and handed to torch.compile. Functions are cached by
-their text: the next step records the same program, and finds it compiled.
+A program is split at its matrix products, whose gradients go into sums, and at ops without source. Each run of ops in
+between is written as a Python function of the tensors it reads, and compiled by torch.compile. Functions are cached by
+their source: the next step records the same program, and finds it compiled.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk
 from subtensors.dispatch.chunked.schedule import Input, ScheduledStep
+from subtensors.dispatch.ops.tree import PyTree
 
 BACKEND = "inductor"
 """The backend of torch.compile."""
 
-SHORTEST = 2
-"""Ops in a run that is worth a compilation."""
+MIN_RUN_LENGTH = 2
+"""The fewest ops in a run that is worth compiling."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class CompiledRun:
         results: values that later ops read, in the order of what the function returns.
         function: the compiled function.
         grad: whether it is differentiated.
-        last: values that no later op reads.
+        last_uses: values that no later op reads.
     """
 
     steps: list[ScheduledStep]
@@ -45,42 +46,42 @@ class CompiledRun:
     results: list[LazyValue]
     function: Callable[..., Sequence[torch.Tensor]]
     grad: bool
-    last: list[LazyValue]
+    last_uses: list[LazyValue]
 
 
 def compiled_program(
     steps: Sequence[ScheduledStep], kept: Collection[int], cut: Callable[[ScheduledStep], bool]
-) -> list[Any]:
-    """The program with its runs compiled.
+) -> list[ScheduledStep | CompiledRun]:
+    """Return the program with its runs of ops compiled.
 
     Args:
         steps: the program.
-        kept: ids of the values that the program is run for.
-        cut: whether an op stays by itself.
+        kept: ids of the values that the program computes.
+        cut: returns whether an op is not compiled.
 
     Returns:
         steps and compiled runs, in order.
     """
-    program: list[Any] = []
+    program: list[ScheduledStep | CompiledRun] = []
     run: list[ScheduledStep] = []
     for place, step in enumerate([*steps, None]):
-        ends = step is None or cut(step) or not _named(step) or (run and run[0].grad != step.grad)
+        ends = step is None or cut(step) or not _has_source(step) or (run and run[0].grad != step.grad)
         if ends and run:
-            program.extend([_compiled(run, steps[place:], kept)] if len(run) >= SHORTEST else run)
+            program.extend([_compiled(run, steps[place:], kept)] if len(run) >= MIN_RUN_LENGTH else run)
             run = []
         if step is not None:
-            if cut(step) or not _named(step):
+            if cut(step) or not _has_source(step):
                 program.append(step)
             else:
                 run.append(step)
     return program
 
 
-def _named(step: ScheduledStep) -> bool:
+def _has_source(step: ScheduledStep) -> bool:
     """Return whether a step, its op and all its arguments, can be written as source code."""
     op = step.op
     nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
-    plain = (
+    constants = (
         Input,
         LazyValue,
         PerChunk,
@@ -93,7 +94,7 @@ def _named(step: ScheduledStep) -> bool:
         torch.device,
         torch.memory_format,
     )
-    return nameable and step.rows is None and all(isinstance(x, (*plain, torch.layout)) for x in step.leaves)
+    return nameable and step.rows is None and all(isinstance(x, (*constants, torch.layout)) for x in step.leaves)
 
 
 def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Collection[int]) -> CompiledRun:
@@ -102,10 +103,10 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Co
     results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
     names: dict[int, str] = {}
     reads: list[Input | LazyValue | PerChunk] = []
-    constants: list[Any] = []
+    constants: list[object] = []
     lines: list[str] = []
 
-    def written(x: Any) -> str:
+    def source(x: object) -> str:
         if isinstance(x, (Input, LazyValue, PerChunk)):
             if id(x) not in names:
                 names[id(x)] = f"a{len(reads)}"
@@ -117,7 +118,8 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Co
         return f"c{len(constants) - 1}"
 
     for place, step in enumerate(run):
-        args, kwargs = step.spec.unflatten([_Text(written(x)) for x in step.leaves])
+        arguments: PyTree = step.spec.unflatten([_Source(source(x)) for x in step.leaves])
+        args, kwargs = arguments
         constants.append(step.op)
         call = ", ".join([*map(_nested, args), *(f"{key}={_nested(value)}" for key, value in kwargs.items())])
         outputs = [f"v{place}_{k}" for k in range(len(step.outputs))]
@@ -129,14 +131,18 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Co
     return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, dead)
 
 
-class _Text(str):
+class _Source(str):
     """An argument as source code."""
 
     __slots__ = ()
 
 
-def _nested(x: Any) -> str:
-    if isinstance(x, _Text):
+Nested: TypeAlias = "_Source | list[Nested] | tuple[Nested, ...]"
+
+
+def _nested(x: Nested) -> str:
+    """Return the source of nested tuples and lists of arguments."""
+    if isinstance(x, _Source):
         return str(x)
     if isinstance(x, list):
         return f"[{', '.join(map(_nested, x))}]"
@@ -144,16 +150,16 @@ def _nested(x: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _function(text: str, constants: tuple[Any, ...], backend: str) -> Callable[..., Sequence[torch.Tensor]]:
-    # Chunks of another length, such as the last, are the same function.
-    scope: dict[str, Any] = {f"c{k}": constant for k, constant in enumerate(constants)}
+def _function(text: str, constants: tuple[object, ...], backend: str) -> Callable[..., Sequence[torch.Tensor]]:
+    # dynamic=None: chunks of another length, such as the last, use the same function.
+    scope: dict[str, PyTree] = {f"c{k}": constant for k, constant in enumerate(constants)}
     exec(text, scope)
     compiled: Callable[..., Sequence[torch.Tensor]] = torch.compile(scope["run"], backend=backend, dynamic=None)
 
-    def called(*args: Any) -> Sequence[torch.Tensor]:
+    def call(*args: object) -> Sequence[torch.Tensor]:
         with warnings.catch_warnings():
-            # The compiler looks at .grad of what a product before this run made.
+            # The compiler reads .grad of a tensor that a product before this run computed.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             return compiled(*args)
 
-    return called
+    return call

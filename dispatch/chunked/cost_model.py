@@ -2,7 +2,7 @@
 
 The model counts what each schedule of `kernels/cross_entropy/linear_cross_entropy.py` does:
 
-    bytes    the gradients, the logits in memory at once, scratch beside a sum, and a few numbers a row
+    bytes    the gradients, the logits in memory at once, scratch extra a sum, and a few numbers a row
     seconds  flops / rate + bytes moved / bandwidth + launches
 
 A GEMM of N x H x V is 2 N H V flops. By rows there are three, and every chunk reads and writes all of dW. By columns
@@ -20,18 +20,18 @@ from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 
 ROW_BYTES = 56
-"""Statistics, factors and targets of one row."""
+"""The bytes of the statistics, factors and targets of one row."""
 
-WASTE = 0.1
-"""The share by which a schedule that takes less memory may be slower than the fastest, where no limit was given."""
+MAX_SLOWDOWN = 0.1
+"""How much slower than the fastest a schedule that takes less memory may be, where no limit was given."""
 
-SHARE_OF_FREE = 0.8
+FREE_MEMORY_SHARE = 0.8
 """The share of the free memory that a schedule may take, where no limit was given."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a device.
+    """The rates of a device.
 
     Args:
         flops: of large 16-bit GEMMs, a second.
@@ -96,7 +96,7 @@ class ChunkPlan:
 
     Args:
         schedule: which part of the logits is in memory at once.
-        bytes: of memory at the peak, beside the inputs and with the gradients.
+        bytes: of memory at the peak, extra the inputs and with the gradients.
         seconds: forward and backward.
         products: GEMMs of N x H x V.
     """
@@ -107,7 +107,7 @@ class ChunkPlan:
     products: float
 
     def __str__(self) -> str:
-        """One line.
+        """Describe the plan in a line.
 
         >>> print(ChunkPlan(Schedule(columns=8448), 1330 * 2**20, 0.0563, 3.72))
         8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 56 ms
@@ -126,7 +126,7 @@ class ChunkPlan:
 
 
 def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = H200) -> ChunkPlan:
-    """The schedule by chunks of rows, and its expected cost.
+    """Return the schedule by chunks of rows, and its expected cost.
 
     Args:
         shape: of the loss.
@@ -139,17 +139,17 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     products = 1 + shape.needs_hidden + shape.needs_weight
     element = shape.weight_grad_itemsize
     is_widened = accumulate == "exact" and chunks > 1 and element == shape.itemsize and element < 8
-    beside = 2 * shape.classes * shape.width * shape.needs_weight * is_widened
-    memory = rows * shape.classes * shape.itemsize + shape.hidden_grad_bytes + shape.weight_grad_bytes + beside
+    extra = 2 * shape.classes * shape.width * shape.needs_weight * is_widened
+    memory = rows * shape.classes * shape.itemsize + shape.hidden_grad_bytes + shape.weight_grad_bytes + extra
     moved = 3.0 * shape.logits_bytes + shape.weight_grad_bytes
-    moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + beside) + 2 * beside
+    moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + extra) + 2 * extra
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + chunks * rates.launch
     schedule = Schedule(rows=None if chunks == 1 else rows, accumulate=accumulate)
     return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products)
 
 
 def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -> ChunkPlan:
-    """The schedule by blocks of columns, and its expected cost.
+    """Return the schedule by blocks of columns, and its expected cost.
 
     Args:
         shape: of the loss.
@@ -159,16 +159,16 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     """
     columns = min(columns, shape.classes)
     blocks = math.ceil(shape.classes / columns)
-    lent = shape.weight_grad_bytes // (shape.rows * shape.itemsize)  # columns that fit into the memory of dW
-    waiting = blocks if lent >= shape.classes else 1 + lent // columns + kept // columns
-    computed_again = max(0.0, 1 - waiting / blocks)
-    products = 1 + computed_again + shape.needs_hidden + shape.needs_weight
+    in_weight_grad = shape.weight_grad_bytes // (shape.rows * shape.itemsize)  # columns that fit into the memory of dW
+    kept_blocks = blocks if in_weight_grad >= shape.classes else 1 + in_weight_grad // columns + kept // columns
+    recomputed = max(0.0, 1 - kept_blocks / blocks)
+    products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
     scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
     # Where a block takes less memory than dX, dX is rounded into the memory of its own sum.
     at_the_end = 0 if columns < shape.width and shape.itemsize == 2 else shape.hidden_grad_bytes
     memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
-    moved = (3 + computed_again) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
+    moved = (3 + recomputed) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
     return ChunkPlan(Schedule(columns=columns, kept=kept), memory + shape.rows * ROW_BYTES, seconds, products)
 
@@ -182,19 +182,19 @@ def plan_linear_cross_entropy(
     free_bytes: int | None = None,
     rates: Rates = H200,
 ) -> ChunkPlan:
-    """The schedule that is expected to be fastest within some memory.
+    """Return the schedule that is expected to be fastest within some memory.
 
     Args:
         shape: of the loss.
         accumulate: "exact", or "fast" where dW may be rounded after every chunk.
         rows: the requested rows of a chunk; the schedule takes no more memory than chunks of this size would.
-        memory_limit: bytes at the peak, beside the inputs and with the gradients.
+        memory_limit: bytes at the peak, extra the inputs and with the gradients.
         free_bytes: of the device. Where neither `rows` nor a limit is given, a schedule within this that takes less
             memory is preferred to a faster one, unless that is faster by more than a tenth.
         rates: of the device.
 
     Returns:
-        The plan. Where nothing fits, the one that takes least.
+        The plan; where nothing fits, the one that takes the least memory.
 
     Example:
         >>> plan_linear_cross_entropy(LossShape(4096, 4096, 128256)).schedule.columns
@@ -207,7 +207,7 @@ def plan_linear_cross_entropy(
     candidates = list(_candidates(shape, accumulate, rows, memory_limit, rates))
     limit = memory_limit
     if limit is None and free_bytes is not None:
-        limit = int(SHARE_OF_FREE * free_bytes)
+        limit = int(FREE_MEMORY_SHARE * free_bytes)
     fitting = [plan for plan in candidates if limit is None or plan.bytes <= limit]
     if not fitting:
         return min(candidates, key=lambda plan: (plan.bytes, plan.seconds))
@@ -215,25 +215,25 @@ def plan_linear_cross_entropy(
     if memory_limit is not None:
         return fastest
     return min(
-        (plan for plan in fitting if plan.seconds <= (1 + WASTE) * fastest.seconds),
+        (plan for plan in fitting if plan.seconds <= (1 + MAX_SLOWDOWN) * fastest.seconds),
         key=lambda plan: (plan.bytes, plan.seconds),
     )
 
 
-COLUMNS = (1056, 2112, 4224, 8448, 16896)
-"""Blocks whose GEMMs come out in whole waves of tiles on 132 multiprocessors; powers of two are slower."""
+BLOCK_COLUMNS = (1056, 2112, 4224, 8448, 16896)
+"""Widths of blocks whose GEMMs fill complete waves of tiles on 132 multiprocessors; powers of two are slower."""
 
 
 def _candidates(
     shape: LossShape, accumulate: Accumulate, rows: int | None, memory_limit: int | None, rates: Rates
 ) -> Iterator[ChunkPlan]:
-    """The schedules to compare."""
+    """Yield the schedules to compare."""
     sizes = {min(shape.rows, 2**k * odd) for k in range(4, 32) for odd in (1, 3)} | {max(1, shape.rows)}
     for size in sorted(sizes | ({rows} if rows is not None else set())):
         yield by_rows(shape, size, accumulate, rates)
     if not shape.needs_weight or not shape.rows:
         return  # without dW rows are as exact, and take one product less
-    for columns in COLUMNS:
+    for columns in BLOCK_COLUMNS:
         if columns >= shape.classes:
             return
         plan = by_columns(shape, columns, 0, rates)

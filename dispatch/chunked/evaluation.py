@@ -1,54 +1,69 @@
-"""Evaluation of lazy values: passes over chunks compute partials level by level; ops on whole values run once."""
+"""Evaluation of lazy values: passes over chunks compute partials level by level; ops on replicated values run once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.affine import is_affine
 from subtensors.dispatch.chunked.autograd import FusedForwardBackward, RecomputeChunks, forward_only
-from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, RowSlice, gathered, known
-from subtensors.dispatch.chunked.run_chunks import as_recorded
+from subtensors.dispatch.chunked.lazy_graph import (
+    Combine,
+    LazyValue,
+    RowSlice,
+    known_tensor,
+    replicated,
+    without_ambient_modes,
+)
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
-from subtensors.dispatch.ops.tree import tree_map, tree_tensors
+from subtensors.dispatch.ops.tree import PyTree, tree_map, tree_tensors
 
 
 def evaluate(value: LazyValue) -> Tensor:
-    """The tensor of a value, with the gradients that its ops were recorded with.
+    """Compute the tensor of a value, differentiable as its ops were recorded.
 
     Args:
         value: any value of a region.
 
     Returns:
-        a plain tensor, differentiable where gradients are enabled and the value needs one.
+        a plain tensor, which requires grad where the value does and gradients are enabled.
 
     Raises:
-        RuleError: a tensor that the region reads was written to since.
+        RuleError: a tensor that the region reads was written to after it was recorded.
     """
-    whole = gathered(value)
-    if (tensor := known(whole)) is not None:
+    full = replicated(value)
+    if (tensor := known_tensor(full)) is not None:
         return tensor
-    evaluation = _Evaluation(torch.is_grad_enabled() and whole.needs_grad)
-    with as_recorded():
-        tensor = evaluation.run(whole)
-    for passing in evaluation.without_gradient:
-        passing.tensor = None
+    evaluation = _Evaluation(torch.is_grad_enabled() and full.needs_grad)
+    with without_ambient_modes():
+        tensor = evaluation.run(full)
+    for temporary in evaluation.without_gradient:
+        temporary.tensor = None
     return tensor
 
 
+def input_tensor(value: LazyValue) -> Tensor:
+    """Return the tensor of an input, reshaped and cast as it was recorded."""
+    node = value.node
+    if node is None or value.tensor is not None:
+        return evaluate(replicated(value))
+    operand = input_tensor(node.args[0])
+    with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
+        return operand.reshape(value.shape).to(value.dtype)
+
+
 def passes_for(value: LazyValue) -> list[ChunkSchedule]:
-    """The passes over chunks that evaluating a value takes, in the order in which they run."""
-    return [plan for level in _levels(gathered(value)) for plan in _passes(level)]
+    """Return the passes over chunks that evaluating a value takes, in the order in which they run."""
+    return [plan for level in _levels(replicated(value)) for plan in _passes(level)]
 
 
-def _levels(asked: LazyValue) -> list[list[LazyValue]]:
-    """The unknown partials that a value depends on, by level: each level depends on earlier ones only."""
+def _levels(requested: LazyValue) -> list[list[LazyValue]]:
+    """Return the partials still to compute for a value, by level: each level depends on earlier ones only."""
     level_of: dict[int, int] = {}
     levels: list[list[LazyValue]] = []
-    stack: list[tuple[LazyValue, bool]] = [(asked, False)]
+    stack: list[tuple[LazyValue, bool]] = [(requested, False)]
     while stack:
         value, ready = stack.pop()
         if id(value) in level_of and level_of[id(value)] >= 0:
@@ -63,7 +78,7 @@ def _levels(asked: LazyValue) -> list[list[LazyValue]]:
             stack.extend((v, False) for v in operands)
             continue
         level = max((level_of[id(v)] for v in operands), default=0)
-        if value.join is not None:
+        if value.combine is not None:
             if len(levels) <= level:
                 levels.extend([] for _ in range(level + 1 - len(levels)))
             levels[level].append(value)
@@ -73,7 +88,7 @@ def _levels(asked: LazyValue) -> list[list[LazyValue]]:
 
 
 def _passes(partials: Sequence[LazyValue]) -> list[ChunkSchedule]:
-    """One pass for the partials of each axis, and another for those that require grad: only it is rerun in backward.
+    """Make a pass for the partials of each axis, and one for those that require grad: only it is rerun in backward.
 
     The results of one op share a pass: passes with and without gradients may have different chunks.
     """
@@ -81,8 +96,8 @@ def _passes(partials: Sequence[LazyValue]) -> list[ChunkSchedule]:
     for value in partials:
         assert value.node is not None
         assert value.node.axis is not None
-        flows = any(made is not None and made.needs_grad for made in value.node.outputs)
-        groups.setdefault((id(value.node.axis.root), flows), []).append(value)
+        needs_grad = any(output is not None and output.needs_grad for output in value.node.outputs)
+        groups.setdefault((id(value.node.axis.root), needs_grad), []).append(value)
     return [ChunkSchedule(values) for _, values in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
@@ -90,7 +105,7 @@ class _Evaluation:
     """One evaluation of a lazy value.
 
     Args:
-        grad: whether the ops that were recorded with a gradient keep it.
+        grad: whether ops that were recorded as differentiable are differentiated.
     """
 
     def __init__(self, grad: bool) -> None:
@@ -98,101 +113,109 @@ class _Evaluation:
         self.without_gradient: list[LazyValue] = []
         """Values computed here without their gradient; `evaluate` drops their tensors again."""
 
-    def run(self, asked: LazyValue) -> Tensor:
-        """The tensor of a whole value."""
-        levels = _levels(asked)
+    def run(self, requested: LazyValue) -> Tensor:
+        """Return the tensor of a replicated value."""
+        levels = _levels(requested)
         for level in levels[:-1]:
-            self._pass_over(level)
+            self._run_passes(level)
         if levels:
-            if self.grad and (number := self._as_one_number(asked, levels[-1])) is not None:
+            if self.grad and (number := self._fused_scalar(requested, levels[-1])) is not None:
                 return number
-            self._pass_over(levels[-1])
-        return self._whole(asked)
+            self._run_passes(levels[-1])
+        return self._compute(requested)
 
-    def _pass_over(self, partials: Sequence[LazyValue]) -> None:
+    def _run_passes(self, partials: Sequence[LazyValue]) -> None:
         for plan in _passes(partials):
-            asked, tensors = plan.asked, [self._whole(read) for read in plan.reads]
-            plan.let_go()
+            requested, tensors = plan.requested, [self._compute(read) for read in plan.reads]
+            plan.release_values()
             differentiable = self.grad and plan.grad
-            results = _recomputed(plan, tensors) if differentiable else forward_only(plan, tensors)
-            for value, tensor in zip(asked, results, strict=True):
-                self._keep(value, plan.axis.prepared(tensor))
+            results = _apply_recompute(plan, tensors) if differentiable else forward_only(plan, tensors)
+            for value, tensor in zip(requested, results, strict=True):
+                self._set_tensor(value, plan.axis.with_backward_hooks(tensor))
 
-    def _keep(self, value: LazyValue, tensor: Tensor) -> None:
+    def _set_tensor(self, value: LazyValue, tensor: Tensor) -> None:
         value.tensor = tensor
         if value.needs_grad and not self.grad:
             self.without_gradient.append(value)
 
-    def _whole(self, asked: LazyValue) -> Tensor:
-        """The tensor of a whole value whose partials are known."""
-        stack = [asked]
+    def _compute(self, requested: LazyValue) -> Tensor:
+        """Return the tensor of a replicated value whose partials are known."""
+        stack = [requested]
         while stack:
             value = stack[-1]
-            if known(value) is not None:
+            if known_tensor(value) is not None:
                 stack.pop()
                 continue
             node = value.node
             assert node is not None
-            missing = [v for x in node.operands() if known(v := x.value if isinstance(x, RowSlice) else x) is None]
+            missing = [
+                v for x in node.operands() if known_tensor(v := x.value if isinstance(x, RowSlice) else x) is None
+            ]
             if missing:
                 stack.extend(missing)
                 continue
             stack.pop()
-            args, kwargs = tree_map((node.args, node.kwargs), lambda x: known(x) if isinstance(x, LazyValue) else x)
+            args, kwargs = tree_map(
+                (node.args, node.kwargs), lambda x: known_tensor(x) if isinstance(x, LazyValue) else x
+            )
             with torch.set_grad_enabled(self.grad and node.grad):
                 results = tree_tensors(node.op(*args, **kwargs))
-            for output, tensor in zip(node.outputs, results, strict=True):
+            for output, result in zip(node.outputs, results, strict=True):
                 if output is not None:
-                    self._keep(output, tensor)
-        whole = known(asked)
-        assert whole is not None
-        return whole
+                    self._set_tensor(output, result)
+        tensor = known_tensor(requested)
+        assert tensor is not None
+        return tensor
 
-    def _as_one_number(self, asked: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
+    def _fused_scalar(self, requested: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
         """Compute a scalar that is affine in its sums, with gradients in the same pass; None for other values."""
-        flowing = [v for v in partials if v.needs_grad]
-        if asked.meta.numel() != 1 or any(v.join is not Combine.SUM for v in flowing) or not is_affine(asked, flowing):
+        sums = [v for v in partials if v.needs_grad]
+        if requested.meta.numel() != 1 or any(v.combine is not Combine.SUM for v in sums):
             return None
-        plans = _passes(flowing)
+        if not is_affine(requested, sums):
+            return None
+        plans = _passes(sums)
         if len(plans) != 1:
             return None
-        self._pass_over([v for v in partials if not v.needs_grad])
+        self._run_passes([v for v in partials if not v.needs_grad])
         (plan,) = plans
-        others = _others(asked, flowing)
-        reads, sums_of = [self._whole(read) for read in plan.reads], plan.asked
-        plan.let_go()
-        rest = [self._whole(v) for v in others]
+        others = _others(requested, sums)
+        reads, partials_of = [self._compute(read) for read in plan.reads], plan.requested
+        plan.release_values()
+        rest = [self._compute(v) for v in others]
 
-        def epilogue(sums: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-            env = {id(v): t for v, t in zip((*sums_of, *others), (*sums, *rest), strict=True)}
-            return _replayed(asked, env)
+        def epilogue(totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
+            env = {id(v): t for v, t in zip((*partials_of, *others), (*totals, *rest), strict=True)}
+            return _rerun(requested, env)
 
         out: Tensor = FusedForwardBackward.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
-        self._keep(asked, plan.axis.prepared(out))
+        self._set_tensor(requested, plan.axis.with_backward_hooks(out))
         return out
 
 
-def _recomputed(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _apply_recompute(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     results: Sequence[Tensor] = RecomputeChunks.apply(plan, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
 def _depends(value: LazyValue, on: set[int], memo: dict[int, bool]) -> bool:
+    """Return whether a value depends on values of these ids."""
     found = memo.get(id(value))
     if found is None:
         operands = [] if value.node is None or value.tensor is not None else value.node.operands()
         found = id(value) in on or (
-            value.join is None and any(_depends(x.value if isinstance(x, RowSlice) else x, on, memo) for x in operands)
+            value.combine is None
+            and any(_depends(x.value if isinstance(x, RowSlice) else x, on, memo) for x in operands)
         )
         memo[id(value)] = found
     return found
 
 
-def _others(asked: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
-    """The values other than the sums that the ops after the sums read."""
+def _others(requested: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
+    """Return the values other than the sums that the ops after the sums read."""
     ids, memo = {id(v) for v in sums}, dict[int, bool]()
     others: dict[int, LazyValue] = {}
-    stack, seen = [asked], set[int]()
+    stack, seen = [requested], set[int]()
     while stack:
         value = stack.pop()
         if id(value) in ids or id(value) in seen:
@@ -206,14 +229,14 @@ def _others(asked: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
     return list(others.values())
 
 
-def _replayed(value: LazyValue, env: dict[int, Tensor]) -> Tensor:
+def _rerun(value: LazyValue, env: dict[int, Tensor]) -> Tensor:
     """Compute a value by running the ops between the tensors in `env` and it."""
     if id(value) not in env:
         node = value.node
         assert node is not None
 
-        def at(x: Any) -> Any:
-            return _replayed(x, env) if isinstance(x, LazyValue) else x
+        def at(x: PyTree) -> PyTree:
+            return _rerun(x, env) if isinstance(x, LazyValue) else x
 
         args, kwargs = tree_map((node.args, node.kwargs), at)
         with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):

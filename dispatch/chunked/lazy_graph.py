@@ -1,8 +1,22 @@
-"""The lazy graph behind chunked tensors: values, and the ops that compute them.
+"""The lazy graph behind chunked tensors: ops are recorded, and run chunk by chunk when a value is needed.
 
-A value is *whole* (one tensor) or *chunked* (a `RowLayout` says where its rows are). An op on whole values runs once.
-An op on chunked values runs for each chunk, and each of its results is chunked or a *partial*: every chunk computes a
-part, and the parts are summed, concatenated or stacked (`Combine`). The ops that read a partial see a whole value.
+An op on a `ChunkedTensor` computes nothing. It adds a node to a graph of `LazyValue`s, each with the dim that holds the
+rows (its `RowLayout`), or none. Say h (N, H) is chunked along N, w is a plain weight:
+
+    h  (N, H)   rows in dim 0 ---+
+                                 +--> mm --> logits (N, V)   rows in dim 0     never in memory in full
+    w  (H, V)   replicated ------+             |
+                                               v
+                                             sum --> partial ()                each chunk's part, combined: SUM
+
+An op on chunked values runs for each chunk, and each of its results is *chunked* again or a *partial*: every chunk
+computes a part, and the parts are summed, concatenated or stacked (`Combine`). To the ops that read it, a partial is
+*replicated*, like a plain tensor: one full value. Ops on replicated values run once, in plain autograd.
+
+Reading a value without rows (a loss) runs the region in front of it (`evaluation.py`): for each chunk of rows, the
+recorded ops forward, and with them backward, from a tangent of 1, where the result is affine in the sums; else backward
+reruns each chunk forward. To autograd all of that is one `autograd.Function` (`autograd.py`), with the gradients of
+replicated operands summed over chunks. A region that autograd keeps holds descriptions of values, no tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +24,19 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
-import optree
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_of
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_like
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import tree_leaves, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
+from subtensors.dispatch.torch_internals.autograd import saves_through_hooks
 
 Span = tuple[int, int]
 
@@ -31,12 +45,43 @@ _recording: ContextVar[bool] = ContextVar("recording", default=False)
 
 @contextmanager
 def recording(grad: bool) -> Iterator[None]:
-    """A context in which recorded ops are differentiable, or not."""
+    """Return a context in which recorded ops are differentiable, or not."""
     token = _recording.set(grad)
     try:
         yield
     finally:
         _recording.reset(token)
+
+
+def without_ambient_modes(grad: bool | None = None) -> AbstractContextManager[None]:
+    """Return a context without autocast and saved-tensor hooks, which took effect when the ops were recorded.
+
+    Args:
+        grad: whether gradients are recorded; None: unchanged.
+    """
+    is_ambient = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or saves_through_hooks()
+    grad = None if grad is torch.is_grad_enabled() else grad
+    return _neutral_modes(grad) if is_ambient or grad is not None else _NO_MODES
+
+
+_NO_MODES: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _neutral_modes(grad: bool | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        if grad is not None:
+            stack.enter_context(torch.set_grad_enabled(grad))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if saves_through_hooks():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity_hook, _identity_hook))
+        yield
+
+
+def _identity_hook(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class NeedsMaterialize(Exception):
@@ -49,7 +94,7 @@ class NeedsMaterialize(Exception):
 
 
 class Combine(enum.Enum):
-    """The way in which the parts of chunks are combined into one value."""
+    """The operation that combines the parts of chunks into one value."""
 
     SUM = "sum"
     CAT = "cat"
@@ -57,18 +102,18 @@ class Combine(enum.Enum):
 
 
 class LazyValue:
-    """A tensor of the region, known by its metadata until it is computed.
+    """A tensor of the region, of which only the metadata is known until it is computed.
 
     Args:
         meta: sizes, strides and dtype; None for an input, which has them itself.
-        device: where it will live.
-        layout: where its rows are; None for a whole value.
+        device: its device.
+        layout: the position of its rows; None for a replicated value.
         node: the op that computes it; None for an input.
         needs_grad: whether it requires grad.
     """
 
     __slots__ = (
-        *("_meta", "device", "index", "join", "layout", "needs_grad", "node", "source", "tensor", "version"),
+        *("_meta", "device", "index", "combine", "layout", "needs_grad", "node", "part_layout", "tensor", "version"),
         "__weakref__",
     )
 
@@ -81,18 +126,18 @@ class LazyValue:
         needs_grad: bool,
     ) -> None:
         self._meta, self.device, self.layout, self.node, self.needs_grad = meta, device, layout, node, needs_grad
-        self.join: Combine | None = None
+        self.combine: Combine | None = None
         self.index = 0
         self.tensor: Tensor | None = None
-        """The whole value, once it is known."""
-        self.source: RowLayout | None = None
+        """The full value, once it is known."""
+        self.part_layout: RowLayout | None = None
         """For a concatenated partial, the layout of its parts; for a stacked one, the rows that make a part."""
         self.version: int | None = None
 
-    def bare(self) -> LazyValue:
-        """A copy of its metadata without node or tensor: keeping the copy keeps no tensor alive."""
+    def description(self) -> LazyValue:
+        """Return a copy of its metadata without node or tensor: keeping the copy keeps no tensor alive."""
         out = LazyValue(self.meta, self.device, self.layout, None, self.needs_grad)
-        out.join, out.index, out.source = self.join, self.index, self.source
+        out.combine, out.index, out.part_layout = self.combine, self.index, self.part_layout
         return out
 
     @property
@@ -106,12 +151,12 @@ class LazyValue:
     def meta(self) -> Tensor:
         """Its sizes, strides and dtype, without memory."""
         if self._meta is None:
-            self._meta = meta_of(self.like)
+            self._meta = meta_like(self.like)
         return self._meta
 
     @property
     def shape(self) -> torch.Size:
-        """The sizes of the whole value."""
+        """The sizes of the full value."""
         return self.like.shape
 
     @property
@@ -127,7 +172,7 @@ class LazyValue:
 
 @dataclass(frozen=True, eq=False)
 class RowSlice:
-    """A whole value of which each chunk reads its own part."""
+    """A replicated value of which each chunk reads its own part."""
 
     value: LazyValue
     layout: RowLayout
@@ -137,50 +182,52 @@ class RowSlice:
 class PerChunk:
     """An argument that differs between chunks, such as a size."""
 
-    of: Callable[[Span], Any]
+    value_in: Callable[[Span], PyTree]
 
 
 class LazyNode:
     """An op of the region.
 
     Args:
-        op: what is called.
-        args, kwargs: its arguments: values, cuts of them, per-chunk arguments and constants.
-        axis: the axis it is run along, chunk by chunk; None for an op that is run once.
+        op: the function that is called.
+        args, kwargs: its arguments: values, slices of them, per-chunk arguments and constants.
+        axis: the axis along which it runs chunk by chunk; None for an op that runs once.
         grad: whether it is differentiated.
     """
 
     __slots__ = ("_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
 
-    def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any, axis: ChunkAxis | None, grad: bool) -> None:
+    def __init__(
+        self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, axis: ChunkAxis | None, grad: bool
+    ) -> None:
         self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
-        # A value knows its node. If the node kept the value, all that either reads would live until Python looks for
-        # cycles.
+        # A value refers to its node. If the node did to the value, all that either reads would live until the garbage
+        # collector runs.
         self._outputs: list[weakref.ref[LazyValue]] = []
         self.rows: RowLayout | None = None
-        """For an op whose parts are stacked: the rows of which a chunk must hold some to have a part."""
+        """For an op whose parts are stacked: the layout of the rows; a chunk with none of them has no part."""
 
     @property
     def outputs(self) -> list[LazyValue | None]:
-        """Its results, in order; None for a result that nobody holds."""
+        """Its results, in order; None for a result that was freed."""
         return [made() for made in self._outputs]
 
-    def gives(self, value: LazyValue) -> None:
-        """Note its next result."""
+    def add_output(self, value: LazyValue) -> None:
+        """Add its next result."""
         value.index = len(self._outputs)
         self._outputs.append(weakref.ref(value))
 
     def operands(self) -> list[LazyValue | RowSlice]:
-        """The values and cuts among its arguments."""
+        """Return the values, and slices of values, among its arguments."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, (LazyValue, RowSlice))]
 
 
 def constant(tensor: Tensor) -> LazyValue:
-    """A whole value whose tensor is known.
+    """Return a replicated value whose tensor is known.
 
     Raises:
-        NeedsMaterialize: it has no strides to be read by.
+        NeedsMaterialize: the tensor has no strides.
     """
     if tensor.layout != torch.strided:
         raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
@@ -191,18 +238,18 @@ def constant(tensor: Tensor) -> LazyValue:
 
 
 def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
-    """The value of a tensor that is chunked along a dim."""
+    """Return the value of a tensor that is chunked along a dim."""
     value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
     value.version = None if x.is_inference() else x._version
     return value
 
 
-def known(value: LazyValue) -> Tensor | None:
-    """The tensor of a whole value, where it is known.
+def known_tensor(value: LazyValue) -> Tensor | None:
+    """Return the tensor of a replicated value, or None where it is not computed yet.
 
     Raises:
-        RuleError: it was written to after it was recorded, or its memory is gone.
+        RuleError: it was written to after it was recorded, or its memory was freed.
     """
     tensor = value.tensor
     if tensor is None or value.version is None:
@@ -220,67 +267,44 @@ def known(value: LazyValue) -> Tensor | None:
     return tensor
 
 
-_inferred: dict[Any, Any] = {}
-
-MOST_INFERRED = 4096
-"""Calls whose results are remembered; a training step records the same ones again."""
-
-
-def infer(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """The results of an op, as meta tensors; they are cached, so nobody may write to them.
-
-    Raises:
-        NeedsMaterialize: the results depend on values, or the op refuses these arguments.
-    """
-    call: Any = (args, kwargs)
-    flat: list[Any]
-    flat, spec = optree.tree_flatten(call, none_is_leaf=True)
-    bare = [x.value.meta if isinstance(x, RowSlice) else x.meta if isinstance(x, LazyValue) else x for x in flat]
-    # Equal numbers of two types are promoted differently.
-    key = op, spec, torch.get_default_dtype(), *(_seen(x) for x in bare)
-    try:
-        found = _inferred.get(key)
-    except TypeError:  # an argument that is no key
-        return _infer(op, spec, bare)
-    if found is None:
-        if len(_inferred) >= MOST_INFERRED:
-            _inferred.clear()
-        found = _inferred[key] = _infer(op, spec, bare)
-    return found
-
-
-def _seen(x: Any) -> Any:
-    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
-
-
-def _infer(op: OpOverload, spec: Any, flat: Sequence[Any]) -> Any:
-    args, kwargs = spec.unflatten(flat)
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
-    try:
-        return op(*args, **kwargs)
-    except Exception as error:  # ops refuse meta tensors in many ways
-        raise NeedsMaterialize(op, f"{type(error).__name__}: {error}") from error
-
-
+@overload
 def emit(
-    op: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    metas: Any,
+    op: Callable[..., PyTree],
+    args: Args,
+    kwargs: Kwargs,
+    metas: Tensor,
     layouts: Sequence[RowLayout | Combine | None],
     axis: ChunkAxis | None,
     grad: bool | None = None,
-) -> Any:
+) -> LazyValue: ...
+@overload
+def emit(
+    op: Callable[..., PyTree],
+    args: Args,
+    kwargs: Kwargs,
+    metas: PyTree,
+    layouts: Sequence[RowLayout | Combine | None],
+    axis: ChunkAxis | None,
+    grad: bool | None = None,
+) -> PyTree: ...
+def emit(
+    op: Callable[..., PyTree],
+    args: Args,
+    kwargs: Kwargs,
+    metas: PyTree,
+    layouts: Sequence[RowLayout | Combine | None],
+    axis: ChunkAxis | None,
+    grad: bool | None = None,
+) -> PyTree:
     """Record an op.
 
     Args:
-        op: the function called for each chunk (or once, for whole operands).
+        op: the function called for each chunk (or once, for replicated operands).
         args, kwargs: arguments of that call.
-        metas: the results of the whole call as meta tensors, in their pytree.
+        metas: the results of the full call as meta tensors, in their pytree.
         layouts: for each tensor among the results, the layout of its rows, or how its parts are combined.
-        axis: the rows that chunks are cut along; None for whole operands.
-        grad: whether gradients flow through it, if its operands have any; by default where `recording` says so.
+        axis: the rows that are divided into chunks; None for replicated operands.
+        grad: whether it is differentiable, if its operands require grad; None: as `recording` says.
 
     Returns:
         the pytree of the results, with values in place of tensors.
@@ -292,14 +316,14 @@ def emit(
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
     if Combine.STACK in layouts:
         node.rows = max((v for v in operands if v.layout is not None), key=lambda v: v.meta.numel()).layout
-    placed = iter(layouts)
+    remaining = iter(layouts)
 
-    def value(meta: Any) -> Any:
+    def value(meta: PyTree) -> PyTree:
         if not isinstance(meta, Tensor):
             return meta
-        layout = next(placed, None)
+        layout = next(remaining, None)
         differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
-        join = layout if isinstance(layout, Combine) else None
+        combine = layout if isinstance(layout, Combine) else None
         out = LazyValue(
             meta,
             torch.device(device),
@@ -307,49 +331,44 @@ def emit(
             node,
             node.grad and differentiable,
         )
-        out.join, out.source = join, node.rows if join is Combine.STACK else None
-        node.gives(out)
+        out.combine, out.part_layout = combine, node.rows if combine is Combine.STACK else None
+        node.add_output(out)
         return out
 
     return tree_map(metas, value)
 
 
-VIEWS_OF_WHOLES = frozenset(
+CHUNK_INDEPENDENT_VIEWS = frozenset(
     """reshape t.default transpose.int permute.default unsqueeze.default squeeze.dims alias.default
     detach.default""".split()
 )
-"""Views that don't depend on which chunk they are taken in, but for the sizes of a reshape."""
+"""Views that are the same of a chunk and of the full value, except for the sizes of a reshape."""
 
 
-def gathered(value: LazyValue) -> LazyValue:
-    """A chunked value as a whole value; a whole value is returned unchanged."""
+def replicated(value: LazyValue) -> LazyValue:
+    """Return a value that every chunk reads in full: a chunked value is concatenated, others are returned unchanged."""
     layout = value.layout
     if layout is None:
         return value
     if value.tensor is not None:
-        whole = LazyValue(value.meta, value.device, None, None, value.needs_grad)
-        whole.tensor, whole.version = value.tensor, value.version
-        return whole
+        full = LazyValue(value.meta, value.device, None, None, value.needs_grad)
+        full.tensor, full.version = value.tensor, value.version
+        return full
     node = value.node
-    if node is not None and node.name in VIEWS_OF_WHOLES:
-        # A view of the whole costs nothing; where its operand is an input, that is in memory in full.
+    if node is not None and node.name in CHUNK_INDEPENDENT_VIEWS:
+        # A view of the full operand costs nothing; an operand that is an input is in memory in full.
         (operand, *rest) = node.args
         rest = [list(value.shape)] if node.name == "reshape" else rest
-        viewed = emit(node.op, (gathered(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
-        assert isinstance(viewed, LazyValue)
-        return viewed
-    whole = emit(_kept, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
-    assert isinstance(whole, LazyValue)
-    whole.source = layout
-    return whole
+        return emit(node.op, (replicated(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
+    full = emit(_identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
+    full.part_layout = layout
+    return full
 
 
-def cut_again(whole: LazyValue, layout: RowLayout) -> LazyValue:
-    """A whole value, chunked as a layout says."""
-    out = emit(_kept, (RowSlice(whole, layout),), {}, whole.meta, [layout], layout.axis, grad=True)
-    assert isinstance(out, LazyValue)
-    return out
+def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:
+    """Return a replicated value, chunked by a layout."""
+    return emit(_identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
 
 
-def _kept(part: Tensor) -> Tensor:
+def _identity(part: Tensor) -> Tensor:
     return part

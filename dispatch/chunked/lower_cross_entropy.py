@@ -1,6 +1,6 @@
-"""Cross entropy of a linear layer of an input, given to its kernels.
+"""Lowering of the cross entropy of a linear layer of an input to its kernels.
 
-Where logits are `linear_logits` and nothing else, `kernels/cross_entropy/linear_cross_entropy.py` computes loss and
+Where `match_linear_logits` finds a linear layer, `kernels/cross_entropy/linear_cross_entropy.py` computes loss and
 gradients in three products a chunk, the gradient of the logits written over the logits.
 """
 
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.aliasing import LazyLinear
 from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, plan_linear_cross_entropy
-from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, known, recording
-from subtensors.dispatch.chunked.match_logits import linear_logits, whole_input
+from subtensors.dispatch.chunked.evaluation import evaluate, input_tensor
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, known_tensor, recording, without_ambient_modes
+from subtensors.dispatch.chunked.match_logits import match_linear_logits
+from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_layout import Policy, RowLayout
-from subtensors.dispatch.chunked.rules.table import record
-from subtensors.dispatch.chunked.run_chunks import as_recorded
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
@@ -33,9 +30,9 @@ class LoweredPlan:
     """The plan of a cross entropy that kernels compute.
 
     Args:
-        shape: of the logits and hidden states.
+        shape: the sizes of the problem.
         chunks: the schedule, and its expected cost.
-        options: of the cross entropy.
+        options: the options of the cross entropy.
     """
 
     shape: LossShape
@@ -43,7 +40,7 @@ class LoweredPlan:
     options: CrossEntropy
 
     def describe(self) -> str:
-        """The plan in lines."""
+        """Describe the plan in lines."""
         changed = [
             (field.name, value)
             for field in fields(self.options)
@@ -57,43 +54,52 @@ class LoweredPlan:
         )
 
 
-def _equal(value: Any, default: Any) -> bool:
+def _equal(value: object, default: object) -> bool:
     return not isinstance(value, Tensor) and bool(value == default)
 
 
-def cross_entropy_of_layer(
-    layer: LazyLinear, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
+def cross_entropy_of_linear(
+    rows: LazyValue,
+    weight: LazyValue,
+    bias: LazyValue | None,
+    target: Tensor,
+    *,
+    dtype: torch.dtype,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    grad: bool,
 ) -> Tensor | None:
-    """The cross entropy of a linear layer that nothing else has read, without class weights.
+    """Return the cross entropy of a linear layer that nothing else has read, without class weights.
 
     Args:
-        layer: of an input of the region.
+        rows: (N, H), an input of the region.
+        weight: (V, H), a constant.
+        bias: (V,), a constant, or None.
         target: (N,) class indices, plain.
-        ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+        dtype: of the logits.
+        ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        grad: whether the result requires grad.
 
     Returns:
         a number; None where `lowered_cross_entropy` has to decide.
     """
-    rows, layout = layer.rows, layer.rows.layout
-    if layer.is_recorded or layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
+    layout = rows.layout
+    if layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
         return None
-    hidden, weight = known(rows), known(layer.weight)
-    bias = None if layer.bias is None else known(layer.bias)
+    hidden, weights = known_tensor(rows), known_tensor(weight)
+    biases = None if bias is None else known_tensor(bias)
     assert hidden is not None
-    assert weight is not None
-    if (
-        target.dtype is not torch.int64
-        or target.shape != hidden.shape[:1]
-        or not hidden.shape[0]
-        or not weight.shape[0]
-    ):
+    assert weights is not None
+    if target.dtype is not torch.int64 or target.shape != hidden.shape[:1]:
         return None
-    if layer.dtype is torch.float64 is not hidden.dtype:
-        return None  # more was asked for than the kernels compute in
+    if not hidden.shape[0] or not weights.shape[0]:
+        return None
+    if dtype is torch.float64 is not hidden.dtype:
+        return None  # the kernels compute in a narrower dtype than was requested
     options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
-    dtype = loss_dtype(layer.dtype, rows.device.type)
-    flows = torch.is_grad_enabled() and layer.needs_grad
-    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+    result_dtype = loss_dtype(dtype, rows.device.type)
+    return linear_cross_entropy_loss(hidden, weights, biases, target, options, layout, grad, result_dtype)
 
 
 def lowered_cross_entropy(
@@ -106,12 +112,12 @@ def lowered_cross_entropy(
     label_smoothing: float,
     grad: bool,
 ) -> Tensor | None:
-    """The cross entropy of chunked logits by the kernels.
+    """Compute the cross entropy of chunked logits by the kernels.
 
     Args:
         logits: (N, V), chunked along N.
         target: (N,) class indices, or (N, V) distributions, plain.
-        class_weight, ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+        class_weight, ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
         grad: whether gradients are recorded.
 
     Returns:
@@ -120,26 +126,28 @@ def lowered_cross_entropy(
     layout = logits.layout
     if layout is None or logits.ndim != 2 or layout.dim != 0 or reduction not in ("mean", "sum"):
         return None
-    hard = target.shape == logits.shape[:1] and target.dtype == torch.int64
-    soft = target.shape == logits.shape and target.is_floating_point() and ignore_index < 0
-    if not (hard or soft) or not logits.shape[0] or not logits.shape[1]:
+    has_class_targets = target.shape == logits.shape[:1] and target.dtype == torch.int64
+    has_soft_targets = target.shape == logits.shape and target.is_floating_point() and ignore_index < 0
+    if not (has_class_targets or has_soft_targets) or not logits.shape[0] or not logits.shape[1]:
         return None
     if any(x is not None and x.requires_grad for x in (class_weight, target)):
         return None
-    found = linear_logits(logits)
+    found = match_linear_logits(logits)
     if found is None:
         return None
-    flows = grad and logits.needs_grad
+    needs_grad = grad and logits.needs_grad
     dtype = loss_dtype(logits.dtype, logits.device.type)
-    with recording(flows), torch.set_grad_enabled(flows):
-        hidden = found.rows_of(whole_input(found.hidden))
-        weight = evaluate(_master(_transposed(found.weight), hidden.dtype))
+    with recording(needs_grad), torch.set_grad_enabled(needs_grad):
+        hidden = found.rows_of(input_tensor(found.hidden))
+        weight = evaluate(_master_weight(_transposed(found.weight), hidden.dtype))
         bias = None if found.bias is None else evaluate(found.bias)
     if logits.dtype == torch.float64 != hidden.dtype:
-        return None  # more was asked for than the kernels compute in
-    squash = (found.squashed.softcap, found.squashed.temperature)
-    options = cross_entropy_options(class_weight, ignore_index, label_smoothing, *squash, reduction)
-    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, flows, dtype)
+        return None  # the kernels compute in a narrower dtype than was requested
+    transforms = found.transforms
+    options = cross_entropy_options(
+        class_weight, ignore_index, label_smoothing, transforms.softcap, transforms.temperature, reduction
+    )
+    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, needs_grad, dtype)
 
 
 def linear_cross_entropy_loss(
@@ -149,45 +157,45 @@ def linear_cross_entropy_loss(
     target: Tensor,
     options: CrossEntropy,
     layout: RowLayout,
-    flows: bool,
+    needs_grad: bool,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The cross entropy of a linear layer by the kernels.
+    """Compute the cross entropy of a linear layer by the kernels.
 
     Args:
         hidden: (N, H).
         weight: (V, H).
         bias: (V,), or None.
         target: (N,) class indices, or (N, V) distributions.
-        options: of the cross entropy.
+        options: the options of the cross entropy.
         layout: of the logits.
-        flows: whether gradients are recorded.
+        needs_grad: whether the result requires grad.
         dtype: of the result.
 
     Returns:
         a number; None where the dtypes don't fit together.
     """
-    if weight.dtype is not hidden.dtype and weight.dtype is not _MASTER.get(hidden.dtype):
+    if weight.dtype is not hidden.dtype and weight.dtype is not _MASTER_DTYPE.get(hidden.dtype):
         return None
     if bias is not None and bias.dtype != hidden.dtype:
         return None
     axis, policy = layout.axis, layout.axis.policy
-    shape = loss_shape(hidden, weight, flows, policy.exact)
-    chunks = chunk_plan(shape, policy, _asked_rows(layout), hidden.device)
-    with as_recorded(flows):
+    shape = loss_shape(hidden, weight, needs_grad, policy.exact)
+    chunks = chunk_plan(shape, policy, _requested_rows(layout), hidden.device)
+    with without_ambient_modes(needs_grad):
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
-        return axis.prepared(loss).to(dtype)
+        return axis.with_backward_hooks(loss).to(dtype)
 
 
 def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
-    """The dtype of a cross entropy of logits: theirs, but that autocast takes it in float32."""
+    """Return the dtype of a cross entropy of logits: theirs, or float32 under autocast."""
     return torch.float32 if logits.itemsize == 2 and torch.is_autocast_enabled(device) else logits
 
 
 def _transposed(weight: LazyValue) -> LazyValue:
-    """The (V, H) weight: the original where the (H, V) weight is its transpose, else a recorded transpose."""
+    """Return the (V, H) weight: the original where the (H, V) weight is its transpose, else a recorded transpose."""
     node = weight.node
     if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], LazyValue):
         return node.args[0]
@@ -195,59 +203,59 @@ def _transposed(weight: LazyValue) -> LazyValue:
     return out
 
 
-_MASTER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_MASTER_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
-def _master(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
-    """The float32 weight that autocast cast to this one, whose gradient is not rounded; else the weight itself."""
+def _master_weight(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
+    """Return the float32 weight that autocast cast to this one, so that its gradient is not rounded, or this weight."""
     node = weight.node
     if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
         return weight
     (source,) = node.operands()
-    is_master = isinstance(source, LazyValue) and source.dtype is _MASTER.get(dtype) and weight.dtype is dtype
-    flows = isinstance(source, LazyValue) and node.grad == source.needs_grad
-    return source if isinstance(source, LazyValue) and is_master and flows else weight
+    is_master = isinstance(source, LazyValue) and source.dtype is _MASTER_DTYPE.get(dtype) and weight.dtype is dtype
+    needs_grad = isinstance(source, LazyValue) and node.grad == source.needs_grad
+    return source if isinstance(source, LazyValue) and is_master and needs_grad else weight
 
 
 def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
-    """The schedule of a loss: the policy's, or the one that the cost model chooses.
+    """Return the schedule of a loss: that of the policy, or the choice of the cost model.
 
     Args:
         shape: of the loss.
         policy: the limits that the user set.
-        rows: rows of a chunk, where a number of them or of chunks was asked for.
-        device: whose free memory counts, where nothing was asked for.
+        rows: rows of a chunk, where the policy sets rows or chunks.
+        device: its free memory is the limit where the policy sets none.
     """
     if rows is not None or policy.memory_limit is not None:
         limit = policy.memory_limit
         # The user's limit is for chunks; the schedule's own limit counts the gradients, too.
         limit = None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes
-        return _planned(shape, policy.exact, rows, limit, None)
+        return _cached_plan(shape, policy.exact, rows, limit, None)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return _planned(shape, policy.exact, None, None, free and _rounded_down(free))
+    return _cached_plan(shape, policy.exact, None, None, free and _rounded_down(free))
 
 
 @functools.lru_cache(maxsize=256)
-def _planned(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
-    """The plan of a loss, found once: each step of a training run asks for it."""
+def _cached_plan(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
+    """Return the plan of a loss; cached, since each step of a training run needs the same."""
     accumulate: Accumulate = "exact" if exact else "fast"
     return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
 
 
 def _rounded_down(free: int) -> int:
-    """Free memory, rounded down to a sixteenth so that allocations of other processes don't change the plan."""
+    """Round free memory down to a sixteenth, so that allocations of other processes don't change the plan."""
     step = 1 << max(0, free.bit_length() - 5)
     return free // step * step
 
 
 def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
-    """The sizes that the cost of a loss depends on.
+    """Return the sizes that the cost of a loss depends on.
 
     Args:
         hidden: (N, H).
         weight: (V, H).
         grad: whether gradients are recorded.
-        exact: how the weight's gradient adds up: in the weight's dtype, or in that of the hidden states.
+        exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
     """
     size = hidden.itemsize
     needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
@@ -265,7 +273,7 @@ def cross_entropy_options(
     temperature: float,
     reduction: str,
 ) -> CrossEntropy:
-    """The options of a `CrossEntropy`, checked once: each step of a training run asks for the same."""
+    """Return the options of a cross entropy; cached, since each step of a training run needs the same."""
     if class_weight is None:
         return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
     return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
@@ -274,25 +282,25 @@ def cross_entropy_options(
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
-def expected_loss(logits: LazyValue) -> str | None:
+def describe_expected_loss(logits: LazyValue) -> str | None:
     """Describe the cost of a cross entropy of these logits in a line; None where the kernels don't compute it."""
-    found = linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
+    found = match_linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
     if found is None or logits.layout is None:
         return None
     (count, classes), hidden, weight = logits.shape, found.hidden, found.weight
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
     summed = hidden.dtype
     if logits.layout.axis.policy.exact:
-        summed = _master(_transposed(weight), hidden.dtype).dtype
+        summed = _master_weight(_transposed(weight), hidden.dtype).dtype
     shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, summed.itemsize, *needs)
-    chunks = chunk_plan(shape, logits.layout.axis.policy, _asked_rows(logits.layout), logits.device)
+    chunks = chunk_plan(shape, logits.layout.axis.policy, _requested_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"
 
 
-def _asked_rows(layout: RowLayout) -> int | None:
-    """The rows of the logits in a chunk, where the policy fixes them; else None."""
+def _requested_rows(layout: RowLayout) -> int | None:
+    """Return the rows of the logits in a chunk where the policy sets them; else None."""
     policy = layout.axis.policy
     if policy.rows is None and policy.chunks is None:
         return None
     size = layout.axis.size
-    return max(1, layout.local((0, min(size, layout.axis.rows(lambda limit: size)))))
+    return max(1, layout.size_in((0, min(size, layout.axis.rows(lambda limit: size)))))

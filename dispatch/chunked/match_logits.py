@@ -1,42 +1,153 @@
 """Recognition of logits of a linear layer of an input in the lazy graph.
 
-Ops are matched backwards from the logits: casts to a wider dtype, a temperature, a softcap, reshapes and slices of
-rows, then a product of hidden states with a weight that is whole.
+Ops are matched backwards from the logits: first the transforms (casts to a wider dtype, a temperature, a softcap,
+reshapes and slices of rows), then a product of hidden states with a replicated weight:
+
+    hidden --> mm(weight) --> [slice, reshape] --> softcap * tanh(. / softcap) / temperature --> logits
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, gathered
-from subtensors.dispatch.chunked.logit_transforms import TransformedLogits, squashed_logits
+from subtensors.dispatch.chunked.lazy_graph import LazyValue
+from subtensors.dispatch.chunked.record import record
 
 aten = torch.ops.aten
 
 
+View: TypeAlias = list[int] | tuple[int, int | None, int | None, int]
+"""A view of rows: the sizes of a reshape without the classes, or the arguments of a slice."""
+
+
+@dataclass(frozen=True)
+class TransformedLogits:
+    """Logits as softcap * tanh(base / softcap) / temperature of some rows of a base.
+
+    Args:
+        base: the logits before softcap and temperature.
+        softcap, temperature: see `CrossEntropy`.
+        views: the views that selected the rows of the base.
+    """
+
+    base: LazyValue
+    softcap: float | None = None
+    temperature: float = 1.0
+    views: tuple[View, ...] = ()
+
+    def rows(self) -> LazyValue:
+        """Record the rows of the base, without softcap and temperature.
+
+        Raises:
+            NeedsMaterialize: the base can't be viewed so.
+        """
+        value = self.base
+        for view in self.views:
+            if isinstance(view, tuple):
+                value = record(aten.slice.Tensor, value, *view)
+            else:
+                value = record(aten.reshape.default, value, [*view, value.shape[-1]])
+        return value
+
+    def apply_to(self, logits: LazyValue, dtype: torch.dtype) -> LazyValue:
+        """Apply the same softcap and temperature to other logits, in a dtype."""
+        out: LazyValue = logits if logits.dtype == dtype else record(aten._to_copy.default, logits, dtype=dtype)
+        if self.softcap is not None:
+            out = record(aten.tanh.default, record(aten.div.Tensor, out, self.softcap))
+            out = record(aten.mul.Tensor, out, self.softcap)
+        return out if self.temperature == 1 else record(aten.div.Tensor, out, self.temperature)
+
+
+def match_transforms(logits: LazyValue) -> TransformedLogits:
+    """Match logits backwards through casts to a wider dtype, copies, views of rows, a temperature and a softcap."""
+    temperature, softcap = 1.0, None
+    views: list[View] = []
+    value: LazyValue = logits
+    for _ in range(16):
+        node, layout = value.node, value.layout
+        if node is None or value.tensor is not None or layout is None or not node.args:
+            break
+        op, args = node.op, node.args
+        if op in _SCALINGS and isinstance(args[1], (int, float)):
+            factor = float(args[1]) if _SCALINGS[op] == "div" else 1 / float(args[1]) if args[1] else 0.0
+            uncapped = _softcap_operand(args[0], factor)
+            if uncapped is not None and softcap is None:
+                softcap, value = 1 / factor, uncapped
+                continue
+            if not factor > 0 or softcap is not None:
+                break
+            temperature *= factor
+        elif node.name == "reshape" and args[0].shape[-1:] == value.shape[-1:]:
+            views.append(list(value.shape[:-1]))
+        elif op is aten.slice.Tensor and _slices_rows(*args):
+            views.append((args[1] % value.ndim, *args[2:4], *(args[4:] or (1,))))
+        elif node.name == "range_of_rows" and args[0].layout is not None:
+            dim, start = layout.dim, layout.start - args[0].layout.start
+            if dim == value.ndim - 1:
+                break
+            views.append((dim, start, start + value.shape[dim], 1))
+        elif not (op is aten._to_copy.default and _widens(args[0], value)) and op not in _COPIES:
+            break
+        value = args[0]
+    return TransformedLogits(value, softcap, temperature, tuple(reversed(views)))
+
+
+_COPIES = (aten.alias.default, aten.clone.default)
+
+
+def _slices_rows(value: LazyValue, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
+    """Return whether a slice keeps all classes (the last dim) and has constant bounds."""
+    return dim % value.ndim != value.ndim - 1 and all(x is None or isinstance(x, int) for x in (start, end, step))
+
+
+_SCALINGS: dict[object, str] = {
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+}
+
+
+def _softcap_operand(value: LazyValue, factor: float) -> LazyValue | None:
+    """Return x where the value is tanh(x * factor), which divided by factor is a softcap of 1 / factor; else None."""
+    node = value.node
+    if node is None or node.op is not aten.tanh.default:
+        return None
+    inner = node.args[0].node
+    if inner is None or inner.op not in _SCALINGS or not isinstance(inner.args[1], (int, float)):
+        return None
+    divided = float(inner.args[1]) if _SCALINGS[inner.op] == "div" else 1 / float(inner.args[1])
+    found: LazyValue = inner.args[0]
+    return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
+
+
+def _widens(old: object, new: LazyValue) -> bool:
+    return isinstance(old, LazyValue) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device
+
+
 @dataclass(frozen=True)
 class LinearLogits:
-    """Logits that are hidden states times a weight, perhaps capped and divided.
+    """Logits that are hidden states times a weight, perhaps with a softcap and a temperature.
 
     Args:
         hidden: (N, H), an input of the region or a view of one.
-        weight: (H, V), whole.
-        bias: (V,), whole, or None.
-        squashed: the transforms of the product.
+        weight: (H, V), replicated.
+        bias: (V,), replicated, or None.
+        transforms: the transforms of the product.
     """
 
     hidden: LazyValue
     weight: LazyValue
     bias: LazyValue | None
-    squashed: TransformedLogits
+    transforms: TransformedLogits
 
     def rows_of(self, hidden: Tensor) -> Tensor:
-        """The rows of hidden states that the logits are of: (N, H)."""
-        views = self.squashed.views
+        """Return the rows of hidden states that the logits are computed from: (N, H)."""
+        views = self.transforms.views
         if not any(isinstance(view, tuple) for view in views):
             return hidden
         for view in views:
@@ -47,10 +158,10 @@ class LinearLogits:
         return hidden
 
 
-def linear_logits(logits: LazyValue) -> LinearLogits | None:
+def match_linear_logits(logits: LazyValue) -> LinearLogits | None:
     """Match logits that a linear layer of an input computes; return None for others."""
-    found = squashed_logits(logits)
-    node = found.base.node
+    transforms = match_transforms(logits)
+    node = transforms.base.node
     if node is None or node.name not in ("mm.default", "addmm.default"):
         return None
     args = node.args
@@ -60,24 +171,14 @@ def linear_logits(logits: LazyValue) -> LinearLogits | None:
         return None
     if bias is not None and (not isinstance(bias, LazyValue) or bias.layout is not None or bias.ndim != 1):
         return None
-    return LinearLogits(hidden, weight, bias, found)
+    return LinearLogits(hidden, weight, bias, transforms)
 
 
-_OF_INPUTS = ("reshape", "_to_copy.default", "alias.default")
+_INPUT_OPS = ("reshape", "_to_copy.default", "alias.default")
 
 
 def is_input(value: LazyValue) -> bool:
     """Return whether a value is a chunked input, or a reshape, a cast or an alias of one, as autocast makes it."""
-    while value.node is not None and value.tensor is None and value.node.name in _OF_INPUTS:
+    while value.node is not None and value.tensor is None and value.node.name in _INPUT_OPS:
         value = value.node.args[0]
     return value.tensor is not None and value.layout is not None
-
-
-def whole_input(value: LazyValue) -> Tensor:
-    """The tensor of an input, reshaped and cast as it was recorded."""
-    node = value.node
-    if node is None or value.tensor is not None:
-        return evaluate(gathered(value))
-    operand = whole_input(node.args[0])
-    with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
-        return operand.reshape(value.shape).to(value.dtype)

@@ -1,4 +1,4 @@
-"""The chunked axis of rows, and its place in each value of a lazy graph."""
+"""The chunked axis of rows, and the position of its rows in each value of a lazy graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-Preparation = Callable[[Tensor], Tensor]
-"""A gradient hook that runs before backward reaches chunked ops; it returns the gradient that it is called with."""
+BackwardHook = Callable[[Tensor], Tensor]
+"""A gradient hook that runs before backward reaches chunked ops; it returns its gradient unchanged."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Policy:
         chunks: the number of chunks.
         rows: rows of the axis in a chunk.
         memory_limit: bytes that a chunk's values may take.
-        exact: whether gradients of whole operands add up as if in one sum ("exact"), or in their dtype ("fast").
+        exact: whether gradients of replicated operands add up as in one sum ("exact"), or in their dtype ("fast").
         compiled: whether the ops of a chunk are compiled.
     """
 
@@ -34,7 +34,7 @@ class Policy:
 
 
 class ChunkAxis:
-    """Rows that are processed chunk by chunk. Axes that meet in an op become one; the stricter limits hold.
+    """Rows that are processed chunk by chunk. Axes of the operands of an op become one; the stricter limits hold.
 
     Args:
         size: the number of rows.
@@ -52,11 +52,11 @@ class ChunkAxis:
         self._policy = policy
         self._granule = 1
         self._parent: ChunkAxis | None = None
-        self._preparations: list[Preparation] = []
+        self._backward_hooks: list[BackwardHook] = []
 
     @property
     def root(self) -> ChunkAxis:
-        """The axis that stands for this one and for all that it has met."""
+        """The axis that this one and all that were merged with it are represented by."""
         axis = self
         while axis._parent is not None:
             axis = axis._parent
@@ -69,7 +69,7 @@ class ChunkAxis:
 
     @property
     def policy(self) -> Policy:
-        """The limits of all the axes that became this one."""
+        """The limits of all axes that were merged into this one."""
         return self.root._policy
 
     @property
@@ -77,39 +77,39 @@ class ChunkAxis:
         """Chunks begin at multiples of this many rows."""
         return self.root._granule
 
-    def prepare(self, preparation: Preparation) -> None:
+    def add_backward_hook(self, hook: BackwardHook) -> None:
         """Register a hook that runs before backward reaches the results of this axis."""
-        if preparation not in self.root._preparations:
-            self.root._preparations.append(preparation)
+        if hook not in self.root._backward_hooks:
+            self.root._backward_hooks.append(hook)
 
-    def prepared(self, result: Tensor) -> Tensor:
-        """A result of chunks along this axis, with the registered preparations as hooks on its gradient."""
+    def with_backward_hooks(self, result: Tensor) -> Tensor:
+        """Register the backward hooks on a result of chunks along this axis, and return it."""
         if result.requires_grad:
-            for preparation in self.root._preparations:
-                result.register_hook(preparation)
+            for hook in self.root._backward_hooks:
+                result.register_hook(hook)
         return result
 
-    def again(self, size: int, elements: int, policy: Policy | None = None) -> ChunkAxis:
-        """A new axis for rows selected from this one, with the same preparations before backward.
+    def selection(self, size: int, elements: int, policy: Policy | None = None) -> ChunkAxis:
+        """Return a new axis for rows selected from this one, with the same backward hooks.
 
         Args:
             size: the number of selected rows.
-            elements: the number of elements of the tensor they were selected into.
+            elements: the number of elements of the tensor that holds them.
             policy: how they are divided; None: as this axis is.
         """
         axis = ChunkAxis(size, self.policy if policy is None else policy, elements)
-        axis._preparations = list(self.root._preparations)
+        axis._backward_hooks = list(self.root._backward_hooks)
         return axis
 
-    def meet(self, other: ChunkAxis) -> None:
-        """Make the two axes one. They have the same size."""
+    def merge(self, other: ChunkAxis) -> None:
+        """Merge two axes of the same size."""
         one, two = self.root, other.root
         if one is two:
             return
         two._parent = one
         one._granule = math.lcm(one._granule, two._granule)
         one._elements = max(one._elements, two._elements)
-        one._preparations += [p for p in two._preparations if p not in one._preparations]
+        one._backward_hooks += [p for p in two._backward_hooks if p not in one._backward_hooks]
         a, b = one._policy, two._policy
         one._policy = Policy(
             max((p.chunks for p in (a, b) if p.chunks), default=None),
@@ -124,125 +124,125 @@ class ChunkAxis:
         self.root._granule = math.lcm(self.granule, granule)
 
     def spans(
-        self, rows_by_memory: Callable[[int | None], int], asked: tuple[int, int] | None = None
+        self, rows_by_memory: Callable[[int | None], int], requested: tuple[int, int] | None = None
     ) -> list[tuple[int, int]]:
-        """The chunks as `(start, stop)`; the last may be short.
+        """Return the chunks as `(start, stop)`; the last may be short.
 
         Args:
-            rows_by_memory: gives the rows that fit in some bytes (None: in free memory), where the policy doesn't say.
-            asked: the rows that chunks have to hold; None: all.
+            rows_by_memory: returns the rows that fit in some bytes (None: in free memory), where the policy sets none.
+            requested: the rows that are needed; None: all.
         """
         rows, granule = self.rows(rows_by_memory), self.granule
-        first, stop = asked or (0, self.size)
+        first, stop = requested or (0, self.size)
         first, stop = first // granule * granule, min(-(-stop // granule) * granule, self.size)
         return [(s, min(s + rows, stop)) for s in range(first, max(stop, first + 1), rows)]
 
     def rows(self, rows_by_memory: Callable[[int | None], int]) -> int:
-        """The number of rows of every chunk but the last."""
+        """Return the number of rows of every chunk but the last."""
         root = self.root
         policy, granule = root._policy, root._granule
-        wanted = [math.ceil(self.size / policy.chunks)] if policy.chunks else []
-        wanted += [policy.rows] if policy.rows else []
-        if policy.memory_limit or not wanted:
-            wanted.append(rows_by_memory(policy.memory_limit))
-        return max(granule, min(wanted) // granule * granule, 1)
+        limits = [math.ceil(self.size / policy.chunks)] if policy.chunks else []
+        limits += [policy.rows] if policy.rows else []
+        if policy.memory_limit or not limits:
+            limits.append(rows_by_memory(policy.memory_limit))
+        return max(granule, min(limits) // granule * granule, 1)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The place of the axis in a value: dim `dim` is `outer` runs of `size` positions, `unit` a row, from `low` on.
+    """The position of the rows in a value: dim `dim` is `runs` runs of `size` positions, `unit` a row, from `start` on.
 
-    A run holds positions `low .. low + size` of the axis counted in units, so that `x[:, 1:]` and `x.view(B * T, V)` of
-    a value chunked along T are chunked along it too.
+    A run holds positions `start .. start + size` of the axis counted in units, so that `x[:, 1:]` and
+    `x.view(B * T, V)` of a value chunked along T are chunked along it too.
 
     Args:
         axis: the rows.
         dim: the dim of the value that holds them.
         size: positions in a run.
-        outer: runs in the dim, from dims merged in front.
+        runs: runs in the dim, from dims merged in front.
         unit: positions a row; below one where rows were grouped.
-        low: the first position of a run.
+        start: the first position of a run.
     """
 
     axis: ChunkAxis
     dim: int
     size: int
-    outer: int = 1
+    runs: int = 1
     unit: Fraction = Fraction(1)
-    low: int = 0
+    start: int = 0
 
     @property
-    def extent(self) -> int:
-        """The size of the whole dim."""
-        return self.outer * self.size
+    def dim_size(self) -> int:
+        """The size of the dim in the full value."""
+        return self.runs * self.size
 
     @property
     def rows(self) -> tuple[int, int]:
         """The first row of the axis that the value covers, and the row behind the last."""
-        first, behind = Fraction(self.low) / self.unit, Fraction(self.low + self.size) / self.unit
+        first, behind = Fraction(self.start) / self.unit, Fraction(self.start + self.size) / self.unit
         return math.floor(first), min(math.ceil(behind), self.axis.size)
 
-    def at(self, dim: int) -> RowLayout:
-        """The same rows in another dim."""
+    def with_dim(self, dim: int) -> RowLayout:
+        """Return the layout with the same rows in another dim."""
         return replace(self, dim=dim)
 
-    def like(self, other: RowLayout) -> bool:
+    def aligns_with(self, other: RowLayout) -> bool:
         """Return whether both divide a dim alike, so that chunks of one line up with chunks of the other."""
-        mine = (self.axis.size, self.size, self.outer, self.unit, self.low)
-        return mine == (other.axis.size, other.size, other.outer, other.unit, other.low)
+        own = (self.axis.size, self.size, self.runs, self.unit, self.start)
+        return own == (other.axis.size, other.size, other.runs, other.unit, other.start)
 
     def window(self, span: tuple[int, int]) -> tuple[int, int]:
-        """The positions of a run that a chunk of rows has."""
-        unit, group, low, size = self.unit.numerator, self.unit.denominator, self.low, self.size
+        """Return the positions of a run that a chunk of rows holds, [start, stop)."""
+        unit, group, first, size = self.unit.numerator, self.unit.denominator, self.start, self.size
         start, stop = span
-        return min(max(start * unit // group - low, 0), size), min(max(stop * unit // group - low, 0), size)
+        return min(max(start * unit // group - first, 0), size), min(max(stop * unit // group - first, 0), size)
 
-    def local(self, span: tuple[int, int]) -> int:
-        """The size of the dim in a chunk of rows."""
+    def size_in(self, span: tuple[int, int]) -> int:
+        """Return the size of the dim in a chunk of rows."""
         start, stop = self.window(span)
-        return self.outer * (stop - start)
+        return self.runs * (stop - start)
 
-    def cut(self, whole: Tensor, span: tuple[int, int]) -> Tensor:
-        """A chunk's part of a whole tensor: a view, or a copy where runs are interleaved."""
+    def chunk_of(self, full: Tensor, span: tuple[int, int]) -> Tensor:
+        """Return a chunk's part of a full tensor: a view, or a copy where there are several runs."""
         start, stop = self.window(span)
-        if self.outer == 1:
-            return whole.narrow(self.dim, start, stop - start)
-        runs = whole.unflatten(self.dim, (self.outer, self.size)).narrow(self.dim + 1, start, stop - start)
+        if self.runs == 1:
+            return full.narrow(self.dim, start, stop - start)
+        runs = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
         part: Tensor = runs.flatten(self.dim, self.dim + 1)
         return part
 
-    def put(self, whole: Tensor, span: tuple[int, int], part: Tensor) -> None:
-        """Write a chunk's part into the whole tensor."""
+    def write_chunk(self, full: Tensor, span: tuple[int, int], part: Tensor) -> None:
+        """Write a chunk's part into the full tensor."""
         start, stop = self.window(span)
-        if self.outer == 1:
-            whole.narrow(self.dim, start, stop - start).copy_(part)
+        if self.runs == 1:
+            full.narrow(self.dim, start, stop - start).copy_(part)
         elif stop > start:
-            runs = whole.unflatten(self.dim, (self.outer, self.size)).narrow(self.dim + 1, start, stop - start)
-            runs.copy_(part.unflatten(self.dim, (self.outer, stop - start)))
+            runs = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
+            runs.copy_(part.unflatten(self.dim, (self.runs, stop - start)))
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> RowLayout | None:
-        """The layout after a reshape from `old` to `new` sizes; None where no dim holds the whole axis.
+        """Return the layout after a reshape from `old` to `new` sizes; None where no dim holds the whole axis.
 
-        A dim of the new shape that holds several rows' worth of an old one has a unit above one; one whose positions
-        are groups of rows has a unit below one, and chunks must then begin at multiples of the group.
+        A new dim with several positions a row has a unit above one; one whose positions are groups of rows has a unit
+        below one, and chunks must then begin at multiples of the group.
         """
-        before = math.prod(old[: self.dim]) * self.outer
+        before = math.prod(old[: self.dim]) * self.runs
         prefix = 1
         found: list[RowLayout] = []
         for dim, size in enumerate(new):
-            outer = before // prefix if prefix else 0
-            if outer and before % prefix == 0 and size % outer == 0:
-                run = size // outer
+            runs = before // prefix if prefix else 0
+            if runs and before % prefix == 0 and size % runs == 0:
+                run = size // runs
                 # Elements that one position of the run stands for, before and after.
                 old_tail, new_tail = math.prod(old[self.dim + 1 :]), math.prod(new[dim + 1 :])
                 if run * new_tail == self.size * old_tail and run > 0 and self._divides(old_tail, new_tail):
                     ratio = Fraction(old_tail, new_tail)
-                    low = self.low * ratio
-                    if low.denominator == 1:
-                        found.append(RowLayout(self.axis, dim, run, outer, self.unit * ratio, int(low)))
+                    start = self.start * ratio
+                    if start.denominator == 1:
+                        found.append(RowLayout(self.axis, dim, run, runs, self.unit * ratio, int(start)))
             prefix *= size
-        # Runs in front of the rows, or a dim behind them, may hold all positions of a run, too: not one by one.
-        return min(found, key=lambda layout: (layout.group, layout.unit, layout.outer), default=None)
+        # Several dims may fit where a size is 1: prefer small groups, then small units, then few runs.
+        return min(found, key=lambda layout: (layout.group, layout.unit, layout.runs), default=None)
 
     @staticmethod
     def _divides(old_tail: int, new_tail: int) -> bool:
@@ -250,10 +250,10 @@ class RowLayout:
 
     @property
     def group(self) -> int:
-        """The number of rows that one position stands for: chunks must begin at multiples of it."""
+        """The number of rows in one position: chunks must begin at multiples of it."""
         return self.unit.denominator
 
 
-def meta_of(tensor: Tensor) -> Tensor:
-    """A tensor of the same sizes, strides and dtype without memory."""
+def meta_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same sizes, strides and dtype without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,6 +1,6 @@
 """Per-row losses of chunked logits as one op a chunk, for logits that are not matched as a linear layer.
 
-A chunk's logits stay in the dtype that their product has, and are read once for the losses and once for their gradient
+A chunk's logits stay in the dtype of their product, and are read once for the losses and once for their gradient
 (`kernels/cross_entropy/row_cross_entropy.py`). Ops on the losses (weights, masks, a sum) are recorded as usual, so the
 incoming gradient scales the gradient of the logits before that enters any product.
 """
@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import along
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, emit, recording
-from subtensors.dispatch.chunked.logit_transforms import TransformedLogits, squashed_logits
-from subtensors.dispatch.chunked.rules.losses import reduced
+from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
+from subtensors.dispatch.chunked.record import record, sliced
+from subtensors.dispatch.chunked.rules.losses import reduce_losses
 from subtensors.dispatch.chunked.rules.reductions import cast
-from subtensors.dispatch.chunked.rules.table import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.row_cross_entropy import row_cross_entropy, row_log_sum_exp
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
@@ -32,19 +31,19 @@ def cross_entropy(
     softcap: float | None,
     temperature: float,
 ) -> Tensor:
-    """The loss of each row of a chunk, (n,)."""
+    """Compute the loss of each row of a chunk, (n,)."""
     options = CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, "none")
     return row_cross_entropy(logits, target, options)
 
 
 def log_sum_exp(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """The log-sum-exp over the last dim of a chunk: (..., V) -> (...)."""
+    """Compute the log-sum-exp over the last dim of a chunk: (..., V) -> (...)."""
     options = CrossEntropy(softcap=softcap, temperature=temperature)
     return row_log_sum_exp(logits.flatten(0, -2), options).view(logits.shape[:-1])
 
 
 def log_probabilities(logits: Tensor, index: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """The log-softmax of a chunk's logits at one class a row: (..., V) and (..., 1) -> (..., 1)."""
+    """Compute the log-softmax of a chunk's logits at one class a row: (..., V) and (..., 1) -> (..., 1)."""
     options = CrossEntropy(NEVER_IGNORED, softcap=softcap, temperature=temperature)
     return -row_cross_entropy(logits.flatten(0, -2), index.flatten(), options).view(index.shape)
 
@@ -53,61 +52,61 @@ NEVER_IGNORED = -(2**62)
 """An ignored class index that no target holds."""
 
 ROW_OPS = frozenset({cross_entropy, log_sum_exp, log_probabilities})
-"""Ops with kernels of their own, which are kept from torch.compile."""
+"""Ops with kernels of their own, which torch.compile must not trace."""
 
 
-def recorded_log_sum_exp(logits: LazyValue, dim: int, grad: bool) -> LazyValue | None:
+def record_log_sum_exp(logits: LazyValue, dim: int, grad: bool) -> LazyValue | None:
     """Record the log-sum-exp of the classes.
 
     Args:
         logits: (..., V), chunked along another dim than the last.
-        dim: which is summed over.
+        dim: the dim that is summed over.
         grad: whether it is differentiable.
 
     Returns:
-        (...), chunked, in the dtype of the logits; None where they are something else.
+        (...), chunked, in the dtype of the logits; None where the kernels don't take them.
     """
     layout = logits.layout
     if not _has_rows(logits) or layout is None or dim % logits.ndim != logits.ndim - 1:
         return None
-    found, rows = _plain_rows(logits)
+    transforms, rows = _untransformed_rows(logits)
     with recording(grad and logits.needs_grad):
         meta = torch.empty(logits.shape[:-1], dtype=arithmetic_dtype(rows.dtype), device="meta")
-        sums = emit(log_sum_exp, (rows, found.softcap, found.temperature), {}, meta, [layout], layout.axis)
+        sums = emit(log_sum_exp, (rows, transforms.softcap, transforms.temperature), {}, meta, [layout], layout.axis)
         return cast(sums, logits.dtype)
 
 
-def recorded_log_probabilities(scores: LazyValue, dim: int, index: Tensor | LazyValue, grad: bool) -> LazyValue | None:
+def record_log_probabilities(scores: LazyValue, dim: int, index: Tensor | LazyValue, grad: bool) -> LazyValue | None:
     """Record one log-probability a row.
 
     Args:
         scores: (..., V), chunked along another dim than the last.
-        dim: along which one is taken.
-        index: (..., 1), the class that is wanted.
+        dim: the dim of the classes.
+        index: (..., 1), the class of each row.
         grad: whether it is differentiable.
 
     Returns:
         (..., 1), chunked, in the dtype of the scores; None where those are no log-softmax.
     """
-    logits, layout = _of_log_softmax(scores), scores.layout
+    logits, layout = _log_softmax_input(scores), scores.layout
     index = constant(index) if isinstance(index, Tensor) else index
     if logits is None or layout is None or dim % scores.ndim != scores.ndim - 1:
         return None
     if index.shape != (*scores.shape[:-1], 1) or index.device != scores.device:
         return None
-    found, rows = _plain_rows(logits)
+    transforms, rows = _untransformed_rows(logits)
     with recording(grad and scores.needs_grad):
         meta = torch.empty(index.shape, dtype=arithmetic_dtype(rows.dtype), device="meta")
-        operands = (rows, along(index, layout), found.softcap, found.temperature)
+        operands = (rows, sliced(index, layout), transforms.softcap, transforms.temperature)
         return cast(emit(log_probabilities, operands, {}, meta, [layout], layout.axis), scores.dtype)
 
 
-def logits_of(scores: LazyValue) -> LazyValue:
-    """The logits of which scores are the log-softmax over the last dim, or the scores themselves."""
-    return _of_log_softmax(scores) or scores
+def log_softmax_input(scores: LazyValue) -> LazyValue:
+    """Return the logits where scores are a log-softmax over the last dim; otherwise the scores."""
+    return _log_softmax_input(scores) or scores
 
 
-def _of_log_softmax(scores: LazyValue) -> LazyValue | None:
+def _log_softmax_input(scores: LazyValue) -> LazyValue | None:
     node = scores.node
     if node is None or scores.tensor is not None or node.op is not aten._log_softmax.default:
         return None
@@ -123,7 +122,7 @@ def _has_rows(logits: LazyValue) -> bool:
     return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
 
 
-def recorded_cross_entropy(
+def record_cross_entropy(
     logits: LazyValue,
     target: Tensor | LazyValue,
     *,
@@ -150,19 +149,27 @@ def recorded_cross_entropy(
     target = constant(target) if isinstance(target, Tensor) else target
     if layout is None or logits.ndim != 2 or layout.dim != 0 or not logits.shape[1] or target.needs_grad:
         return None
-    hard = target.shape == logits.shape[:1] and target.dtype == torch.int64
-    soft = target.shape == logits.shape and target.dtype.is_floating_point and ignore_index < 0
-    if not (hard or soft) or target.device != logits.device or not 0 <= label_smoothing <= 1:
+    has_class_targets = target.shape == logits.shape[:1] and target.dtype == torch.int64
+    has_soft_targets = target.shape == logits.shape and target.dtype.is_floating_point and ignore_index < 0
+    if not (has_class_targets or has_soft_targets) or target.device != logits.device or not 0 <= label_smoothing <= 1:
         return None
     weight = None if class_weight is None else constant(class_weight)
     if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
         return None
-    found, rows = _plain_rows(logits)
+    transforms, rows = _untransformed_rows(logits)
     wide = arithmetic_dtype(rows.dtype)
     with recording(grad and logits.needs_grad):
         losses = emit(
             cross_entropy,
-            (rows, along(target, layout), weight, ignore_index, label_smoothing, found.softcap, found.temperature),
+            (
+                rows,
+                sliced(target, layout),
+                weight,
+                ignore_index,
+                label_smoothing,
+                transforms.softcap,
+                transforms.temperature,
+            ),
             {},
             torch.empty(logits.shape[0], dtype=wide, device="meta"),
             [layout],
@@ -170,23 +177,23 @@ def recorded_cross_entropy(
         )
         if reduction == "none":
             return cast(losses, dtype)
-        if soft:
+        if has_soft_targets:
             out: LazyValue = record(aten.sum.default if reduction == "sum" else aten.mean.default, losses)
             return cast(out, dtype)
-        loss, _ = reduced(losses, target, weight, ignore_index, reduction == "mean", wide)
+        loss, _ = reduce_losses(losses, target, weight, ignore_index, reduction == "mean", wide)
         return cast(loss, dtype)
 
 
-def _plain_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
-    """The transforms of logits, and the rows before them; where these can't be found, no transforms and the logits."""
-    found = squashed_logits(logits)
+def _untransformed_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
+    """Return the transforms of logits and the rows before them; without a match, no transforms and the logits."""
+    transforms = match_transforms(logits)
     try:
         with recording(logits.needs_grad):
-            rows = found.rows()
+            rows = transforms.rows()
     except NeedsMaterialize:
         return TransformedLogits(logits), logits
-    one, two = rows.layout, logits.layout
-    same = one is not None and two is not None and one.dim == two.dim and one.like(two)
-    if not same or logits.dtype == torch.float64 != rows.dtype:
+    a, b = rows.layout, logits.layout
+    is_aligned = a is not None and b is not None and a.dim == b.dim and a.aligns_with(b)
+    if not is_aligned or logits.dtype == torch.float64 != rows.dtype:
         return TransformedLogits(logits), logits
-    return found, rows
+    return transforms, rows

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,42 +12,10 @@ from subtensors.dispatch.chunked.compile_chunk import CompiledRun, compiled_prog
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
-from subtensors.dispatch.ops.tree import tree_tensors
-from subtensors.dispatch.torch_internals.autograd import saves_through_hooks
+from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.torch_internals.memory import is_dense
 
 aten = torch.ops.aten
-
-
-def as_recorded(grad: bool | None = None) -> AbstractContextManager[None]:
-    """A context without autocast and hooks on saved tensors, which took effect when the ops were recorded.
-
-    Args:
-        grad: whether gradients are recorded; None: unchanged.
-    """
-    decides = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or saves_through_hooks()
-    grad = None if grad is torch.is_grad_enabled() else grad
-    return _undecided(grad) if decides or grad is not None else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@contextmanager
-def _undecided(grad: bool | None) -> Iterator[None]:
-    with ExitStack() as stack:
-        if grad is not None:
-            stack.enter_context(torch.set_grad_enabled(grad))
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        if saves_through_hooks():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
-        yield
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class Results:
@@ -61,44 +27,47 @@ class Results:
 
     def __init__(self, plan: ChunkSchedule) -> None:
         self.plan = plan
-        self.tensors: list[Any] = [[] if v.join is Combine.STACK else None for v in plan.outputs]
+        self._tensors: list[Tensor | None] = [None] * len(plan.outputs)
+        self._stacks: list[list[Tensor]] = [[] for _ in plan.outputs]
 
-    def add(self, span: Span, parts: Sequence[Any]) -> None:
-        """Take in the results of one chunk."""
-        for place, (value, part) in enumerate(zip(self.plan.outputs, parts, strict=True)):
-            held = self.tensors[place]
-            if value.join is Combine.STACK:
-                if part is not None:
-                    held.append(part.detach())
-            elif value.join is Combine.CAT:
-                if held is None:
+    def add(self, span: Span, parts: Sequence[Tensor | None]) -> None:
+        """Add the parts of one chunk."""
+        for n, (value, part) in enumerate(zip(self.plan.outputs, parts, strict=True)):
+            if part is None:  # a chunk without rows of a stack
+                continue
+            tensor = self._tensors[n]
+            if value.combine is Combine.STACK:
+                self._stacks[n].append(part.detach())
+            elif value.combine is Combine.CAT:
+                if tensor is None:
                     strides = value.meta.stride() if is_dense(value.meta) else None
-                    held = (
+                    tensor = self._tensors[n] = (
                         part.new_empty(value.shape) if strides is None else part.new_empty_strided(value.shape, strides)
                     )
-                    self.tensors[place] = held
-                assert value.source is not None
-                value.source.put(held, span, part.detach())
+                assert value.part_layout is not None
+                value.part_layout.write_chunk(tensor, span, part.detach())
             else:
-                self.tensors[place] = part.detach().clone() if held is None else held.add_(part.detach())
+                self._tensors[n] = part.detach().clone() if tensor is None else tensor.add_(part.detach())
 
-    def done(self) -> list[Tensor]:
-        """The whole results."""
-        return [
-            torch.stack(t) if v.join is Combine.STACK else t
-            for v, t in zip(self.plan.outputs, self.tensors, strict=True)
-        ]
+    def finish(self) -> list[Tensor]:
+        """Return the full results."""
+        results = []
+        for value, tensor, stack in zip(self.plan.outputs, self._tensors, self._stacks, strict=True):
+            result = torch.stack(stack) if value.combine is Combine.STACK else tensor
+            assert result is not None
+            results.append(result)
+        return results
 
 
-def tangent_of(plan: ChunkSchedule, value: LazyValue, span: Span, whole: Tensor) -> Tensor:
-    """A chunk's part of the gradient of a result."""
-    if value.join is Combine.STACK:
-        rows = value.source
-        return whole[sum(rows is None or rows.local(s) > 0 for s in plan.spans if s < span)]
-    if value.join is Combine.CAT:
-        assert value.source is not None
-        return value.source.cut(whole, span)
-    return whole
+def chunk_tangent(plan: ChunkSchedule, value: LazyValue, span: Span, grad: Tensor) -> Tensor:
+    """Return a chunk's part of the gradient of a result."""
+    if value.combine is Combine.STACK:
+        rows = value.part_layout
+        return grad[sum(rows is None or rows.size_in(s) > 0 for s in plan.spans if s < span)]
+    if value.combine is Combine.CAT:
+        assert value.part_layout is not None
+        return value.part_layout.chunk_of(grad, span)
+    return grad
 
 
 class Gradients:
@@ -115,7 +84,7 @@ class Gradients:
         self.needed = [n for n in range(len(needed)) if needed[n]]
         self.sums: dict[int, GradientSum] = {}
         self.parts: dict[int, Tensor] = {}
-        self._reached: set[int] = set()
+        self._has_gradient: set[int] = set()
         for n in self.needed:
             if plan.inputs[n].layout is None:
                 self.sums[n] = GradientSum(tensors[n], plan.axis.policy.exact)
@@ -124,97 +93,99 @@ class Gradients:
 
     def add(self, span: Span, leaves: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
         """Differentiate one chunk."""
-        flows = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
-        if not flows or not self.needed:
+        differentiable = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
+        if not differentiable or not self.needed:
             return
-        wanted = [leaves[n] for n in self.needed]
+        inputs = [leaves[n] for n in self.needed]
         with torch.enable_grad():  # ops without a gradient for an input are fine, as in backward()
-            grads = torch.autograd.grad([o for o, _ in flows], wanted, [t for _, t in flows], allow_unused=True)
+            grads = torch.autograd.grad(
+                [o for o, _ in differentiable], inputs, [t for _, t in differentiable], allow_unused=True
+            )
         for n, grad in zip(self.needed, grads, strict=True):
             if grad is None:
                 continue
             if n in self.sums:
                 self.sums[n].add(grad)
             else:
-                self._reached.add(n)
+                self._has_gradient.add(n)
                 layout = self.plan.inputs[n].layout
                 assert layout is not None
-                layout.put(self.parts[n], span, grad)
+                layout.write_chunk(self.parts[n], span, grad)
 
     def take(self, scale: Tensor | None = None) -> dict[int, Tensor]:
-        """The gradients times a number, in the memory they were summed in; they can be taken once."""
+        """Return the gradients times a number, in the memory they were summed in; they can be taken once."""
         taken = {n: total.take(scale) for n, total in self.sums.items() if total.used}
-        parts = {n: part for n, part in self.parts.items() if n in self._reached}
+        parts = {n: part for n, part in self.parts.items() if n in self._has_gradient}
         return taken | {n: part if scale is None else part.mul_(scale) for n, part in parts.items()}
 
 
 def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    """The inputs of one chunk, as leaves of an autograd graph of its own."""
+    """Return the inputs of one chunk, as leaves of an autograd graph of its own."""
     out = []
     for read, tensor, needs in zip(plan.inputs, tensors, needed, strict=True):
-        part = tensor.detach() if read.layout is None else read.layout.cut(tensor.detach(), span)
+        part = tensor.detach() if read.layout is None else read.layout.chunk_of(tensor.detach(), span)
         out.append(part.detach().requires_grad_(needs) if needs else part)
     return out
 
 
 def run_chunk(
     plan: ChunkSchedule, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None
-) -> list[Any]:
+) -> list[Tensor | None]:
     """Run one chunk; its results are tracked by autograd where `gradients` is given.
 
     Args:
         plan: the pass.
         span: the chunk's rows.
         leaves: its inputs.
-        gradients: the sums that products with whole operands add to; None where nothing is differentiated.
+        gradients: the sums that products with replicated operands add to; None where nothing is differentiated.
 
     Returns:
-        for each output of the pass, this chunk's part; None for a stack where the chunk has none of its rows.
+        for each output of the pass, this chunk's part; None for a stack where the chunk has none of the rows.
     """
-    known: dict[int, Any] = {}
+    known: dict[int, Tensor | None] = {}
     inputs = {id(read): leaf for read, leaf in zip(plan.inputs, leaves, strict=True)}
-    places = {id(read): n for n, read in enumerate(plan.inputs)}
+    positions = {id(read): n for n, read in enumerate(plan.inputs)}
 
-    def at(x: Any) -> Any:
+    def operand(x: PyTree) -> PyTree:
         if isinstance(x, Input):
             return inputs[id(x)]
         if isinstance(x, LazyValue):
             return known[id(x)]
-        return x.of(span) if isinstance(x, PerChunk) else x
+        return x.value_in(span) if isinstance(x, PerChunk) else x
 
     for step in _program(plan):
         if isinstance(step, CompiledRun):
             with torch.set_grad_enabled(gradients is not None and step.grad):
-                results = step.function(*[at(x) for x in step.reads])
+                results = step.function(*[operand(x) for x in step.reads])
             known.update({id(v): t for v, t in zip(step.results, results, strict=True)})
             del results
-            for value in step.last:
+            for value in step.last_uses:
                 known.pop(id(value), None)
             continue
-        if step.rows is not None and not step.rows.local(span):
+        if step.rows is not None and not step.rows.size_in(span):
             known.update({id(v): None for v in step.outputs})
             continue
         with torch.set_grad_enabled(gradients is not None and step.grad):
-            product = None if gradients is None else _product(step, places, gradients)
+            product = None if gradients is None else _product(step, positions, gradients)
             if product is not None:
                 factors, sums = product
                 result = ProductInto.apply(  # type: ignore[no-untyped-call]
-                    *(at(x) for x in factors), *sums
+                    *(operand(x) for x in factors), *sums
                 )
             else:
-                args, kwargs = step.spec.unflatten([at(x) for x in step.leaves])
+                args, kwargs = step.spec.unflatten([operand(x) for x in step.leaves])
                 result = step.op(*args, **kwargs)
-        for made, tensor in zip(step.outputs, tree_tensors(result), strict=True):
-            if made is not None:
-                known[id(made)] = tensor
+        for output, tensor in zip(step.outputs, tree_tensors(result), strict=True):
+            if output is not None:
+                known[id(output)] = tensor
         del result, tensor
-        for place in step.last:
-            known.pop(id(step.leaves[place]), None)
+        for position in step.last_uses:
+            known.pop(id(step.leaves[position]), None)
     return [known[id(v)] for v in plan.outputs]
 
 
 def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
-    """The ops of a pass, as they are run."""
+    """Return the ops of a pass, with runs of them compiled where the policy says so."""
     if not plan.axis.policy.compiled:
         return plan.steps
     if plan.program is None:
@@ -223,20 +194,20 @@ def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
     return plan.program
 
 
-# Products of two factors: where those stand, and what is added to them.
-_FACTORS: dict[Any, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}
+# op: the positions of the two factors of a product, and of what is added to it.
+_FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}
 
 
 def _product(
-    step: ScheduledStep, places: dict[int, int], gradients: Gradients
-) -> tuple[tuple[Any, Any, Any], tuple[GradientSum, bool, GradientSum | None]] | None:
-    """The operands of a product with a whole factor whose gradient is needed, and their gradient sums; else None."""
-    where = _FACTORS.get(step.op) if step.grad else None
-    if where is None:
+    step: ScheduledStep, positions: dict[int, int], gradients: Gradients
+) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[GradientSum, bool, GradientSum | None]] | None:
+    """Return the operands and gradient sums of a product with a replicated factor that needs a gradient; else None."""
+    found = _FACTORS.get(step.op) if step.grad else None
+    if found is None:
         return None
-    a, b = step.leaves[where[0]], step.leaves[where[1]]
-    added = None if where[2] is None else step.leaves[where[2]]
-    sums = [gradients.sums.get(places[id(x)]) if isinstance(x, Input) else None for x in (a, b, added)]
+    a, b = step.leaves[found[0]], step.leaves[found[1]]
+    added = None if found[2] is None else step.leaves[found[2]]
+    sums = [gradients.sums.get(positions[id(x)]) if isinstance(x, Input) else None for x in (a, b, added)]
     for second in (True, False):
         if (into := sums[second]) is not None and (a is not b):
             return (a, b, added), (into, second, sums[2])

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import optree
 import torch
+from optree import PyTreeSpec
 
 from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, Span
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
+from subtensors.dispatch.ops.tree import PyTree
 
-BUDGET = {"cuda": 512 << 20, "cpu": 64 << 20}
-"""Bytes for a chunk's values where nothing was asked for."""
+DEFAULT_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
+"""The bytes for a chunk's values where the user set no limit."""
 
-FEWEST_ROWS = 256
-"""A chunk this short is still a good matrix product; memory alone makes it shorter."""
+MIN_ROWS = 256
+"""The fewest rows of a chunk without a limit: still an efficient matrix product."""
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Input:
 
     Args:
         value: its description.
-        layout: which part a chunk reads; None for all.
+        layout: the rows, of which a chunk reads its own; None where it reads all.
     """
 
     value: LazyValue
@@ -37,68 +38,68 @@ class ScheduledStep:
     """One op of a pass, ready to be called.
 
     Args:
-        op: what is called.
-        name: of it.
+        op: the function that is called.
+        name: its name.
         grad: whether it is differentiated.
-        rows: of which a chunk must have some to give a part.
-        leaves: its arguments, flat, descriptions of values and per-chunk arguments among them.
-        spec: the pytree they came from.
-        outputs: descriptions of its results; None for a result that nobody reads.
-        last: places in `leaves` of values that no later step reads.
+        rows: the layout of rows without which a chunk has no part; None: every chunk has one.
+        leaves: its arguments, flat, with descriptions of values and per-chunk arguments.
+        spec: the pytree of the arguments.
+        outputs: descriptions of its results; None for a result that no op reads.
+        last_uses: positions in `leaves` of values that no later step reads.
     """
 
-    op: Callable[..., Any]
+    op: Callable[..., PyTree]
     name: str
     grad: bool
     rows: RowLayout | None
-    leaves: list[Any]
-    spec: Any
+    leaves: list[PyTree]
+    spec: PyTreeSpec
     outputs: list[LazyValue | None]
-    last: list[int] = field(default_factory=list)
+    last_uses: list[int] = field(default_factory=list)
 
 
 class ChunkSchedule:
     """One pass over the chunks of an axis, for some partial values.
 
     Autograd keeps it alive as long as a result. So it holds descriptions of values; the values themselves, which hold
-    tensors, are in `asked` and `reads` until `let_go`.
+    tensors, are in `requested` and `reads` until `release_values`.
 
     Args:
-        outputs: the partials; all of one axis.
+        outputs: the partials, all of one axis.
     """
 
     def __init__(self, outputs: Sequence[LazyValue]) -> None:
-        self.asked = list(outputs)
+        self.requested = list(outputs)
         self.reads: list[LazyValue] = []
-        self._bare: dict[int, LazyValue] = {}
-        self.outputs = [self._described(v) for v in outputs]
+        self._descriptions: dict[int, LazyValue] = {}
+        self.outputs = [self._description(v) for v in outputs]
         self.inputs: list[Input] = []
         self.steps: list[ScheduledStep] = []
-        self.program: list[Any] | None = None
-        """The steps with runs of them compiled, where that was asked for and the pass has run."""
+        self.program: Sequence[PyTree] | None = None
+        """The steps with runs of them compiled, once the pass has run, where the policy says so."""
         self._done: set[int] = set()
         for output in outputs:
             assert output.node is not None
-            self._visit(output.node)
-        node = self.asked[0].node
+            self._schedule_ops(output.node)
+        node = self.requested[0].node
         assert node is not None
         assert node.axis is not None
         self.axis: ChunkAxis = node.axis.root
         self._find_last_uses()
-        self._bare.clear()
+        self._descriptions.clear()
         self._done.clear()
-        self.spans: list[Span] = self.axis.spans(self._rows, self._asked_rows())
+        self.spans: list[Span] = self.axis.spans(self._rows, self._requested_rows())
 
-    def let_go(self) -> None:
-        """Drop the values, and with them the tensors that they keep alive."""
-        self.asked, self.reads = [], []
+    def release_values(self) -> None:
+        """Release the values, and with them the tensors that they keep alive."""
+        self.requested, self.reads = [], []
 
-    def _described(self, value: LazyValue) -> LazyValue:
-        if id(value) not in self._bare:
-            self._bare[id(value)] = value.bare()
-        return self._bare[id(value)]
+    def _description(self, value: LazyValue) -> LazyValue:
+        if id(value) not in self._descriptions:
+            self._descriptions[id(value)] = value.description()
+        return self._descriptions[id(value)]
 
-    def _visit(self, last: LazyNode) -> None:
+    def _schedule_ops(self, last: LazyNode) -> None:
         # Depth first without recursion: a region may hold thousands of ops.
         stack: list[tuple[LazyNode, bool]] = [(last, False)]
         while stack:
@@ -107,42 +108,41 @@ class ChunkSchedule:
                 continue
             if ready:
                 self._done.add(id(node))
-                arguments: Any = (node.args, node.kwargs)
-                leaves: list[Any]
-                leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)
-                slots = [self._slot(x) for x in leaves]
-                made = [None if v is None else self._described(v) for v in node.outputs]
-                self.steps.append(ScheduledStep(node.op, node.name, node.grad, node.rows, slots, spec, made))
+                call: PyTree = (node.args, node.kwargs)
+                leaves, spec = optree.tree_flatten(call, none_is_leaf=True)
+                operands = [self._operand(x) for x in leaves]
+                outputs = [None if v is None else self._description(v) for v in node.outputs]
+                self.steps.append(ScheduledStep(node.op, node.name, node.grad, node.rows, operands, spec, outputs))
                 continue
             stack.append((node, True))
             for x in node.operands():
                 if isinstance(x, LazyValue) and x.layout is not None and x.tensor is None and x.node is not None:
                     stack.append((x.node, False))
 
-    def _slot(self, x: Any) -> Any:
+    def _operand(self, x: PyTree) -> PyTree:
         if isinstance(x, RowSlice):
             return self._input(x.value, x.layout)
         if isinstance(x, LazyValue) and (x.layout is None or x.tensor is not None):
             return self._input(x, x.layout)
-        return self._described(x) if isinstance(x, LazyValue) else x
+        return self._description(x) if isinstance(x, LazyValue) else x
 
     def _input(self, value: LazyValue, layout: RowLayout | None) -> Input:
         for known, read in zip(self.inputs, self.reads, strict=True):
             same = read is value or (value.tensor is not None and read.tensor is value.tensor)
-            if same and _same(known.layout, layout):
+            if same and _same_layout(known.layout, layout):
                 return known
         self.reads.append(value)
-        self.inputs.append(Input(self._described(value), layout))
+        self.inputs.append(Input(self._description(value), layout))
         return self.inputs[-1]
 
     def _find_last_uses(self) -> None:
         kept = {id(v) for v in self.outputs}
         seen: set[int] = set()
         for step in reversed(self.steps):
-            for place, x in enumerate(step.leaves):
+            for position, x in enumerate(step.leaves):
                 if isinstance(x, LazyValue) and id(x) not in seen and id(x) not in kept:
                     seen.add(id(x))
-                    step.last.append(place)
+                    step.last_uses.append(position)
 
     @property
     def grad(self) -> bool:
@@ -161,32 +161,32 @@ class ChunkSchedule:
         return total // max(self.axis.size, 1)
 
     def _rows(self, limit: int | None) -> int:
-        """The number of rows whose values, and gradients if any, fit in `limit` bytes (None: in a default budget)."""
+        """Return the rows whose values, and gradients if any, fit in `limit` bytes (None: in a default budget)."""
         row = max(self.row_bytes * (2 if self.grad else 1), 1)
         if limit is not None:
             return max(limit // row, 1)
         device = self.outputs[0].device
-        budget = BUDGET.get(device.type, BUDGET["cpu"])
+        budget = DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cpu"])
         if device.type == "cuda" and torch.cuda.is_available():
             budget = min(budget, torch.cuda.mem_get_info(device)[0] // 2)
-        return max(budget // row, FEWEST_ROWS)
+        return max(budget // row, MIN_ROWS)
 
-    def _asked_rows(self) -> Span:
-        """The rows that the results depend on: those that slices left."""
-        spans = []
-        for value in self.asked:
+    def _requested_rows(self) -> Span:
+        """Return the rows that the results depend on: those that are left by slices."""
+        spans: list[Span] = []
+        for value in self.requested:
             assert value.node is not None
             layouts = [x.layout for x in value.node.operands() if x.layout is not None]
             spans += [layout.rows for layout in layouts] or [(0, self.axis.size)]
-        return min(first for first, _ in spans), max(behind for _, behind in spans)
+        return min(start for start, _ in spans), max(stop for _, stop in spans)
 
     def describe(self) -> str:
-        """The pass in lines: chunks, bytes, reads and ops."""
+        """Describe the pass in lines: chunks, bytes, inputs and ops."""
         rows = self.spans[0][1] - self.spans[0][0]
         chunk = rows * self.row_bytes * (2 if self.grad else 1)
         parts = [f"{len(self.spans)} chunks of {rows} of {self.axis.size} rows, {in_bytes(chunk)} a chunk"]
         for read in self.inputs:
-            how = "whole" if read.layout is None else "by rows"
+            how = "in full" if read.layout is None else "by rows"
             sums = ", its gradient summed" if read.layout is None and read.value.needs_grad else ""
             parts.append(f"  reads {how} {_described(read.value)}{sums}")
         for step in self.steps:
@@ -194,19 +194,19 @@ class ChunkSchedule:
         return "\n".join(parts)
 
 
-def _same(a: RowLayout | None, b: RowLayout | None) -> bool:
+def _same_layout(a: RowLayout | None, b: RowLayout | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.dim == b.dim and a.like(b)
+    return a.dim == b.dim and a.aligns_with(b)
 
 
 def _described(value: LazyValue) -> str:
-    joined = "" if value.join is None else f" ({value.join.value} over chunks)"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{joined}"
+    combined = "" if value.combine is None else f" ({value.combine.value} over chunks)"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{combined}"
 
 
 def in_bytes(count: int) -> str:
-    """A number of bytes, for people."""
+    """Format a number of bytes."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

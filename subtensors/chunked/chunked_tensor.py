@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+import functools
+import string
+from collections.abc import Callable, Collection
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from subtensors.chunked.chunk_policy import known_policy
-from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, whole_of
-from subtensors.chunked.torch_function import called, dispatched, is_metadata_query, refuse_transformed
-from subtensors.dispatch.chunked.aliasing import AliasRef
+from subtensors.chunked import custom_op
+from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
+from subtensors.chunked.torch_function import handle_torch_function, is_metadata_query
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
-from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, expected_loss
+from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.ops.type_interaction import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 
-class ChunkedTensor(RecordedTensor):
-    """A tensor whose ops are recorded, and run chunk by chunk when a number or another whole value is asked for.
+class ChunkedTensor(LazyTensor):
+    """A tensor whose ops are recorded, and run chunk by chunk when a value without the chunked dim is needed.
 
-    Sizes, dtype and device are those of the whole. What has lost the chunked dim (a loss, a gradient of a weight) is
-    a plain tensor at once; what has it stays chunked, and `realize()` makes it plain. Gradients reach the tensor that
-    was chunked and every plain tensor that joined.
+    Sizes, dtype and device are those of the full tensor. A result without the chunked dim (a loss, a gradient of a
+    weight) is a plain tensor at once; one with it stays chunked, and `realize()` makes it plain. Gradients reach the
+    tensor that was chunked and every plain tensor that an op combined it with.
 
     Args:
         x: the tensor, of at least one dim.
@@ -55,10 +59,10 @@ class ChunkedTensor(RecordedTensor):
         accumulate: Literal["exact", "fast"] = "exact",
         compile: bool = False,
     ) -> ChunkedTensor:
-        """The tensor, chunked."""
-        return chunked(x, dim, known_policy(chunks, rows, memory_limit, accumulate, compile))
+        """Return the tensor, chunked."""
+        return chunked(x, dim, cached_policy(chunks, rows, memory_limit, accumulate, compile))
 
-    def __init__(self, x: Tensor, dim: int = 0, **kwargs: Any) -> None:
+    def __init__(self, x: Tensor, dim: int = 0, **kwargs: object) -> None:
         pass
 
     def realize(self) -> Tensor:
@@ -72,17 +76,17 @@ class ChunkedTensor(RecordedTensor):
             >>> ChunkedTensor(torch.ones(3), rows=2).mul(2).realize()
             tensor([2., 2., 2.])
         """
-        return evaluate(cell_of(self).value)
+        return evaluate(alias_ref(self).value)
 
     def explain(self) -> str:
-        """The pass over the chunks that `realize()` would run: chunks, bytes, what it reads, ops; and a loss's plan."""
-        plans = passes_for(self._cell.value)
-        lines = [*(plan.describe() for plan in plans), expected_loss(self._cell.value)]
+        """Describe the pass that `realize()` would run (chunks, bytes, inputs, ops), and the plan of a loss."""
+        plans = passes_for(self._ref.value)
+        lines = [*(plan.describe() for plan in plans), describe_expected_loss(self._ref.value)]
         return "\n".join(line for line in lines if line is not None) or repr(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        value = self._cell.value
-        count = _ops(value)
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        value = self._ref.value
+        count = _op_count(value)
         dim = "" if value.layout is None else f", rows in dim {value.layout.dim}"
         dtype = str(value.dtype).removeprefix("torch.")
         recorded = f"{count} op{'' if count == 1 else 's'} recorded"
@@ -93,32 +97,123 @@ class ChunkedTensor(RecordedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         if is_metadata_query(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        return called(cls, func, types, args, kwargs or {})
+        return handle_torch_function(cls, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return dispatched(cls, func, args, kwargs or {})
+        cls, func: torch._ops.OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        return handle_torch_dispatch(cls, func, args, kwargs or {})
+
+
+def chunk(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    chunks: int | None = None,
+    rows: int | None = None,
+    memory_limit: int | str | None = None,
+    accumulate: Literal["exact", "fast"] = "exact",
+    compile: bool = False,
+) -> ChunkedTensor:
+    """Chunk `x` along a dim: ops on it run chunk by chunk, so that no intermediate is ever materialized in full.
+
+    Args:
+        x: a tensor of any dtype, with at least one dim. A PaddedTensor is returned unchanged, with a warning: its rules
+            run on all rows.
+        dim: the dim whose rows are chunked.
+        chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
+            long as the region's values and the free memory allow.
+        rows: rows in a chunk; the last may have fewer.
+        memory_limit: bytes that a chunk's values and their gradients may take, beside the requested gradients: an int,
+            or text such as "1GiB".
+        accumulate: how gradients of weights add up over chunks: "exact", as in one sum of higher precision, or "fast",
+            rounded to the gradient's dtype at each chunk.
+        compile: run the math of a chunk through torch.compile.
+
+    Returns:
+        a ChunkedTensor of the sizes, dtype and device of `x`.
+
+    Raises:
+        SizeError: a count below one, or a tensor of no dims.
+        RuleError: a tensor under a transform of torch.func.
+        ValueError: more than one of the counts, or an unknown word.
+        IndexError: no such dim.
+
+    Example:
+        >>> import subtensors as st
+        >>> hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+        >>> h = st.chunk(hidden, chunks=4)
+        >>> loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(h, weight), torch.arange(8))
+        >>> loss.backward()
+        >>> weight.grad.shape
+        torch.Size([50, 4])
+    """
+    if type(x) in MASKED_TYPES:
+        log_unchunked(type(x))
+        return x  # type: ignore[return-value]  # a masked tensor is used in place of a chunked one
+    if torch.compiler.is_compiling():
+        from subtensors.chunked.dynamo_proxy import traced_chunk  # which loads the compiler
+
+        traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
+        return traced
+    return chunked(x, dim, cached_policy(chunks, rows, memory_limit, accumulate, compile))
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def policy(
+    chunks: int | None, rows: int | None, memory_limit: int | str | None, accumulate: str, compile: bool
+) -> Policy:
+    """Check the arguments of `chunk`, and return the policy by which rows are divided."""
+    given = {"chunks": chunks, "rows": rows, "memory_limit": memory_limit}
+    counts = {name: value for name, value in given.items() if value is not None}
+    if len(counts) > 1:
+        raise ValueError(f"chunk takes one of chunks, rows and memory_limit; got {', '.join(counts)}")
+    limit = _bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    for name, count in {**counts, **({"memory_limit": limit} if limit is not None else {})}.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{name} is a whole number, got {count!r}")
+        if count < 1:
+            raise SizeError(f"{name} must be at least 1, got {count}")
+    if accumulate not in ("exact", "fast"):
+        raise ValueError(f'accumulate is "exact" or "fast", got {accumulate!r}')
+    return Policy(chunks, rows, limit, accumulate == "exact", compile)
+
+
+cached_policy = functools.lru_cache(maxsize=64, typed=True)(policy)
+
+
+def _bytes(limit: str) -> int:
+    """Parse a number of bytes, in steps that a compiler can trace."""
+    text = limit.strip()
+    number = text.rstrip(string.ascii_letters)
+    unit = text[len(number) :].upper()
+    number = number.rstrip()
+    digits = number.replace(".", "", 1)
+    if not (digits.isascii() and digits.isdigit() and number[-1:] != "." and unit in _UNITS):
+        raise ValueError(f'memory_limit is bytes, or text such as "1GiB" or "500MB"; got {limit!r}')
+    return int(float(number) * _UNITS[unit])
 
 
 def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
-    """A tensor, chunked along a dim by a policy.
+    """Return a tensor, chunked along a dim by a policy.
 
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
     """
-    x = x.realize() if isinstance(x, ChunkedTensor) else whole_of(x)
+    x = x.realize() if isinstance(x, ChunkedTensor) else full_tensor(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
     if type(x) in MASKED_TYPES:
         raise TypeError(f"a ChunkedTensor is made of a plain tensor, and a {type(x).__name__} has rules of its own")
     if is_transforming():
-        refuse_transformed(x)
+        check_not_transformed(x)
     dims = x.ndim
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
@@ -128,19 +223,19 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
 
 
 def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
-    """A plain tensor, chunked along a dim, counted from the front, by a policy."""
-    cell = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel())))
-    return outer(ChunkedTensor, cell)  # type: ignore[return-value]
+    """Return a plain tensor, chunked along a dim, counted from the front, by a policy."""
+    ref = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel())))
+    return user_tensor(ChunkedTensor, ref)  # type: ignore[return-value]
 
 
 def explain_loss(loss: Tensor) -> str:
-    """The passes over chunks that a plain tensor was computed by.
+    """Describe the passes over chunks that computed a plain tensor.
 
     Args:
         loss: a tensor with a graph.
 
     Returns:
-        for each pass: chunks, bytes, what it reads, ops.
+        for each pass: chunks, bytes, inputs, ops.
 
     Example:
         >>> import torch
@@ -151,9 +246,9 @@ def explain_loss(loss: Tensor) -> str:
           sum.dim_IntList -> float32[] (sum over chunks)
     """
     plans: list[ChunkSchedule | LoweredPlan] = []
-    seen, stack = set[Any](), [loss.grad_fn]
+    seen, stack = set[object](), [loss.grad_fn]
     while stack:
-        function: Any = stack.pop()
+        function = stack.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
@@ -163,7 +258,8 @@ def explain_loss(loss: Tensor) -> str:
     return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"
 
 
-def _ops(value: LazyValue) -> int:
+def _op_count(value: LazyValue) -> int:
+    """Return the number of recorded ops that a value depends on."""
     seen, stack = set[int](), [value]
     while stack:
         node = stack.pop().node
@@ -173,6 +269,13 @@ def _ops(value: LazyValue) -> int:
     return len(seen)
 
 
-LAZY_TYPES.update({RecordedTensor, ChunkedTensor})
-for _kind in (RecordedTensor, ChunkedTensor):
+def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> ChunkedTensor:
+    return chunked_by(x, dim, Policy(*division))  # type: ignore[arg-type]  # the fields of a policy, in order
+
+
+custom_op.PROGRAM_SCOPE["chunk"] = _chunk_in_program
+LAZY_TYPES.update({LazyTensor, ChunkedTensor})
+for _kind in (LazyTensor, ChunkedTensor):
     dynamo.compile_methods_only_inlined(_kind)
+# Where compiled code breaks its graph at a call of `chunk`, the call runs eagerly.
+dynamo.compile_only_inlined(chunk)

@@ -1,62 +1,62 @@
-"""A chunked program as one op that a compiler doesn't look into: its text, and the tensors and numbers that it reads.
+"""A chunked program as one op that a compiler treats as opaque: its source, and the tensors and numbers that it reads.
 
-The op runs the program as it runs without a compiler, on ChunkedTensors. The gradients of a number are computed with
-it, for an upstream of one, and are further results of the op. Those of any other result, and in float16, which a loss
-scale must reach before gradients are rounded, are computed at backward instead, by an op of their own.
+The op runs the program eagerly, on ChunkedTensors. The gradients of a number are computed with it, for an upstream
+gradient of one, and are further results of the op. Those of any other result, and in float16, where a loss scale must
+apply before gradients are rounded, are computed at backward instead, by an op of their own.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from subtensors.chunked.chunked_tensor import ChunkedTensor, chunked_by
+from subtensors.chunked.lazy_tensor import LazyTensor
 from subtensors.chunked.source_program import BREAK
-from subtensors.dispatch.chunked.row_layout import Policy
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals.autograd import as_called_outside
 
-Program = Callable[[Sequence[Tensor], Sequence[int], Sequence[float]], Any]
+Program: TypeAlias = Callable[[Sequence[Tensor], Sequence[int], Sequence[float]], Tensor]
+"""A function of tensors, whole numbers and other numbers."""
 
 
-@functools.lru_cache(maxsize=256)
-def _program(text: str) -> Program:
-    """The function of a text: of tensors `t`, whole numbers `i` and other numbers `x`."""
-    scope: dict[str, Any] = {
-        "torch": torch,
-        "F": F,
-        "Tensor": Tensor,
-        "autocast": torch.autocast,
-        "put": put,
-        "chunk": _chunk,
-    }
-    lines = ["def program(t, i, x):", *text.split(BREAK)]
-    exec("\n    ".join(lines), scope)
-    made: Program = scope["program"]
-    return made
-
-
-def put(x: Tensor, key: Any, value: Any) -> Tensor:
-    """`x` after `x[key] = value`, in memory of its own."""
+def put(x: Tensor, key: PyTree, value: PyTree) -> Tensor:
+    """Return `x` after `x[key] = value`, in memory of its own."""
     written = x.clone()
     written[key] = value
     return written
 
 
-def _chunk(x: Tensor, dim: int, *policy: Any) -> Any:
-    return chunked_by(x, dim, Policy(*policy))
+PROGRAM_SCOPE: dict[str, object] = {
+    "torch": torch,
+    "F": F,
+    "Tensor": Tensor,
+    "autocast": torch.autocast,
+    "put": put,
+}
+"""The names that the source of a program uses; `chunked_tensor.py` adds `chunk`."""
 
 
-def _result(tensors: Sequence[Tensor], text: str, ints: Sequence[int], floats: Sequence[float]) -> Tensor:
-    """Run the program and return its result; only the casts and modes that its text names apply, not the caller's."""
+@functools.lru_cache(maxsize=256)
+def _program(source: str) -> Program:
+    """Compile the source of a program to a function of tensors `t`, whole numbers `i` and other numbers `x`."""
+    scope: dict[str, PyTree] = dict(PROGRAM_SCOPE)
+    lines = ["def program(t, i, x):", *source.split(BREAK)]
+    exec("\n    ".join(lines), scope)
+    program: Program = scope["program"]
+    return program
+
+
+def _result(tensors: Sequence[Tensor], source: str, ints: Sequence[int], floats: Sequence[float]) -> Tensor:
+    """Run the program and return its result, under the casts and modes that its source names, not the caller's."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        out = _program(text)(tensors, ints, floats)
-    result: Tensor = out.realize() if isinstance(out, ChunkedTensor) else out
-    return result
+        out = _program(source)(tensors, ints, floats)
+    return out.realize() if isinstance(out, LazyTensor) else out
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
@@ -70,12 +70,12 @@ def _gradients(result: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> li
     found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
     own: list[Tensor] = []
     for t, g in zip(wanted, found, strict=True):
-        own.append(_own(_laid_out_as(t, g), [upstream, *leaves, *own]))
+        own.append(_own(_with_strides_of(t, g), [upstream, *leaves, *own]))
     return own
 
 
-def _laid_out_as(t: Tensor, gradient: Tensor | None) -> Tensor:
-    """The gradient under the strides that the compiler was told."""
+def _with_strides_of(t: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the gradient with the strides that the compiler was told."""
     if gradient is None:
         return torch.zeros_like(t)
     is_same = gradient.stride() == torch.empty_like(t, device="meta").stride()
@@ -83,7 +83,7 @@ def _laid_out_as(t: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _own(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The result in memory of its own, as what an op gives has to be."""
+    """Return the result in memory of its own, as the result of an op has to be."""
     given = {t.untyped_storage().data_ptr() for t in tensors}
     return result.clone() if result.untyped_storage().data_ptr() in given else result
 
@@ -91,7 +91,7 @@ def _own(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 @torch.library.custom_op("subtensors::chunked_program", mutates_args=())
 def chunked_program(
     tensors: list[Tensor],
-    text: str,
+    source: str,
     ints: list[int],
     floats: list[float],
     needs: list[bool],
@@ -103,7 +103,7 @@ def chunked_program(
 
     Args:
         tensors: the tensors that it reads.
-        text: its text; see `source_program.py`.
+        source: its source; see `source_program.py`.
         ints, floats: the numbers that it reads.
         needs: for each tensor, whether its gradient is needed.
         deferred: whether gradients are computed at backward.
@@ -112,7 +112,7 @@ def chunked_program(
     now = [n and not deferred for n in needs]
     with as_called_outside(), torch.set_grad_enabled(any(now)):
         leaves = _leaves(tensors, now)
-        result = _result(leaves, text, ints, floats)
+        result = _result(leaves, source, ints, floats)
         gradients = _gradients(result, leaves, torch.ones_like(result)) if any(now) else []
     return _own(result.detach().contiguous(), tensors), gradients
 
@@ -120,7 +120,7 @@ def chunked_program(
 @chunked_program.register_fake
 def _(
     tensors: list[Tensor],
-    text: str,
+    source: str,
     ints: list[int],
     floats: list[float],
     needs: list[bool],
@@ -134,23 +134,38 @@ def _(
 
 @torch.library.custom_op("subtensors::chunked_program_gradients", mutates_args=())
 def chunked_program_gradients(
-    tensors: list[Tensor], text: str, ints: list[int], floats: list[float], needs: list[bool], upstream: Tensor
+    tensors: list[Tensor], source: str, ints: list[int], floats: list[float], needs: list[bool], upstream: Tensor
 ) -> list[Tensor]:
-    """The gradients of a program for an upstream gradient of its result."""
+    """Compute the gradients of a program for an upstream gradient of its result."""
     with as_called_outside(), torch.enable_grad():
         leaves = _leaves(tensors, needs)
-        return _gradients(_result(leaves, text, ints, floats), leaves, upstream)
+        return _gradients(_result(leaves, source, ints, floats), leaves, upstream)
 
 
 @chunked_program_gradients.register_fake
 def _(
-    tensors: list[Tensor], text: str, ints: list[int], floats: list[float], needs: list[bool], upstream: Tensor
+    tensors: list[Tensor], source: str, ints: list[int], floats: list[float], needs: list[bool], upstream: Tensor
 ) -> list[Tensor]:
     return [torch.empty_like(t) for t, n in zip(tensors, needs, strict=True) if n]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    tensors, *ctx.program, ctx.needs, ctx.deferred, ctx.sizes, _ = inputs
+class _Context(FunctionCtx):
+    """The state that forward keeps for backward: the saved tensors are the gradients, or the inputs if deferred."""
+
+    saved_tensors: tuple[Tensor, ...]
+    program: tuple[str, list[int], list[float]]
+    needs: list[bool]
+    deferred: bool
+    sizes: list[int]
+
+
+def _setup_context(
+    ctx: _Context,
+    inputs: tuple[list[Tensor], str, list[int], list[float], list[bool], bool, list[int], torch.dtype],
+    output: tuple[Tensor, list[Tensor]],
+) -> None:
+    tensors, source, ints, floats, ctx.needs, ctx.deferred, ctx.sizes, _ = inputs
+    ctx.program = source, ints, floats
     result, gradients = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(tensors if ctx.deferred else gradients))
@@ -158,25 +173,33 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]
     ctx.mark_non_differentiable(*gradients, *fixed)
 
 
-def _backward(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Any, ...]:
+def _backward(ctx: _Context, upstream: Tensor | None, *others: object) -> tuple[PyTree, ...]:
     gradients: list[Tensor | None] = [None] * len(ctx.needs)
     if upstream is not None:
-        kept = list(ctx.saved_tensors)
+        saved = list(ctx.saved_tensors)
         if ctx.deferred:
-            found = torch.ops.subtensors.chunked_program_gradients(kept, *ctx.program, ctx.needs, upstream)
+            found = torch.ops.subtensors.chunked_program_gradients(saved, *ctx.program, ctx.needs, upstream)
         else:
-            found = [_times(g, upstream) for g in kept]
+            found = [_times(g, upstream) for g in saved]
         for place, gradient in zip((n for n, needed in enumerate(ctx.needs) if needed), found, strict=True):
             gradients[place] = gradient
     _, ints, floats = ctx.program
-    # An empty list stands for tensors, each with its gradient.
-    of_numbers: list[Any] = [None if numbers else [] for numbers in (ints, floats, ctx.sizes)]
-    return gradients, None, *of_numbers[:2], None, None, of_numbers[2], None
+    # An empty list is taken for a list of tensors, whose gradients are a list.
+    empty: list[Tensor] = []
+    return (
+        gradients,
+        None,
+        *(None if x else empty for x in (ints, floats)),
+        None,
+        None,
+        None if ctx.sizes else empty,
+        None,
+    )
 
 
 def _times(gradient: Tensor, number: Tensor) -> Tensor:
-    """The gradient times a number, which is not rounded to the gradient's dtype before."""
+    """Multiply a gradient by a number in the number's dtype, and round once."""
     return (gradient.to(number.dtype) * number).to(gradient.dtype) if gradient.itemsize == 2 else gradient * number
 
 
-torch.library.register_autograd("subtensors::chunked_program", _backward, setup_context=_keep)
+torch.library.register_autograd("subtensors::chunked_program", _backward, setup_context=_setup_context)

@@ -1,96 +1,294 @@
-"""A tensor that stands for a value of a region: what its user holds, and what the ops beneath autograd see."""
+"""Tensors that stand for lazy values, and the references behind them: in-place ops replace a value, views see it.
+
+    LazyTensor  --_ref-->  AliasRef  --value-->  LazyValue       x
+                              ^
+                              | base, view_call
+    LazyTensor  --_ref-->  AliasRef  --value-->  LazyValue       x[0]: recorded again after a write to x
+
+`user_tensor` makes the tensor that a user holds, `inner_tensor` the one that ops beneath autograd see.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.aliasing import AliasRef
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
+from subtensors.dispatch.chunked.record import BoundCall, record
+from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
 from subtensors.dispatch.torch_internals.autograd import hook_of_a_leaf, passes_gradients_on
 
+aten = torch.ops.aten
 
-class RecordedTensor(torch.Tensor):
-    """A tensor without memory whose value is in its cell."""
+Metadata: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
+"""Sizes, strides, dtype and device."""
 
-    _cell: AliasRef
+
+class AliasRef:
+    """A reference to a value that in-place ops replace. A view refers to its base: each sees writes to the other.
+
+    Args:
+        value: the value it refers to.
+        borrowed: whether it stands for a plain tensor of the caller, whose memory recording must not write.
+    """
+
+    __slots__ = ("_value", "base", "base_writes", "borrowed", "view_call", "writes")
+
+    def __init__(self, value: LazyValue, borrowed: bool = False) -> None:
+        self._value, self.borrowed = value, borrowed
+        self.base: AliasRef | None = None
+        self.view_call: tuple[OpOverload, Args, Kwargs, int] | None = None
+        self.base_writes = self.writes = 0
+
+    def make_view_of(self, base: AliasRef, op: OpOverload, args: Args, kwargs: Kwargs, index: int) -> AliasRef:
+        """Make this a view of a base, and return it.
+
+        Args:
+            base: what it is a view of.
+            op: the op that took the view.
+            args, kwargs: its arguments after the base.
+            index: the index of the view among the results of the op.
+        """
+        self.base, self.view_call, self.base_writes = base, (op, args, kwargs, index), base.writes
+        return self
+
+    @property
+    def needs_grad(self) -> bool:
+        """Return whether the value requires grad."""
+        return self.value.needs_grad
+
+    def metadata(self) -> Metadata:
+        """Sizes, strides, dtype and device."""
+        value = self.value
+        like = value.like
+        return like.shape, like.stride(), like.dtype, value.device
+
+    @property
+    def value(self) -> LazyValue:
+        """The current value; a view is recorded again after a write to its base."""
+        if self.base is not None and self.view_call is not None:
+            value = self.base.value
+            if self.base.writes != self.base_writes:
+                op, args, kwargs, index = self.view_call
+                with recording(value.needs_grad):
+                    try:
+                        results = record(op, value, *args, **kwargs)
+                    except NeedsMaterialize:
+                        results = record(op, replicated(value), *args, **kwargs)
+                self._value = [v for v in tree_leaves(results) if isinstance(v, LazyValue)][index]
+                self.base_writes = self.base.writes
+                self.writes += 1
+        return self._value
+
+    def write(self, value: LazyValue) -> None:
+        """Replace the value, and write it through to the base of a view.
+
+        Raises:
+            NeedsMaterialize: a plain tensor would have to be written to.
+            RuleError: it is a view that can't be written through.
+        """
+        if self.borrowed:
+            raise NeedsMaterialize("an in-place op", "it writes to a plain tensor")
+        if self.base is not None and self.view_call is not None:
+            op, args, kwargs, index = self.view_call
+            base = self.base.value
+            try:
+                written = _written_base(op, args, kwargs, index, base, value)
+            except NeedsMaterialize:
+                if base.layout is None:
+                    raise
+                # A write that no chunk can do by itself is done on the full base.
+                written = _written_base(op, args, kwargs, index, replicated(base), replicated(value))
+            if base.layout is not None and written.layout is None:
+                written = rechunked(written, base.layout)
+            self.base.write(written)
+            self.base_writes = self.base.writes
+        self._value = value
+        self.writes += 1
+
+
+class LazyLinear(AliasRef):
+    """A linear layer of rows, recorded only when something other than the cross-entropy kernels reads it.
+
+    Args:
+        rows: (N, H), chunked along N.
+        weight: (V, H), a constant of the same dtype and device.
+        bias: (V,), such a constant, or None.
+        grad: whether it is differentiable.
+        uncast: the layer that this is a cast of; None for the layer itself.
+        dtype: the dtype it is cast to; None for that of the rows.
+    """
+
+    __slots__ = ("_recorded", "bias", "dtype", "grad", "rows", "uncast", "weight")
+
+    def __init__(
+        self,
+        rows: LazyValue,
+        weight: LazyValue,
+        bias: LazyValue | None,
+        grad: bool,
+        uncast: LazyLinear | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self.rows, self.weight, self.bias, self.grad = rows, weight, bias, grad
+        self.uncast, self.dtype = uncast, rows.dtype if dtype is None else dtype
+        self._recorded: LazyValue | None = None
+
+    def to(self, dtype: torch.dtype, grad: bool) -> LazyLinear:
+        """Return the layer, cast to a dtype."""
+        return LazyLinear(self.rows, self.weight, self.bias, self.grad and grad, self, dtype)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return whether the layer was recorded as an op, or overwritten."""
+        return self._value is not self.rows
+
+    @property
+    def value(self) -> LazyValue:
+        """The current value, recorded on first use."""
+        if not self.is_recorded:
+            self._value = self.recorded()
+        return self._value
+
+    def recorded(self) -> LazyValue:
+        """Return the layer or its cast as a recorded op: its value unless it was overwritten."""
+        if self._recorded is None:
+            if self.uncast is None:
+                self._recorded = linear_layer(self.rows, self.weight, self.bias, self.grad)
+            else:
+                with recording(self.grad):
+                    self._recorded = record(aten._to_copy.default, self.uncast.recorded(), dtype=self.dtype)
+        return self._recorded
+
+    @property
+    def needs_grad(self) -> bool:
+        """Return whether the value requires grad."""
+        if self.is_recorded:
+            return self._value.needs_grad
+        has_grad = self.rows.needs_grad or self.weight.needs_grad or (self.bias is not None and self.bias.needs_grad)
+        return self.grad and has_grad
+
+    def metadata(self) -> Metadata:
+        """Sizes, strides, dtype and device."""
+        if self.is_recorded:
+            return super().metadata()
+        rows, classes = self.rows.like.shape[0], self.weight.like.shape[0]
+        return (rows, classes), (classes, 1), self.dtype, self.rows.device
+
+
+def _written_base(op: OpOverload, args: Args, kwargs: Kwargs, index: int, base: LazyValue, new: LazyValue) -> LazyValue:
+    """Return the base with `new` written into its view under `op`, and unchanged elsewhere."""
+    call = BoundCall(op, (base, *args), kwargs)
+    packet = op.overloadpacket
+    written: PyTree = None
+    if packet in (aten.alias, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.reshape):
+        written = new if new.shape == base.shape else record(aten.reshape.default, new, list(base.shape))
+    elif packet in (aten.t, aten.transpose):
+        written = record(op, new, *args)
+    elif packet is aten.permute:
+        dims = [d % base.ndim for d in call["dims"]]
+        written = record(op, new, [dims.index(d) for d in range(base.ndim)])
+    elif packet is aten.select:
+        written = record(aten.select_scatter.default, base, new, *args)
+    elif packet is aten.slice:
+        written = record(aten.slice_scatter.default, base, new, *args)
+    elif packet is aten.unbind:
+        written = record(aten.select_scatter.default, base, new, call["dim"], index)
+    elif packet in (aten.split, aten.split_with_sizes):
+        sizes = [v.shape[call["dim"]] for v in tree_tensors(call.infer())]
+        start = sum(sizes[:index])
+        written = record(aten.slice_scatter.default, base, new, call["dim"], start, start + sizes[index])
+    if not isinstance(written, LazyValue):
+        raise RuleError(f"a ChunkedTensor can't be written to through {op}; write to what it is a view of")
+    return written
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor without memory that stands for the value of its reference."""
+
+    _ref: AliasRef
 
     def realize(self) -> Tensor:
-        """The value as a plain tensor."""
+        """Return the value as a plain tensor."""
         raise NotImplementedError
 
 
-def cell_of(x: RecordedTensor) -> AliasRef:
-    """The cell of what a user holds.
+def alias_ref(x: LazyTensor) -> AliasRef:
+    """Return the reference of a tensor that a user holds.
 
     Raises:
-        RuleError: it is the result of an autograd.Function, whose backward the region knows nothing of.
+        RuleError: it is the result of an autograd.Function, whose backward the lazy graph can't call.
     """
     with torch._C.DisableTorchFunctionSubclass():
         function = x.grad_fn
     if function is None:
-        return x._cell
-    if passes_gradients_on(function) and x._cell.base is not None:
-        return x._cell.base
+        return x._ref
+    if passes_gradients_on(function) and x._ref.base is not None:
+        return x._ref.base
     raise RuleError(
         f"a ChunkedTensor came out of {function.name().removesuffix('Backward')}, an autograd.Function, and its "
         f"gradient would not go through that function's backward: give it the tensor's realize()"
     )
 
 
-def whole_of(x: Tensor) -> Tensor:
-    """A tensor that is spread over processes (a DTensor), gathered; another tensor itself.
+def full_tensor(x: Tensor) -> Tensor:
+    """Return a tensor that is sharded over processes (a DTensor) gathered, and any other tensor unchanged.
 
     Its gradient is taken to be the same in each process, as torch's own `full_tensor` has it, and each keeps its part.
     """
     if type(x) in PLAIN_TYPES or "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
         return x
-    whole: Tensor = x.full_tensor()
-    return whole
+    full: Tensor = x.full_tensor()
+    return full
 
 
-def shell(kind: type[RecordedTensor], cell: AliasRef) -> RecordedTensor:
-    """A tensor of the cell, as the ops beneath autograd see it."""
-    return _made(kind, cell, False)
+def inner_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
+    """Return a tensor of the reference for the ops beneath autograd: it does not require grad."""
+    return _wrapper(kind, ref, False)
 
 
-def outer(kind: type[RecordedTensor], cell: AliasRef) -> RecordedTensor:
-    """A tensor of the cell, as its user sees it."""
-    return _made(kind, cell, cell.needs_grad)
+def user_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
+    """Return a tensor of the reference for the user: it requires grad where the value does."""
+    return _wrapper(kind, ref, ref.needs_grad)
 
 
-def _made(kind: type[RecordedTensor], cell: AliasRef, needs_grad: bool) -> RecordedTensor:
-    sizes, strides, dtype, device = cell.geometry()
+def _wrapper(kind: type[LazyTensor], ref: AliasRef, needs_grad: bool) -> LazyTensor:
+    sizes, strides, dtype, device = ref.metadata()
     with torch._C.DisableTorchFunctionSubclass():
-        out: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
+        out: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
             kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
         )
         if needs_grad:
-            hook_of_a_leaf(out, _REFUSING)
-    out._cell = cell
+            hook_of_a_leaf(out, _GRADIENT_HOOKS)
+    out._ref = ref
     return out
 
 
-def show_gradient(x: RecordedTensor) -> None:
-    """Set whether the tensor requires grad, as its cell does, and refuse gradients that autograd itself would bring."""
-    needs = x._cell.needs_grad
+def update_requires_grad(x: LazyTensor) -> None:
+    """Make the tensor require grad where its value does, after a write."""
+    needs = x._ref.needs_grad
     with torch._C.DisableTorchFunctionSubclass():
         if needs != x.requires_grad:
             x.requires_grad_(needs)
             if needs:
-                hook_of_a_leaf(x, _REFUSING)
+                hook_of_a_leaf(x, _GRADIENT_HOOKS)
 
 
-def _unreachable(grad: Tensor) -> NoReturn:
+def _raise_on_gradient(grad: Tensor) -> NoReturn:
     raise RuleError(
         "a gradient reached a ChunkedTensor from outside its region, through an autograd.Function of your own perhaps: "
         "give that function the tensor's realize()"
     )
 
 
-_REFUSING: OrderedDict[int, Any] = OrderedDict({0: _unreachable})
+_GRADIENT_HOOKS: OrderedDict[int, Callable[[Tensor], NoReturn]] = OrderedDict({0: _raise_on_gradient})

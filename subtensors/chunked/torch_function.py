@@ -1,300 +1,342 @@
-"""Calls on chunked tensors: recorded op by op, given to kernels, or run on materialized values."""
+"""Functions of torch called with chunked tensors.
+
+A function of the table `FAST_PATHS` hands its call to a kernel, or records it without going through torch. Any other
+call, and one that its fast path does not take, is recorded op by op or run on materialized values (`record_call.py`).
+"""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
+import math
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
 
-from subtensors.chunked.fast_path import BY_KERNELS
-from subtensors.chunked.lazy_tensor import RecordedTensor, cell_of, outer, shell, show_gradient, whole_of
-from subtensors.dispatch.chunked.aliasing import AliasRef
-from subtensors.dispatch.chunked.bound_call import BoundCall
-from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import (
-    LazyValue,
-    NeedsMaterialize,
-    constant,
-    gathered,
-    leaf_value,
-    recording,
+from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.record_call import (
+    call_materialized,
+    check_not_transformed,
+    generator_states,
+    log_fallback,
+    record_call,
 )
-from subtensors.dispatch.chunked.rules import record
+from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
+from subtensors.dispatch.chunked.evaluation import evaluate
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, recording
+from subtensors.dispatch.chunked.lower_cross_entropy import (
+    cross_entropy_of_linear,
+    loss_dtype,
+    lowered_cross_entropy,
+)
+from subtensors.dispatch.chunked.record import record
+from subtensors.dispatch.chunked.row_losses import (
+    log_softmax_input,
+    record_cross_entropy,
+    record_log_probabilities,
+    record_log_sum_exp,
+)
+from subtensors.dispatch.chunked.rules.contractions import linear_layer
+from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
-from subtensors.dispatch.ops.tree import tree_leaves, tree_map
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.ops.type_interaction import MASKED_TYPES
 from subtensors.dispatch.torch_internals.autograd import prepares_backward
-from subtensors.dispatch.torch_internals.dispatcher import is_transformed, is_transforming
-from subtensors.dispatch.torch_internals.ops import schema_of
+from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 aten = torch.ops.aten
 
-_log = logging.getLogger("subtensors.chunked")
-
-fallbacks: Counter[str] = Counter()
-"""The number of times that each op had its operands materialized, for lack of a rule that applies."""
+Kind: TypeAlias = type[LazyTensor]
 
 
-def is_metadata_query(func: Callable[..., Any]) -> bool:
+def is_metadata_query(func: Callable[..., object]) -> bool:
     """Return whether a function reads only metadata, such as sizes and dtype."""
     getter = getattr(func, "__name__", "") == "__get__"
-    return func in _OF_THE_TENSOR_ITSELF or (getter and func not in _GETTERS_OF_VIEWS)
+    return func in _METADATA_QUERIES or (getter and func not in _VIEW_GETTERS)
 
 
-def called(
-    kind: type[RecordedTensor], func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def handle_torch_function(
+    kind: Kind, func: Callable[..., PyTree], types: Collection[type], args: Args, kwargs: Kwargs
+) -> PyTree:
     """Call a function of torch with chunked tensors among its arguments.
 
     Args:
-        kind: the type of what stays chunked.
-        func, types: as torch's overriding protocol gives them.
+        kind: the type of results that stay chunked.
+        func, types: as torch's overriding protocol passes them.
         args, kwargs: its arguments.
 
     Returns:
-        what it returns: chunked where it has the rows, plain where it has lost them.
+        its results: chunked where they have the rows, plain where they don't.
 
     Raises:
         RuleError: it would attach something to the tensor itself that belongs to the one that was chunked, or a
-            transform of torch.func would not see what comes of its tensors.
+            transform of torch.func would not see the results of its tensors.
     """
     if is_transforming():
-        refuse_transformed((args, kwargs))
+        check_not_transformed((args, kwargs))
     if len(types) > 1 and not MASKED_TYPES.isdisjoint(types):
-        _note(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
-        return _on_values(func, args, kwargs)
-    if func in BY_KERNELS:
+        log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
+        return call_materialized(func, args, kwargs)
+    fast_path = FAST_PATHS.get(func)
+    if fast_path is not None:
         try:
-            result = BY_KERNELS[func](kind, *args, **kwargs)
+            result = fast_path(kind, *args, **kwargs)
         except NeedsMaterialize:
             result = None  # op by op it may be recorded
         if result is not None:
             return result
     if func is torch.Tensor.register_hook and prepares_backward(args[1]):
-        return _prepare(*args)
+        return _add_backward_hook(*args)
     if func in _REFUSED:
-        _refuse(func)
-    if func in _OF_VALUES:
-        return _on_values(func, args, kwargs)
-    drawn = _generators(args)
+        raise RuleError(
+            f"{func.__name__} on a ChunkedTensor: its gradient goes to the tensor that was chunked; call it on that, "
+            f"or on realize()"
+        )
+    if func in _READS_MEMORY:
+        return call_materialized(func, args, kwargs)
+    states = generator_states(args)
     try:
-        return _recorded(kind, func, args, kwargs)
+        return record_call(kind, func, args, kwargs)
     except NeedsMaterialize as missing:
-        _note(missing)
+        log_fallback(missing)
     except RuntimeError as error:
         if "not allocated" not in str(error) and "data pointer" not in str(error):
             raise
-        _note(NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory"))
-    for put_back, state in drawn:  # what was recorded before may have drawn random numbers
-        put_back(state)
-    return _on_values(func, args, kwargs)
+        log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory"))
+    for set_state, state in states:  # ops that were recorded before may have drawn random numbers
+        set_state(state)
+    return call_materialized(func, args, kwargs)
 
 
-def _recorded(
-    kind: type[RecordedTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a function of torch with every op in it recorded, and evaluate those of its results that are whole."""
+def _linear(kind: Kind, input: object, weight: object, bias: object = None) -> Tensor | None:
+    """`F.linear`, recorded without going through torch, and only when more than its cross entropy reads it."""
+    if type(weight) not in PLAIN_TYPES or (bias is not None and type(bias) not in PLAIN_TYPES):
+        return None
+    assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
+    if not isinstance(input, LazyTensor) or torch.is_autocast_enabled(weight.device.type):
+        return None
+    rows, sizes = alias_ref(input).value, weight.shape
+    layout, like = rows.layout, rows.like
+    dims = like.ndim
+    if layout is None or layout.dim == dims - 1 or len(sizes) != 2 or sizes[1] != like.shape[-1]:
+        return None
+    if bias is not None and (bias.shape != sizes[:1] or bias.dtype is not like.dtype or bias.device != rows.device):
+        return None
+    if weight.dtype is not like.dtype or weight.device != rows.device:
+        return None
     grad = torch.is_grad_enabled()
-    users: dict[int, RecordedTensor] = {}
-    borrowed: dict[int, RecordedTensor] = {}
-    lent: dict[int, Tensor] = {}
-
-    def lower(x: Any) -> Any:
-        if isinstance(x, RecordedTensor):
-            cell = cell_of(x)
-            users[id(cell)] = x
-            return shell(kind, cell)
-        if isinstance(x, Tensor) and ((grad and x.requires_grad) or func in _MATHS_ON_TARGETS):
-            # Ops on it inside the function must be recorded too, or its gradient would be lost there, or its rows.
-            if id(x) not in borrowed:
-                borrowed[id(x)] = shell(kind, AliasRef(constant(whole_of(x)), borrowed=True))
-                lent[id(borrowed[id(x)]._cell)] = x
-            return borrowed[id(x)]
-        return whole_of(x) if isinstance(x, Tensor) else x
-
-    call: Any = (args, kwargs)
-    inner_args, inner_kwargs = tree_map(call, lower)
-    writes = {key: cell_of(x).writes for key, x in users.items()}
-    with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
-        out = func(*inner_args, **inner_kwargs)
-    for key, x in users.items():
-        if cell_of(x).writes != writes[key]:
-            show_gradient(x)
-
-    def lift(x: Any) -> Any:
-        if not isinstance(x, RecordedTensor):
-            return x
-        key = id(x._cell)
-        if key in users:
-            return users[key]
-        if key in lent:
-            return lent[key]
-        # A view that has lost the rows may yet be written through.
-        is_plain = x._cell.value.layout is None and x._cell.base is None
-        return evaluate(x._cell.value) if is_plain else outer(kind, x._cell)
-
-    return tree_map(out, lift)
-
-
-def dispatched(kind: type[RecordedTensor], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record one op, beneath autograd."""
-    if is_in_place(op):
-        return _write(op, args, kwargs)
-    if op is aten._local_scalar_dense.default:
-        return evaluate(args[0]._cell.value).item()
-    if functional_form(op) is not op:
-        raise NeedsMaterialize(op, "it writes to a tensor that it is given")
-    if torch.is_inference_mode_enabled():
-        # There composite ops arrive as they are called.
-        with torch._C.DisableTorchFunctionSubclass():
-            decomposed = op.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
-    values, named = _values(args), _values(kwargs)
     try:
-        results = record(op, *values, **named)
-    except NeedsMaterialize as missing:
-        if not op.is_view or op.overloadpacket is aten.as_strided:
-            raise
-        # A view of the gathered value may be written through; a materialized copy may not.
-        _note(missing)
-        results = record(op, *(gathered(v) if isinstance(v, LazyValue) else v for v in values), **named)
-    cells = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
-    if op.is_view and args and isinstance(args[0], RecordedTensor):
-        made = [c for c in tree_leaves(cells) if isinstance(c, AliasRef)]
-        for place, cell in enumerate(made):
-            cell.view_of(args[0]._cell, op, _values(args[1:]), _values(kwargs), place)
-    return tree_map(cells, lambda c: shell(kind, c) if isinstance(c, AliasRef) else c)
+        head = constant(weight), None if bias is None else constant(bias)
+        if dims == 2:
+            return user_tensor(kind, LazyLinear(rows, *head, grad))
+        with recording(grad):
+            flat = record(aten.reshape.default, rows, [math.prod(rows.shape[:-1]), rows.shape[-1]])
+            if flat.layout is None or flat.layout.dim != 0:
+                return None
+            out = record(aten.reshape.default, linear_layer(flat, *head, grad), [*rows.shape[:-1], sizes[0]])
+    except NeedsMaterialize:
+        return None
+    return user_tensor(kind, AliasRef(out)) if out.layout is not None else None
 
 
-def _values(tree: Any) -> Any:
-    def value(x: Any) -> Any:
-        return x._cell.value if isinstance(x, RecordedTensor) else x
-
-    return tree_map(tree, value)
-
-
-def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record an in-place op as its functional form, whose result replaces the value of the first operand."""
-    functional = functional_form(op)
-    target = args[0] if args else None
-    if functional is None or not isinstance(target, RecordedTensor):
-        raise NeedsMaterialize(op, "it writes to a plain tensor")
-    old = target._cell.value
-    if op is aten.copy_.default:
-        source = record(aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
-        new = record(aten.expand.default, source, list(old.shape))
-    else:
-        # By name: the functional form may order them otherwise, or lack a default.
-        call = BoundCall(op, _values(args), _values(kwargs))
-        given = {a.name: call[a.name] for a in call.arguments}
-        new = record(functional, **{a.name: given[a.name] for a in schema_of(functional).arguments if a.name in given})
-    if not isinstance(new, LazyValue) or new.shape != old.shape:
-        raise NeedsMaterialize(op, "it has several results, or changes sizes")
-    if new.dtype != old.dtype:
-        new = record(aten._to_copy.default, new, dtype=old.dtype)
-    target._cell.write(new)
-    return target
-
-
-def _generators(args: tuple[Any, ...]) -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """The states of the generators that a call may draw from, and how each is put back."""
-    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    for x in args:
-        if isinstance(x, Tensor) and x.is_cuda and not torch.cuda.is_current_stream_capturing():
-            states.append((partial(torch.cuda.set_rng_state, device=x.device), torch.cuda.get_rng_state(x.device)))
-            break
-    return states
+def _cross_entropy(
+    kind: Kind,
+    input: object,
+    target: object,
+    weight: object = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`F.cross_entropy`: with the linear layer where the logits are one of the chunked input; otherwise by rows."""
+    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor):
+        return None
+    if not (size_average is reduce is None and reduction in _REDUCTIONS):  # torch's deprecated arguments
+        return None
+    ref = alias_ref(input)
+    if type(ref) is LazyLinear and weight is None and type(target) is Tensor and not ref.is_recorded:
+        loss = cross_entropy_of_linear(
+            ref.rows,
+            ref.weight,
+            ref.bias,
+            target,
+            dtype=ref.dtype,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            grad=torch.is_grad_enabled() and ref.needs_grad,
+        )
+        if loss is not None:
+            return loss
+    return _class_loss(kind, ref.value, target, weight, reduction, ignore_index, label_smoothing)
 
 
-def _note(missing: NeedsMaterialize) -> None:
-    fallbacks[missing.op] += 1
-    if fallbacks[missing.op] == 1:
-        _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
+_REDUCTIONS = ("mean", "sum", "none")
 
 
-def is_unchunkable_type(x: Any) -> bool:
-    """Return whether a tensor's type has rules of its own, which chunks can't run; log it the first time."""
-    if type(x) not in MASKED_TYPES:
-        return False
-    fallbacks["chunk"] += 1
-    if fallbacks["chunk"] == 1:
-        _log.warning("chunk of a %s, which has rules of its own: what follows runs whole", type(x).__name__)
-    return True
+def _linear_cross_entropy(
+    kind: Kind, input: Tensor, linear_weight: Tensor, target: Tensor, **named: PyTree
+) -> Tensor | None:
+    """`F.linear_cross_entropy`: a linear layer and its cross entropy, in chunks of the rows whatever `options` say."""
+    try:
+        return functional.composed(input, linear_weight, target, **named)
+    except functional.NotComposed:
+        return None
 
 
-def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch on materialized operands; one that it writes to is chunked as before."""
-    name = getattr(func, "__name__", "")
-    writes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem__"))
-    realised: dict[int, tuple[RecordedTensor, Tensor, int]] = {}
-
-    def dense(x: Any) -> Any:
-        if not isinstance(x, RecordedTensor):
-            return x
-        if id(x._cell) not in realised:
-            tensor = x.realize()
-            tensor = tensor.clone() if writes else tensor
-            realised[id(x._cell)] = (x, tensor, 0 if tensor.is_inference() else tensor._version)
-        return realised[id(x._cell)][1]
-
-    call: Any = (args, kwargs)
-    plain_args, plain_kwargs = tree_map(call, dense)
-    out = func(*plain_args, **plain_kwargs)
-    if not writes:
-        return out
-    users: dict[int, RecordedTensor] = {}
-    for x, tensor, version in realised.values():
-        layout = x._cell.value.layout
-        if tensor.is_inference() or tensor._version != version:
-            value = constant(tensor)
-            if layout is not None:
-                axis = layout.axis.again(tensor.shape[layout.dim], tensor.numel())
-                value = leaf_value(tensor, layout.dim, axis)
-            try:
-                x._cell.write(value)
-            except NeedsMaterialize as missing:
-                advice = "write to what it is a view of"
-                raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
-            show_gradient(x)
-            users[id(tensor)] = x
-    return tree_map(out, lambda y: users.get(id(y), y))
+def _nll_loss(
+    kind: Kind,
+    input: object,
+    target: object,
+    weight: object = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """`F.nll_loss` of a log-softmax: a cross entropy."""
+    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor):
+        return None
+    if not (size_average is reduce is None and reduction in _REDUCTIONS):
+        return None
+    scores = alias_ref(input).value
+    logits = log_softmax_input(scores)
+    if logits is scores or logits.dtype != scores.dtype or target.ndim != 1:
+        return None
+    return _class_loss(kind, logits, target, weight, reduction, ignore_index, 0.0)
 
 
-def _prepare(x: RecordedTensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """A hook that waits for backward to come, whatever its gradient is: it will come by what is made of these rows."""
-    layout = x._cell.value.layout
-    if layout is not None:
-        layout.axis.prepare(hook)
-
-
-def refuse_transformed(tree: Any) -> None:
-    """Refuse what a transform hands to its function, or has a tangent: chunks run autograd of their own."""
-    for x in tree_leaves(tree):
-        if isinstance(x, Tensor) and not isinstance(x, RecordedTensor) and is_transformed(x):
-            raise RuleError(
-                "chunked tensors inside torch.func transforms (grad, vmap, jvp) and forward-mode differentiation have "
-                "no rule: differentiate with torch.autograd, or transform the function of plain tensors"
-            )
-
-
-def _refuse(func: Callable[..., Any]) -> NoReturn:
-    raise RuleError(
-        f"{func.__name__} on a ChunkedTensor: its gradient goes to the tensor that was chunked; call it on that, or on "
-        f"realize()"
+def _class_loss(
+    kind: Kind,
+    logits: LazyValue,
+    target: Tensor,
+    weight: object,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor | None:
+    """The cross entropy of logits: by the kernels of a linear layer, or as an op on rows."""
+    if isinstance(weight, LazyTensor) or not logits.dtype.is_floating_point:
+        return None
+    if weight is not None and not isinstance(weight, Tensor):
+        return None
+    lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else full_tensor(target)
+    known = lazy_target.tensor if isinstance(lazy_target, LazyValue) else lazy_target
+    grad = torch.is_grad_enabled()
+    if known is not None and reduction != "none":
+        loss = lowered_cross_entropy(
+            logits,
+            known,
+            class_weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            grad=grad,
+        )
+        if loss is not None:
+            return loss
+    return _as_user_tensor(
+        kind,
+        lambda: record_cross_entropy(
+            logits,
+            lazy_target,
+            class_weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            dtype=loss_dtype(logits.dtype, logits.device.type),
+            grad=grad,
+        ),
     )
 
 
+def _logsumexp(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **others: object) -> Tensor | None:
+    """`torch.logsumexp` over the classes."""
+    dims = [dim] if isinstance(dim, int) else dim
+    if not isinstance(input, LazyTensor) or keepdim or others or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return None
+    value, only = alias_ref(input).value, dims[0]
+    return _as_user_tensor(kind, lambda: record_log_sum_exp(value, only, torch.is_grad_enabled()))
+
+
+def _gather(kind: Kind, input: object, dim: object, index: object, **others: object) -> Tensor | None:
+    """`torch.gather` of a log-softmax, one class a row: the log-probabilities of tokens."""
+    if not isinstance(input, LazyTensor) or not isinstance(index, Tensor) or others or not isinstance(dim, int):
+        return None
+    value, position = alias_ref(input).value, dim
+    lazy_index = alias_ref(index).value if isinstance(index, LazyTensor) else full_tensor(index)
+    return _as_user_tensor(kind, lambda: record_log_probabilities(value, position, lazy_index, torch.is_grad_enabled()))
+
+
+def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
+    """Record a value and return the tensor for its user; None if it can't be recorded."""
+    try:
+        value = record_value()
+    except NeedsMaterialize:
+        return None
+    if value is None:
+        return None
+    return evaluate(value) if value.layout is None else user_tensor(kind, AliasRef(value))
+
+
+def _to(kind: Kind, input: object, *args: object, **named: object) -> Tensor | None:
+    """`Tensor.to` a wider dtype, of a linear layer that isn't recorded."""
+    ref = alias_ref(input) if isinstance(input, LazyTensor) else None
+    dtype = args[0] if len(args) == 1 and not named else named.get("dtype") if not args and len(named) == 1 else None
+    if type(ref) is not LazyLinear or ref.is_recorded or dtype not in _WIDER.get(ref.dtype, ()):
+        return None
+    assert isinstance(dtype, torch.dtype)
+    return user_tensor(kind, ref.to(dtype, torch.is_grad_enabled()))
+
+
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+def _float(kind: Kind, input: object, **named: object) -> Tensor | None:
+    return None if named else _to(kind, input, torch.float32)
+
+
+FAST_PATHS: dict[object, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
+    F.linear: _linear,
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    **({} if functional.FUNCTION is None else {functional.FUNCTION: _linear_cross_entropy}),
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
+    torch.special.logsumexp: _logsumexp,
+    Tensor.to: _to,
+    Tensor.float: _float,
+    torch.gather: _gather,
+    Tensor.gather: _gather,
+    Tensor.__getitem__: indexed_rows,
+    torch.index_select: index_select_rows,
+    Tensor.index_select: index_select_rows,
+    torch.select: select_row,
+    Tensor.select: select_row,
+    torch.unbind: unbind_rows,
+    Tensor.unbind: unbind_rows,
+}
+"""Implementations by the torch function that they replace; each returns None where the call is recorded op by op."""
+
+
+def _add_backward_hook(x: LazyTensor, hook: Callable[[Tensor], Tensor]) -> None:
+    """Call a hook before backward reaches the results of these rows, whatever their gradient is."""
+    layout = x._ref.value.layout
+    if layout is not None:
+        layout.axis.add_backward_hook(hook)
+
+
 # Answered by the tensor's own metadata, without its values.
-_OF_THE_TENSOR_ITSELF = {
+_METADATA_QUERIES = {
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.stride,
@@ -310,10 +352,10 @@ _OF_THE_TENSOR_ITSELF = {
     torch.numel,
 }
 
-_GETTERS_OF_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_VIEW_GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
-# Asks for the memory or for numbers.
-_OF_VALUES = {
+# Functions that need the memory or the numbers.
+_READS_MEMORY = {
     torch.Tensor.backward,
     torch.Tensor.numpy,
     torch.Tensor.tolist,
@@ -326,9 +368,6 @@ _OF_VALUES = {
     torch.Tensor.__iter__,
     torch.Tensor.__contains__,
 }
-
-# What they make of their targets alone is as wide as these.
-_MATHS_ON_TARGETS = {F.kl_div, torch.kl_div, torch.cosine_similarity, F.cosine_similarity}
 
 _REFUSED = {
     torch.Tensor.requires_grad_,

@@ -20,7 +20,7 @@ from benchmarks.rows import Setting, load, save
 from benchmarks.sweep import names, wide_console
 from benchmarks.table import describe
 from demo.timing import Span, synchronize
-from subtensors.chunked.chunk import chunk
+from subtensors.chunked.chunked_tensor import chunk
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 
 REST_S = 1.0

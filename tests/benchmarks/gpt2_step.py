@@ -23,7 +23,7 @@ from benchmarks.sweep import wide_console
 from benchmarks.table import describe, figure
 from demo.model import Block, Size
 from demo.timing import Span, synchronize
-from subtensors.chunked.chunk import chunk
+from subtensors.chunked.chunked_tensor import chunk
 
 VOCABULARY = 50304
 FULL, TINY = (Size(12, 768, 12, 1024), 32, VOCABULARY), (Size(2, 16, 2, 16), 4, 320)

@@ -16,7 +16,7 @@ from chunked_programs import allocations, check_chunked, in_dtype
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked.torch_function import fallbacks
+from subtensors.chunked.record_call import fallbacks
 
 BATCH, LENGTH, HIDDEN, VOCAB = 4, 10, 6, 160
 

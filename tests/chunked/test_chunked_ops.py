@@ -11,7 +11,7 @@ from chunked_programs import Allocations, check_chunked, linear_case
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked import torch_function
+from subtensors.chunked import record_call
 
 
 def softmax_of_rows(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
@@ -148,12 +148,12 @@ WANTED = torch.randn(12, 20, generator=torch.Generator().manual_seed(2)).softmax
 @pytest.mark.parametrize("program", [divergence, angles, of_known_spread], ids=lambda p: p.__name__)
 def test_what_a_loss_makes_of_its_targets_alone_is_made_by_rows(program: Any) -> None:
     check_chunked(program, linear_case(), {"h": {"rows": 5}})
-    torch_function.fallbacks.clear()
+    record_call.fallbacks.clear()
     h, w, b = (torch.randn(sizes, requires_grad=True) for sizes in ((12, 6), (20, 6), (20,)))
     with Allocations() as seen:
         program(st.chunk(h, rows=1), w, b, None).backward()
     assert seen.largest < 12 * 20
-    assert not torch_function.fallbacks
+    assert not record_call.fallbacks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -11,7 +11,7 @@ from chunked_programs import Allocations, check_chunked
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked import torch_function
+from subtensors.chunked import record_call
 
 ROWS, HIDDEN, VOCAB = 12, 6, 20
 
@@ -86,11 +86,11 @@ def test_picked_rows_give_what_they_give_on_plain_tensors(program: Any, dtype: t
 
 @pytest.mark.parametrize("program", PROGRAMS[:-1], ids=lambda p: p.__name__)
 def test_logits_of_picked_rows_are_never_there_at_once(program: Any) -> None:
-    torch_function.fallbacks.clear()
+    record_call.fallbacks.clear()
     values = {n: t.requires_grad_(t.is_floating_point()) for n, t in case().items()}
     with Allocations() as seen:
         program(**{**values, "h": st.chunk(values["h"], rows=2)}).backward()
-    assert not torch_function.fallbacks
+    assert not record_call.fallbacks
     assert seen.largest <= max(4 * VOCAB, HIDDEN * VOCAB)
 
 
@@ -142,11 +142,11 @@ def test_sequences_of_a_batch_give_what_they_give_on_plain_tensors(program: Any,
 
 @pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last])
 def test_logits_of_a_batch_are_never_there_at_once_where_its_sequences_are_taken_one_by_one(program: Any) -> None:
-    torch_function.fallbacks.clear()
+    record_call.fallbacks.clear()
     values = {n: t.requires_grad_(t.is_floating_point()) for n, t in batch().items()}
     with Allocations() as seen:
         program(**{**values, "h": st.chunk(values["h"], rows=1)}).backward()
-    assert not torch_function.fallbacks
+    assert not record_call.fallbacks
     assert seen.largest <= LENGTH * 4 * VOCAB
 
 
@@ -168,7 +168,7 @@ def test_what_was_to_happen_before_the_backward_of_rows_happens_before_that_of_p
     t = batch()
     logits = F.linear(st.chunk(t["h"].requires_grad_(), rows=1), t["w"])
     seen: list[Tensor] = []
-    logits._cell.value.layout.axis.prepare(lambda gradient: seen.append(gradient) or gradient)  # type: ignore[attr-defined]
+    logits._ref.value.layout.axis.add_backward_hook(lambda gradient: seen.append(gradient) or gradient)  # type: ignore[attr-defined]
     loss = pick(logits).logsumexp(-1).sum()
     assert not seen
     loss.backward()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from chunked_programs import check_results
 
 import subtensors as st
-from subtensors.dispatch.chunked import lazy_graph, lower_cross_entropy
+from subtensors.dispatch.chunked import lower_cross_entropy, record
 
 
 def test_a_program_that_is_recorded_again_infers_and_plans_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,15 +23,15 @@ def test_a_program_that_is_recorded_again_infers_and_plans_nothing_again(monkeyp
         (loss + (logits.logsumexp(-1) ** 2).mean()).backward()
 
     seen: list[object] = []
-    infer, plan = lazy_graph._infer, lower_cross_entropy.plan_linear_cross_entropy
-    monkeypatch.setattr(lazy_graph, "_infer", lambda *args: seen.append(args[0]) or infer(*args))
+    infer, plan = record._infer, lower_cross_entropy.plan_linear_cross_entropy
+    monkeypatch.setattr(record, "_infer", lambda *args: seen.append(args[0]) or infer(*args))
     monkeypatch.setattr(
         lower_cross_entropy,
         "plan_linear_cross_entropy",
         lambda *args, **kwargs: seen.append("plan") or plan(*args, **kwargs),
     )
-    lazy_graph._inferred.clear()
-    lower_cross_entropy._planned.cache_clear()
+    record._inferred.clear()
+    lower_cross_entropy._cached_plan.cache_clear()
     step()
     assert seen.count("plan") == 1
     assert len(seen) > 5
@@ -70,7 +70,7 @@ def test_a_linear_layer_of_rows_is_recorded_as_torch_would_have_it(has_bias: boo
     direct = F.linear(st.chunk(hidden, rows=2), weight, bias)
     by_rules = torch.addmm(bias, st.chunk(hidden, rows=2), weight.t()) if bias is not None else None
     by_rules = st.chunk(hidden, rows=2) @ weight.t() if by_rules is None else by_rules
-    values = [x._cell.value for x in (direct, by_rules)]  # type: ignore[attr-defined]
+    values = [x._ref.value for x in (direct, by_rules)]  # type: ignore[attr-defined]
     assert values[0].node.name == values[1].node.name
     assert direct.requires_grad == by_rules.requires_grad == (grad or has_bias)
     one, two = ((v.shape, v.meta.stride(), v.dtype, v.device, v.layout.dim, v.layout.size, v.node.grad) for v in values)
@@ -96,9 +96,9 @@ def test_a_linear_layer_is_recorded_when_more_than_its_cross_entropy_is_asked_fo
     assert isinstance(logits, st.ChunkedTensor)
     assert (logits.shape, logits.stride(), logits.dtype) == ((6, 30), (30, 1), torch.float32)
     loss = F.cross_entropy(logits, target)
-    assert not logits._cell.is_recorded  # type: ignore[attr-defined]
+    assert not logits._ref.is_recorded  # type: ignore[attr-defined]
     right = (logits.argmax(-1) == target).sum()
-    assert logits._cell.is_recorded  # type: ignore[attr-defined]
+    assert logits._ref.is_recorded  # type: ignore[attr-defined]
     again = F.cross_entropy(logits, target)
     assert st.explain(again) == st.explain(loss)
     plain = F.linear(hidden, weight)
@@ -137,10 +137,10 @@ def test_a_cast_of_a_linear_layer_is_recorded_no_sooner_than_the_layer_and_share
     assert (wide.dtype, wide.shape, wide.requires_grad) == (torch.float32, (6, 30), True)
     loss = F.cross_entropy(wide, target)
     assert loss.dtype == torch.float32
-    assert not wide._cell.is_recorded
-    assert not narrow._cell.is_recorded  # type: ignore[attr-defined]
+    assert not wide._ref.is_recorded
+    assert not narrow._ref.is_recorded  # type: ignore[attr-defined]
     assert wide.sum().dtype == torch.float32
-    assert wide._cell.value.node.args[0] is narrow._cell.value  # type: ignore[attr-defined]
+    assert wide._ref.value.node.args[0] is narrow._ref.value  # type: ignore[attr-defined]
     assert narrow.to(torch.float32, copy=True).dtype == narrow.float(memory_format=torch.preserve_format).dtype
     with torch.no_grad():
         assert not cast(F.linear(st.chunk(hidden, rows=2), weight)).requires_grad

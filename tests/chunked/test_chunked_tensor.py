@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked.torch_function import fallbacks
+from subtensors.chunked.record_call import fallbacks
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy, RowLayout
 
 
@@ -320,10 +320,10 @@ def test_wrong_sizes_are_the_same_error_as_without_chunks() -> None:
 def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
     middle = RowLayout(ChunkAxis(1, Policy()), 1, 1).reshaped((2, 1, 3), (2, 3))
     assert middle is not None
-    assert (middle.dim, middle.outer, middle.unit) == (0, 2, 1)
-    back = RowLayout(ChunkAxis(5, Policy()), 0, 5, outer=4).reshaped((20, 6), (4, 5, 6))
+    assert (middle.dim, middle.runs, middle.unit) == (0, 2, 1)
+    back = RowLayout(ChunkAxis(5, Policy()), 0, 5, runs=4).reshaped((20, 6), (4, 5, 6))
     assert back is not None
-    assert (back.dim, back.outer, back.group) == (1, 1, 1)
+    assert (back.dim, back.runs, back.group) == (1, 1, 1)
 
 
 def test_numbers_text_and_copies_are_those_of_the_values() -> None:
@@ -354,7 +354,7 @@ def test_a_row_of_a_chunked_tensor_is_a_view_that_can_be_written_through() -> No
 
 def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_axes_agree() -> None:
     a, b = ChunkAxis(12, Policy(chunks=2)), ChunkAxis(12, Policy(rows=5))
-    a.meet(b)
+    a.merge(b)
     assert b.spans(lambda limit: 0) == [(0, 5), (5, 10), (10, 12)]
     a.coarsen(4)
     assert b.spans(lambda limit: 0) == [(0, 4), (4, 8), (8, 12)]

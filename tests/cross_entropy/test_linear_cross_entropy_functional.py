@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.chunked import torch_function as chunked_calls
+from subtensors.chunked import record_call as chunked_calls
 from subtensors.padded import torch_function as padded_calls
 
 LOSS: Any = getattr(F, "linear_cross_entropy", None)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.chunked import torch_function
+from subtensors.chunked import record_call
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 @pytest.fixture(autouse=True)
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_function, "fallbacks", type(torch_function.fallbacks)())
+    monkeypatch.setattr(record_call, "fallbacks", type(record_call.fallbacks)())
 
 
 def model(device: str) -> nn.ModuleList:

@@ -1,19 +1,18 @@
-"""Products summed over shared positions: each operand's dims are named, and the name that is chunked decides."""
+"""Matrix products and other contractions: one rule for all of them, from the names of their dims."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.bound_call import BoundCall, along, broadcast, whole
-from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, emit
-from subtensors.dispatch.chunked.rules.table import RULES, record
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, RowSlice, emit, replicated
+from subtensors.dispatch.chunked.record import RULES, BoundCall, broadcast, record, sliced
+from subtensors.dispatch.ops.tree import PyTree
 
 aten = torch.ops.aten
 
-# op: (the arguments that are factors, the dims of each and of the result, what is added to the product).
-PRODUCTS: dict[Any, tuple[tuple[str, ...], str, str | None]] = {
+# op: (the arguments that are factors, the dims of each and of the result, the argument added to the product).
+PRODUCTS: dict[OpOverload, tuple[tuple[str, ...], str, str | None]] = {
     aten.mm.default: (("self", "mat2"), "ik,kj->ij", None),
     aten.addmm.default: (("mat1", "mat2"), "ik,kj->ij", "self"),
     aten.bmm.default: (("self", "mat2"), "bik,bkj->bij", None),
@@ -27,44 +26,44 @@ PRODUCTS: dict[Any, tuple[tuple[str, ...], str, str | None]] = {
 
 
 @RULES.register(*PRODUCTS)
-def product(call: BoundCall) -> Any:
-    """A product is chunked along the dim that its chunked factor brings to it.
+def product(call: BoundCall) -> PyTree:
+    """Chunk a product along the chunked dim of a factor.
 
-    A factor that lacks that dim is read whole. Where the chunked dim is summed over, every chunk gives a part of the
-    sum. Where both factors bring one of their own, the one that is cheaper to have whole is.
+    A factor without that dim is replicated. Where the chunked dim is summed over, every chunk computes a part of the
+    sum. Where each factor is chunked along a dim of its own, the smaller one is replicated.
     """
     names, formula, added = PRODUCTS[call.op]
     inputs, result = formula.split("->")
     letters = dict(zip(names, inputs.split(","), strict=True))
     if added is not None and (call["beta"], call["alpha"]) != (1, 1):
         return _scaled(call, names, added)
-    letter = _letter(call, letters)
+    letter = _chunked_letter(call, letters)
     if letter is None:
-        return record(call.op, *(whole(x) if isinstance(x, LazyValue) else x for x in call.positional))
-    leader = next(n for n in names if _brings(call[n]) == letters[n].find(letter) >= 0)
+        return record(call.op, *(replicated(x) if isinstance(x, LazyValue) else x for x in call.positional))
+    leader = next(n for n in names if _chunked_dim(call[n]) == letters[n].find(letter) >= 0)
     layout = call[leader].layout
-    brought: dict[int, Any] = {}
+    operands: dict[int, LazyValue | RowSlice] = {}
     for name in names:
         dim = letters[name].find(letter)
         value = call[name]
-        brought[id(value)] = whole(value) if dim < 0 else along(value, layout.at(dim))
-    if len(brought) < len(names):
+        operands[id(value)] = replicated(value) if dim < 0 else sliced(value, layout.with_dim(dim))
+    if len(operands) < len(names):
         return _squared(call, names)
     if letter not in result:
         if added is not None:
-            return record(aten.add.Tensor, record(_bare(call), *(call[n] for n in names)), call[added])
-        return call.emit([Combine.SUM], layout.axis, lambda v: brought[id(v)])
-    out = layout.at(result.index(letter))
+            return record(aten.add.Tensor, record(_PLAIN_PRODUCTS[call.op], *(call[n] for n in names)), call[added])
+        return call.emit([Combine.SUM], layout.axis, lambda v: operands[id(v)])
+    out = layout.with_dim(result.index(letter))
     ndim = len(result)
-    return call.emit([out], layout.axis, lambda v: brought[id(v)] if id(v) in brought else broadcast(v, ndim, out))
+    return call.emit([out], layout.axis, lambda v: operands[id(v)] if id(v) in operands else broadcast(v, ndim, out))
 
 
 def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, grad: bool) -> LazyValue:
-    """Record `F.linear` of rows by a weight as `product` would, without asking torch or the table: it is in every step.
+    """Record `F.linear` of rows by a weight as `product` would, without torch or the rule table: every step has one.
 
     Args:
         rows: (N, H), chunked along N.
-        weight: (V, H), whole, of the same dtype and device.
+        weight: (V, H), replicated, of the same dtype and device.
         bias: (V,), such a value, or None.
         grad: whether it is differentiable.
 
@@ -73,45 +72,46 @@ def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, gra
     """
     layout = rows.layout
     assert layout is not None
-    across = emit(aten.t.default, (weight,), {}, weight.meta.t(), [None], None, grad)
+    transposed = emit(aten.t.default, (weight,), {}, weight.meta.t(), [None], None, grad)
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
-    factors = (rows, across) if bias is None else (bias, rows, across)
+    factors = (rows, transposed) if bias is None else (bias, rows, transposed)
     op = aten.mm.default if bias is None else aten.addmm.default
-    out: LazyValue = emit(op, factors, {}, meta, [layout], layout.axis, grad)
-    return out
+    return emit(op, factors, {}, meta, [layout], layout.axis, grad)
 
 
-def _brings(value: LazyValue) -> int:
+def _chunked_dim(value: LazyValue) -> int:
     return -1 if value.layout is None else value.layout.dim
 
 
-def _letter(call: BoundCall, letters: dict[str, str]) -> str | None:
-    """The name of the dim that the product is chunked along; None to have its factors whole."""
-    brought = [(n, letters[n][call[n].layout.dim]) for n in letters if call[n].layout is not None]
-    if not brought:
+def _chunked_letter(call: BoundCall, letters: dict[str, str]) -> str | None:
+    """Return the name of the dim that the product is chunked along; None to replicate both factors."""
+    chunked = [(n, letters[n][call[n].layout.dim]) for n in letters if call[n].layout is not None]
+    if not chunked:
         return None
-    shared = [letter for _, letter in brought if all(letter in names for names in letters.values())]
+    shared = [letter for _, letter in chunked if all(letter in names for names in letters.values())]
     if shared:
         return shared[0]
-    # Neither factor has the other's: the larger result of the two stays chunked if the smaller is had whole.
-    return max(brought, key=lambda pair: call[pair[0]].meta.numel())[1]
+    # Neither factor has the other's dim: the larger one stays chunked.
+    return max(chunked, key=lambda pair: call[pair[0]].meta.numel())[1]
 
 
-def _bare(call: BoundCall) -> Any:
-    return {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}.get(
-        call.op, aten.mv.default if call.op is aten.addmv.default else aten.ger.default
-    )
+_PLAIN_PRODUCTS: dict[OpOverload, OpOverload] = {
+    aten.addmm.default: aten.mm.default,
+    aten.baddbmm.default: aten.bmm.default,
+    aten.addmv.default: aten.mv.default,
+    aten.addr.default: aten.ger.default,
+}
 
 
-def _squared(call: BoundCall, names: tuple[str, ...]) -> Any:
-    """One value in both places: an alias makes them two, each with a layout of its own."""
+def _squared(call: BoundCall, names: tuple[str, ...]) -> PyTree:
+    """Record a product of a value with itself: an alias gives each factor a layout of its own."""
     call[names[1]] = record(aten.alias.default, call[names[1]])
     return product(call)
 
 
-def _scaled(call: BoundCall, names: tuple[str, ...], added: str) -> Any:
-    """beta * added + alpha * product, in ops that are chunked one by one."""
-    scaled = record(aten.mul.Scalar, record(_bare(call), *(call[n] for n in names)), call["alpha"])
+def _scaled(call: BoundCall, names: tuple[str, ...], added: str) -> PyTree:
+    """Record beta * added + alpha * product, in ops that are chunked one by one."""
+    scaled = record(aten.mul.Scalar, record(_PLAIN_PRODUCTS[call.op], *(call[n] for n in names)), call["alpha"])
     if call["beta"] == 0:
         return scaled
     return record(aten.add.Tensor, scaled, record(aten.mul.Scalar, call[added], call["beta"]))

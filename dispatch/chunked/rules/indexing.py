@@ -1,30 +1,45 @@
-"""Reads and writes where an index says: another dim's by each chunk; rows by whichever chunk has them."""
+"""Reads and writes by index: of another dim in each chunk; of rows in the chunk that has them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.bound_call import BoundCall, along, broadcast, largest, whole, wrapped
-from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, constant, emit, gathered, infer, known
+from subtensors.dispatch.chunked.lazy_graph import (
+    Combine,
+    LazyValue,
+    PerChunk,
+    constant,
+    emit,
+    known_tensor,
+    replicated,
+)
+from subtensors.dispatch.chunked.record import (
+    RULES,
+    BoundCall,
+    broadcast,
+    infer,
+    largest,
+    normalized_dim,
+    record,
+    sliced,
+)
 from subtensors.dispatch.chunked.row_layout import RowLayout
-from subtensors.dispatch.chunked.rules.table import RULES, record
+from subtensors.dispatch.ops.tree import PyTree
 
 aten = torch.ops.aten
 
 
 @RULES.register(aten.gather)
-def gather(call: BoundCall) -> Any:
-    """Index and values have the same rows, and each chunk reads its own."""
+def gather(call: BoundCall) -> PyTree:
+    """Gather along another dim: index and values have the same rows."""
     leader = largest(call.chunked)
     layout = leader.layout
     assert layout is not None
-    dim = wrapped(call["dim"], leader.ndim)
-    if layout.dim == dim or any(v.shape[layout.dim] != layout.extent for v in (call["self"], call["index"])):
-        raise call.unchunkable("it picks from the rows, or not from all")
-    return call.emit([layout], layout.axis, lambda v: along(v, layout))
+    dim = normalized_dim(call["dim"], leader.ndim)
+    if layout.dim == dim or any(v.shape[layout.dim] != layout.dim_size for v in (call["self"], call["index"])):
+        raise call.unchunkable("it gathers from the rows, or not from all")
+    return call.emit([layout], layout.axis, lambda v: sliced(v, layout))
 
 
 @RULES.register(
@@ -35,85 +50,84 @@ def gather(call: BoundCall) -> Any:
     aten.scatter_add,
     aten.scatter_reduce,
 )
-def scatter(call: BoundCall) -> Any:
-    """Destination, index and source have the same rows, and each chunk writes its own."""
+def scatter(call: BoundCall) -> PyTree:
+    """Scatter along another dim: destination, index and source have the same rows."""
     leader = largest(call.chunked)
     layout = leader.layout
     assert layout is not None
-    dim = wrapped(call["dim"], leader.ndim)
-    if layout.dim == dim or any(v.shape[layout.dim] != layout.extent for v in call.values):
+    dim = normalized_dim(call["dim"], leader.ndim)
+    if layout.dim == dim or any(v.shape[layout.dim] != layout.dim_size for v in call.values):
         raise call.unchunkable("it writes to other rows, or not to all")
-    return call.emit([layout], layout.axis, lambda v: along(v, layout))
+    return call.emit([layout], layout.axis, lambda v: sliced(v, layout))
 
 
 @RULES.register(aten.embedding)
-def embedding(call: BoundCall) -> Any:
-    """Each chunk looks its own indices up in the whole table."""
+def embedding(call: BoundCall) -> PyTree:
+    """Look the indices of each chunk up in the replicated table."""
     indices: LazyValue = call["indices"]
     layout = indices.layout
     if layout is None:
         raise call.unchunkable("the table is chunked")
-    return call.emit([layout], layout.axis, lambda v: v if v is indices else whole(v))
+    return call.emit([layout], layout.axis, lambda v: v if v is indices else replicated(v))
 
 
 @RULES.register(aten.index_select)
-def index_select(call: BoundCall) -> Any:
-    """Positions of another dim; rows are picked by the chunk that has them."""
+def index_select(call: BoundCall) -> PyTree:
+    """Select positions of another dim in each chunk, or rows."""
     value, index = call["self"], call["index"]
     layout: RowLayout | None = value.layout
     if layout is None or index.layout is not None:
         raise call.unchunkable("the index is chunked")
-    dim = wrapped(call["dim"], value.ndim)
+    dim = normalized_dim(call["dim"], value.ndim)
     if dim != layout.dim:
         return call.emit([layout], layout.axis, lambda v: v)
-    places: list[LazyValue | None] = [None] * dim + [index]
-    return record(aten.index.Tensor, value, places)
+    return record(aten.index.Tensor, value, [*[None] * dim, index])
 
 
 @RULES.register(aten.index.Tensor)
-def index(call: BoundCall) -> Any:
-    """`x[:, i, j]` of other dims by each chunk; `x[i, j]` with rows among them by whichever chunk has row `i`.
+def index(call: BoundCall) -> PyTree:
+    """Index other dims in each chunk, as in `x[:, i, j]`, or rows too, as in `x[i, j]`.
 
-    A chunk reads the rows that it has and 0 for others, so that the sum over chunks is what was asked for.
+    For rows, a chunk reads those that it has and 0 for the others, and the results are summed over chunks.
     """
     value: LazyValue = call["self"]
     layout = value.layout
     places: list[LazyValue | None] = list(call["indices"])
     given = [d for d, i in enumerate(places) if i is not None]
-    if layout is not None and (without_masks := _positions(places, layout.dim)) is not None:
+    if layout is not None and (without_masks := _without_masks(places, layout.dim)) is not None:
         return record(call.op, value, without_masks)
     dtypes = {places[d].dtype for d in given}  # type: ignore[union-attr]
     if layout is None:
-        return _rows_of_a_table(call, places, given)
+        return _table_rows(call, places, given)
     if dtypes - {torch.int64, torch.int32}:
-        raise call.unchunkable("a mask picks as many elements as it is true for")
+        raise call.unchunkable("the number of elements that a mask selects depends on its values")
     adjacent = given == list(range(given[0], given[-1] + 1))
     if layout.dim not in given:
         if any(i.layout is not None for i in places if i is not None) or not adjacent:
             raise call.unchunkable("the index is chunked")
         count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
-        out = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
+        out = layout.with_dim(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
         return call.emit([out], layout.axis, lambda v: v)
-    return _whole_result(call, places, given[0], adjacent)
+    return _rows_from_chunks(call, places, given[0], adjacent)
 
 
-def _whole_result(call: BoundCall, places: list[LazyValue | None], first: int, adjacent: bool) -> Any:
-    """`x[i, j]` with rows among what is indexed, whole: each chunk reads the rows that it has.
+def _rows_from_chunks(call: BoundCall, places: list[LazyValue | None], first: int, adjacent: bool) -> PyTree:
+    """Record `x[i, j]` with rows among the indexed dims: each chunk reads the rows that it has.
 
     Args:
         call: of a value whose rows are indexed.
         places: the indices.
         first: the first dim that is indexed.
-        adjacent: are those dims side by side?
+        adjacent: whether the indexed dims are adjacent.
     """
     value: LazyValue = call["self"]
     layout = value.layout
     assert layout is not None
-    if layout.outer != 1:
+    if layout.runs != 1:
         raise call.unchunkable("its rows lie in several runs")
     metas = call.infer()
     if metas.numel() >= value.meta.numel() and value.meta.numel() > layout.size:
-        raise call.unchunkable("it picks as much as there is")
+        raise call.unchunkable("it selects as much as there is")
 
     def read(x: Tensor, indices: list[Tensor | None], start: int) -> Tensor:
         rows = indices[layout.dim]
@@ -121,7 +135,7 @@ def _whole_result(call: BoundCall, places: list[LazyValue | None], first: int, a
         count = x.shape[layout.dim]
         if not count:
             return x.new_zeros(metas.shape)
-        rows = _checked(rows, layout, x.device) - start
+        rows = _checked_rows(rows, layout, x.device) - start
         here = (rows >= 0) & (rows < count)
         indices = list(indices)
         indices[layout.dim] = rows.clamp(0, count - 1)
@@ -130,13 +144,13 @@ def _whole_result(call: BoundCall, places: list[LazyValue | None], first: int, a
         trailing = found.ndim - (first if adjacent else 0) - max(i.ndim for i in indices if i is not None)
         return torch.where(here.reshape(*here.shape, *[1] * trailing), found, 0)
 
-    whole_indices = [None if i is None else gathered(i) for i in places]
+    full_indices = [None if i is None else replicated(i) for i in places]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(read, (value, whole_indices, start), {}, metas, [Combine.SUM], layout.axis)
+    return emit(read, (value, full_indices, start), {}, metas, [Combine.SUM], layout.axis)
 
 
-def _checked(rows: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
-    """An index of rows, counted from the front; one that is out of range is torch's own error."""
+def _checked_rows(rows: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
+    """Return an index of rows counted from the front, or raise torch's own error for one out of range."""
     positions = torch.arange(layout.size, device=rows.device)
     try:
         return positions[rows].to(device)
@@ -144,11 +158,11 @@ def _checked(rows: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
         raise IndexError(str(error).replace("dimension 0", f"dimension {layout.dim}")) from None
 
 
-def _positions(places: list[LazyValue | None], dim: int) -> list[LazyValue | None] | None:
-    """Indices with the positions where masks are true in place of the masks, if some of other dims than `dim` are."""
+def _without_masks(places: list[LazyValue | None], dim: int) -> list[LazyValue | None] | None:
+    """Return indices with masks of other dims than `dim` replaced by positions; None where there are no such masks."""
     out: list[LazyValue | None] = []
     for place in places:
-        mask = None if place is None or place.layout is not None else known(place)
+        mask = None if place is None or place.layout is not None else known_tensor(place)
         if mask is None or mask.dtype != torch.bool or len(out) <= dim < len(out) + mask.ndim:
             out.append(place)
         else:
@@ -157,23 +171,23 @@ def _positions(places: list[LazyValue | None], dim: int) -> list[LazyValue | Non
 
 
 @RULES.register(aten.index_put)
-def index_put(call: BoundCall) -> Any:
-    """Elements of other dims replaced: each chunk writes to its own rows, and so it does where an index names rows."""
+def index_put(call: BoundCall) -> PyTree:
+    """Replace elements by index: each chunk writes to its own rows."""
     value, new = call["self"], call["values"]
     layout, places = value.layout, list(call["indices"])
     if layout is None:
-        raise call.unchunkable("it writes to a whole value")
-    if (without_masks := _positions(places, layout.dim)) is not None:
+        raise call.unchunkable("it writes to a replicated value")
+    if (without_masks := _without_masks(places, layout.dim)) is not None:
         return record(call.op, value, without_masks, new, call["accumulate"])
     given = [d for d, i in enumerate(places) if i is not None]
     plain = all(places[d].layout is None and places[d].dtype != torch.bool for d in given)
     if not plain or given != list(range(given[0], given[-1] + 1)):
         raise call.unchunkable("its index is chunked, or of dims apart")
     if layout.dim in given:
-        return _put_in_rows(call, layout, places)
+        return _write_rows(call, layout, places)
     count = max(places[d].ndim for d in given)
     ndim = value.ndim - len(given) + count
-    rows = layout.at(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
+    rows = layout.with_dim(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
     return call.emit(
         [layout],
         layout.axis,
@@ -182,30 +196,30 @@ def index_put(call: BoundCall) -> Any:
     )
 
 
-def _put_in_rows(call: BoundCall, layout: RowLayout, places: list[LazyValue | None]) -> Any:
-    """`x[i, j] = y` with rows among them: what is for another chunk goes to a row behind this one's, and away."""
+def _write_rows(call: BoundCall, layout: RowLayout, places: list[LazyValue | None]) -> PyTree:
+    """Record `x[i, j] = y` with rows among the indexed dims: writes to other chunks go to an extra row."""
     value, new, accumulate = call["self"], call["values"], call["accumulate"]
-    if layout.outer != 1 or new.meta.numel() >= value.meta.numel():
+    if layout.runs != 1 or new.meta.numel() >= value.meta.numel():
         raise call.unchunkable("its rows lie in several runs, or it writes as much as there is")
     dim = layout.dim
 
-    def written(x: Tensor, indices: list[Tensor | None], start: int, values: Tensor) -> Tensor:
+    def write(x: Tensor, indices: list[Tensor | None], start: int, values: Tensor) -> Tensor:
         rows, count = indices[dim], x.shape[dim]
         assert rows is not None
-        rows = _checked(rows, layout, x.device) - start
+        rows = _checked_rows(rows, layout, x.device) - start
         indices = list(indices)
         indices[dim] = torch.where((rows >= 0) & (rows < count), rows, count)
         behind = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])
         put: Tensor = aten.index_put(torch.cat([x, behind], dim), indices, values, accumulate)
         return put.narrow(dim, 0, count)
 
-    whole_indices = [None if i is None else gathered(i) for i in places]
+    full_indices = [None if i is None else replicated(i) for i in places]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(written, (value, whole_indices, start, gathered(new)), {}, value.meta, [layout], layout.axis)
+    return emit(write, (value, full_indices, start, replicated(new)), {}, value.meta, [layout], layout.axis)
 
 
-def _rows_of_a_table(call: BoundCall, places: list[LazyValue | None], given: list[int]) -> Any:
-    """A whole table looked up by chunked indices: each chunk looks up its own."""
+def _table_rows(call: BoundCall, places: list[LazyValue | None], given: list[int]) -> PyTree:
+    """Look chunked indices up in a replicated table: each chunk its own."""
     chunked = largest(call.chunked)
     layout = chunked.layout
     assert layout is not None
@@ -216,8 +230,8 @@ def _rows_of_a_table(call: BoundCall, places: list[LazyValue | None], given: lis
     metas = infer(call.op, tuple(call.positional), call.kwargs)
     table = call["self"]
     return call.emit(
-        [layout.at(layout.dim + given[0])],
+        [layout.with_dim(layout.dim + given[0])],
         layout.axis,
-        lambda v: whole(v) if v is table else along(v, layout),
+        lambda v: replicated(v) if v is table else sliced(v, layout),
         metas=metas,
     )

@@ -1,18 +1,19 @@
-"""Losses with a reduction: the loss of each element or sample, then torch's sum or mean of them over all chunks."""
+"""Losses with a reduction: the loss of each element or sample, then the sum or mean over all chunks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.bound_call import BoundCall, along, broadcast, largest, whole
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known_tensor, replicated
+from subtensors.dispatch.chunked.record import RULES, BoundCall, broadcast, largest, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
-from subtensors.dispatch.chunked.rules.reductions import cast, total
-from subtensors.dispatch.chunked.rules.table import RULES, record
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.dispatch.chunked.rules.reductions import cast, sum_over_rows
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
@@ -27,57 +28,57 @@ NONE, MEAN = 0, 1
     aten.binary_cross_entropy_with_logits,
     aten.soft_margin_loss,
 )
-def elementwise(call: BoundCall) -> Any:
-    """The loss of each element of broadcast operands."""
+def elementwise(call: BoundCall) -> PyTree:
+    """Record the loss of each element of broadcast operands, and its reduction."""
     reduction = call["reduction"]
     call["reduction"] = NONE
     meta = call.infer()
     leader = largest(call.chunked)
     assert leader.layout is not None
-    layout = leader.layout.at(leader.layout.dim + meta.ndim - leader.ndim)
+    layout = leader.layout.with_dim(leader.layout.dim + meta.ndim - leader.ndim)
     losses = call.emit([layout], layout.axis, lambda v: broadcast(v, meta.ndim, layout), metas=meta)
     if reduction == NONE:
         return losses
     dims = list(range(meta.ndim))
-    return record(aten.mean.dim, losses, dims) if reduction == MEAN else total(losses, dims, False, meta.dtype)
+    return record(aten.mean.dim, losses, dims) if reduction == MEAN else sum_over_rows(losses, dims, False, meta.dtype)
 
 
 @RULES.register(aten.nll_loss_forward, aten.nll_loss2d_forward)
-def nll_loss(call: BoundCall) -> Any:
-    """-weight[target] * x[target], its mean taken over the weights of all valid targets of all chunks."""
+def nll_loss(call: BoundCall) -> PyTree:
+    """Record -weight[target] * x[target], with the mean over the weights of the valid targets of all chunks."""
     log_probs, target, weight = call["self"], call["target"], call["weight"]
     reduction, call["reduction"] = call["reduction"], NONE
     metas = call.infer()
     layout: RowLayout | None = log_probs.layout
     if layout is not None and layout.dim == 1 and log_probs.ndim == 2 and target.layout is None:
-        return _picked_from_chunks(call, reduction)
+        return _nll_of_chunked_classes(call, reduction)
     if layout is None or layout.dim == 1 or log_probs.ndim == 1:
         raise call.unchunkable("the classes are chunked, or only the targets")
-    rows = layout.at(max(layout.dim - 1, 0))
+    rows = layout.with_dim(max(layout.dim - 1, 0))
     losses, nothing = call.emit(
         [rows, None],
         layout.axis,
-        lambda v: v if v is log_probs else along(v, rows) if v is target else whole(v),
-        op=_losses_of(call.op),
+        lambda v: v if v is log_probs else sliced(v, rows) if v is target else replicated(v),
+        op=_plain_function(call.op),
         metas=metas,
     )
     if reduction == NONE:
         return losses, constant(torch.zeros((), dtype=nothing.dtype, device=log_probs.device))
-    return reduced(losses, target, weight, call["ignore_index"], reduction == MEAN, log_probs.dtype)
+    return reduce_losses(losses, target, weight, call["ignore_index"], reduction == MEAN, log_probs.dtype)
 
 
-def reduced(
+def reduce_losses(
     losses: LazyValue, target: LazyValue, weight: LazyValue | None, ignored: int, mean: bool, dtype: torch.dtype
 ) -> tuple[LazyValue, LazyValue]:
-    """The sum of losses of hard targets, or their mean over the weights of those that count, and these weights."""
-    summed = total(losses, list(range(losses.ndim)), False, arithmetic_dtype(dtype))
+    """Return the sum of losses of class targets, or their weighted mean, and the sum of the weights."""
+    summed = sum_over_rows(losses, list(range(losses.ndim)), False, arithmetic_dtype(dtype))
     weights = _total_weight(target, weight, ignored, arithmetic_dtype(dtype), losses.device)
     out = record(aten.div.Tensor, summed, weights) if mean else summed
     return cast(out, dtype), cast(weights, dtype)
 
 
-def _picked_from_chunks(call: BoundCall, reduction: int) -> Any:
-    """The classes are chunked: each sample's target is in one chunk."""
+def _nll_of_chunked_classes(call: BoundCall, reduction: int) -> PyTree:
+    """Record the loss where the classes are chunked: each sample's target is in one chunk."""
     log_probs, target, weight = call["self"], call["target"], call["weight"]
     dtype, ignored = log_probs.dtype, call["ignore_index"]
     valid = record(aten.ne.Scalar, target, ignored)
@@ -95,8 +96,10 @@ def _picked_from_chunks(call: BoundCall, reduction: int) -> Any:
     return cast(out, dtype), cast(weights, dtype)
 
 
-def _losses_of(op: Any) -> Any:
-    def losses(*args: Any, **kwargs: Any) -> Any:
+def _plain_function(op: OpOverload) -> Callable[..., PyTree]:
+    """Return a function that calls the op, with its name."""
+
+    def losses(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return op(*args, **kwargs)
 
     losses.__name__ = str(op).removeprefix("aten.")
@@ -106,7 +109,7 @@ def _losses_of(op: Any) -> Any:
 def _total_weight(
     target: LazyValue, weight: LazyValue | None, ignored: int, dtype: torch.dtype, device: torch.device
 ) -> LazyValue:
-    """The weights of all targets that are not ignored, summed."""
+    """Return the sum of the weights of all targets that are not ignored."""
 
     def summed(target: Tensor, weight: Tensor | None) -> Tensor:
         valid = target != ignored
@@ -116,12 +119,10 @@ def _total_weight(
             dtype=dtype
         )
 
-    if target.layout is None and (tensor := known(target)) is not None:
-        weights = None if weight is None else known(weight)
+    if target.layout is None and (tensor := known_tensor(target)) is not None:
+        weights = None if weight is None else known_tensor(weight)
         if weight is None or (weights is not None and not weights.requires_grad):
             return constant(summed(tensor, weights))
     meta = torch.empty((), dtype=dtype, device="meta")
-    whole_target = whole(target)
-    out = emit(summed, (whole_target, weight if weight is None else whole(weight)), {}, meta, [None], None)
-    assert isinstance(out, LazyValue)
-    return out
+    operands = replicated(target), weight if weight is None else replicated(weight)
+    return emit(summed, operands, {}, meta, [None], None)

@@ -1,28 +1,28 @@
-"""Reductions: over other dims each chunk reduces its own; over the rows the parts of the chunks are merged."""
+"""Reductions: over other dims in each chunk; over the rows by combining the parts of the chunks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
+from torch.autograd.function import FunctionCtx
 
-from subtensors.dispatch.chunked.bound_call import BoundCall, wrapped
-from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit, infer
-from subtensors.dispatch.chunked.rules.table import RULES, record
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit
+from subtensors.dispatch.chunked.record import RULES, BoundCall, infer, normalized_dim, record
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import tree_tensors
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.dispatch.ops.tree import PyTree, tree_tensors
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 aten = torch.ops.aten
 
 
 @RULES.register(OpClass.REDUCTION, aten.argmax, aten.argmin, aten.max.dim, aten.min.dim)
-def reduction(call: BoundCall) -> Any:
-    """A dim that isn't chunked is reduced by each chunk; the chunked one as `ALONG` says of the op."""
+def reduction(call: BoundCall) -> PyTree:
+    """Reduce dims that aren't chunked in each chunk, and the rows by the entry of `OVER_ROWS`."""
     if len(call.values) > 1:
         raise call.unchunkable("it reduces several operands")
     (value,) = call.values
@@ -30,26 +30,26 @@ def reduction(call: BoundCall) -> Any:
     assert layout is not None
     dims = reduced_dims(call, value)
     if layout.dim in dims:
-        merge = ALONG.get(call.op.overloadpacket)
+        merge = OVER_ROWS.get(call.op.overloadpacket)
         if merge is None:
             raise call.unchunkable("it reduces over the rows")
         return merge(call, value, dims)
     metas = call.infer()
     kept = all(m.ndim == value.ndim for m in tree_tensors(metas))
-    out = layout if kept else layout.at(layout.dim - sum(d < layout.dim for d in dims))
+    out = layout if kept else layout.with_dim(layout.dim - sum(d < layout.dim for d in dims))
     return call.emit([out] * len(tree_tensors(metas)), layout.axis, lambda v: v, metas=metas)
 
 
 def reduced_dims(call: BoundCall, value: LazyValue) -> list[int]:
-    """The dims that a call reduces, counted from the front."""
+    """Return the dims that a call reduces, counted from the front."""
     dims = call["dim"]
     if dims is None or dims == []:
         return list(range(value.ndim))
-    return sorted({wrapped(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
+    return sorted({normalized_dim(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
 
 
-def total(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
-    """The sum over dims that hold the rows, added up in a wide dtype."""
+def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
+    """Record the sum over dims that hold the rows, accumulated in float32 or wider."""
     layout = value.layout
     assert layout is not None
     call = BoundCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
@@ -58,23 +58,23 @@ def total(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) 
 
 
 def cast(value: LazyValue, dtype: torch.dtype) -> LazyValue:
-    """The value in a dtype."""
+    """Return the value in a dtype."""
     out: LazyValue = value if value.dtype == dtype else record(aten._to_copy.default, value, dtype=dtype)
     return out
 
 
 def _sum(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
-    return total(value, dims, bool(call["keepdim"]), call.infer().dtype)
+    return sum_over_rows(value, dims, bool(call["keepdim"]), call.infer().dtype)
 
 
 def _mean(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     dtype = call.infer().dtype
-    summed = total(value, dims, bool(call["keepdim"]), arithmetic_dtype(dtype))
+    summed = sum_over_rows(value, dims, bool(call["keepdim"]), arithmetic_dtype(dtype))
     count = math.prod(value.shape[d] for d in dims)
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
 
-def _added(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
+def _summed_parts(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     assert value.layout is not None
     part: LazyValue = call.emit([Combine.SUM], value.layout.axis, lambda v: v)
     return part
@@ -84,12 +84,11 @@ Merge = Callable[[Tensor], Tensor]
 
 
 def _stacked(call: BoundCall, value: LazyValue, merge: Merge) -> LazyValue:
-    """Each chunk's result, stacked, and a merge of the stack."""
+    """Record each chunk's result, stacked, and a merge of the stack."""
     assert value.layout is not None
     meta = call.infer()
     parts = call.emit([Combine.STACK], value.layout.axis, lambda v: v, metas=meta)
-    merged = emit(merge, (parts,), {}, meta, [None], None)
-    assert isinstance(merged, LazyValue)
+    merged: LazyValue = emit(merge, (parts,), {}, meta, [None], None)
     return merged
 
 
@@ -109,7 +108,7 @@ def _logsumexp(stack: Tensor) -> Tensor:
     return stack.logsumexp(0)
 
 
-def _merged_by(merge: Merge) -> Callable[[BoundCall, LazyValue, list[int]], LazyValue]:
+def _merge_stack(merge: Merge) -> Callable[[BoundCall, LazyValue, list[int]], LazyValue]:
     return lambda call, value, dims: _stacked(call, value, merge)
 
 
@@ -132,20 +131,26 @@ def _keepdim(call: BoundCall) -> bool:
     return bool(call["keepdim"]) if "keepdim" in call else False
 
 
-class _Extreme(torch.autograd.Function):
-    """The largest (or smallest) of the chunks' extremes; its gradient is shared by all elements that equal it.
+class _ExtremeContext(FunctionCtx):
+    """The state that forward keeps for backward."""
 
-    A chunk's own extreme shares its part among its ties, so a chunk with k of the n ties gets k / n.
+    saved_tensors: tuple[Tensor]
+
+
+class _Extreme(torch.autograd.Function):
+    """The largest (or smallest) of the chunks' extremes; its gradient is divided among all elements that equal it.
+
+    A chunk's own extreme divides its part among its ties, so a chunk with k of the n ties gets k / n.
     """
 
     @staticmethod
-    def forward(ctx: Any, stack: Tensor, ties: Tensor, largest: bool) -> Tensor:
+    def forward(ctx: _ExtremeContext, stack: Tensor, ties: Tensor, largest: bool) -> Tensor:
         best = stack.amax(0) if largest else stack.amin(0)
         ctx.save_for_backward(torch.where(stack == best, ties, 0))
         return best
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _ExtremeContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         (ties,) = ctx.saved_tensors
         return grads[0] * (ties / ties.sum(0)).to(grads[0].dtype), None, None
 
@@ -169,13 +174,12 @@ def _extreme(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) 
         out: Tensor = _Extreme.apply(stack, ties, largest)  # type: ignore[no-untyped-call]
         return out
 
-    merged = emit(merge, (best, ties), {}, meta, [None], None)
-    assert isinstance(merged, LazyValue)
+    merged: LazyValue = emit(merge, (best, ties), {}, meta, [None], None)
     return merged
 
 
-def _selected(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> Any:
-    """The extreme of the rows and its position: of the first chunk that has it."""
+def _extreme_and_position(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
+    """Record the extreme of the rows and its position, those of the first chunk that has it."""
     layout = value.layout
     assert layout is not None
     only_positions = call.op.overloadpacket in (aten.argmax, aten.argmin)
@@ -183,7 +187,7 @@ def _selected(call: BoundCall, value: LazyValue, dims: list[int], largest: bool)
         raise call.unchunkable("it counts positions over all dims")
     (dim,), keepdim = dims, bool(call["keepdim"])
     metas = infer(aten.max.dim, (value, dim, keepdim), {})
-    if layout.outer != 1:
+    if layout.runs != 1:
         raise call.unchunkable("its rows lie in several runs")
 
     def parts(x: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -191,7 +195,7 @@ def _selected(call: BoundCall, value: LazyValue, dims: list[int], largest: bool)
         return best.values, best.indices + start
 
     start = PerChunk(lambda span: layout.window(span)[0])
-    stacks = emit(parts, (value, start), {}, metas, [Combine.STACK, Combine.STACK], layout.axis)
+    stacks = emit(parts, (value, start), {}, tuple(metas), [Combine.STACK, Combine.STACK], layout.axis)
 
     def merge(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         which = (values.argmax(0) if largest else values.argmin(0))[None]
@@ -201,8 +205,8 @@ def _selected(call: BoundCall, value: LazyValue, dims: list[int], largest: bool)
     return positions if only_positions else (best, positions)
 
 
-def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> Any:
-    """Two passes: the mean, then the squares of what is left of it."""
+def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> PyTree:
+    """Record the variance in two passes: the mean, then the mean square of the differences from it."""
     keepdim, packet = bool(call["keepdim"]), call.op.overloadpacket
     correction = call["correction"] if "correction" in call else (1 if call["unbiased"] in (None, True) else 0)
     count = math.prod(value.shape[d] for d in dims)
@@ -210,7 +214,7 @@ def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> Any:
     mean = record(aten.mean.dim, accurate, dims, True)
     squares = record(aten.pow.Tensor_Scalar, record(aten.sub.Tensor, accurate, mean), 2)
     left = max(count - (1 if correction is None else correction), 0)
-    scaled = record(aten.div.Tensor, total(squares, dims, keepdim, arithmetic_dtype(value.dtype)), left)
+    scaled = record(aten.div.Tensor, sum_over_rows(squares, dims, keepdim, arithmetic_dtype(value.dtype)), left)
     spread = cast(record(aten.sqrt.default, scaled) if packet in (aten.std, aten.std_mean) else scaled, value.dtype)
     if packet not in (aten.var_mean, aten.std_mean):
         return spread
@@ -218,25 +222,25 @@ def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> Any:
     return spread, mean
 
 
-ALONG: dict[Any, Callable[[BoundCall, LazyValue, list[int]], Any]] = {
+OVER_ROWS: dict[OpOverloadPacket, Callable[[BoundCall, LazyValue, list[int]], PyTree]] = {
     aten.sum: _sum,
     aten.nansum: lambda call, value, dims: _sum(
         call, record(aten.nan_to_num.default, value, 0.0, math.inf, -math.inf), dims
     ),
     aten.mean: _mean,
-    aten.count_nonzero: _added,
-    aten.any: _merged_by(_any),
-    aten.all: _merged_by(_all),
-    aten.prod: _merged_by(_prod),
-    aten.logsumexp: _merged_by(_logsumexp),
+    aten.count_nonzero: _summed_parts,
+    aten.any: _merge_stack(_any),
+    aten.all: _merge_stack(_all),
+    aten.prod: _merge_stack(_prod),
+    aten.logsumexp: _merge_stack(_logsumexp),
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
     aten.amax: partial(_extreme, largest=True),
     aten.amin: partial(_extreme, largest=False),
     aten.max: lambda call, value, dims: _max(call, value, dims, True),
     aten.min: lambda call, value, dims: _max(call, value, dims, False),
-    aten.argmax: partial(_selected, largest=True),
-    aten.argmin: partial(_selected, largest=False),
+    aten.argmax: partial(_extreme_and_position, largest=True),
+    aten.argmin: partial(_extreme_and_position, largest=False),
     aten.var: _variance,
     aten.std: _variance,
     aten.var_mean: _variance,
@@ -244,5 +248,5 @@ ALONG: dict[Any, Callable[[BoundCall, LazyValue, list[int]], Any]] = {
 }
 
 
-def _max(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> Any:
-    return (_selected if "dim" in call else _extreme)(call, value, dims, largest)
+def _max(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
+    return (_extreme_and_position if "dim" in call else _extreme)(call, value, dims, largest)

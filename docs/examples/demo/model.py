@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subtensors.chunked.chunk import chunk
+from subtensors.chunked.chunked_tensor import chunk
 
 LOSS_CHUNKS = 8
 

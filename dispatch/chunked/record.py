@@ -1,0 +1,238 @@
+"""Recording of an op: its call by argument name, its metadata, its rule, and how operands reach a chunk.
+
+`record(op, *args)` binds the call, looks its rule up in `RULES` (filled by `rules/`), and the rule calls `emit` with an
+operand for each value: `replicated` (read in full by every chunk), `sliced` (its own rows) or `broadcast` (either).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import optree
+import torch
+from optree import PyTreeSpec
+from torch import Tensor
+from torch._ops import OpOverload
+
+from subtensors.dispatch.chunked.lazy_graph import (
+    Combine,
+    LazyValue,
+    NeedsMaterialize,
+    PerChunk,
+    RowSlice,
+    constant,
+    emit,
+    replicated,
+)
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import OpClass, op_class
+from subtensors.dispatch.ops.rule_table import RuleTable
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
+from subtensors.dispatch.torch_internals.ops import schema_of
+
+RULES = RuleTable("ChunkedTensor", dict.fromkeys(OpClass, "realize() it first, which is what is done otherwise"))
+
+
+def record(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """Record an op on values and tensors.
+
+    Args:
+        op: a functional aten overload.
+        args, kwargs: its arguments; tensors are constants of the region.
+
+    Returns:
+        the pytree of its results, with values in place of tensors.
+
+    Raises:
+        NeedsMaterialize: the op has no rule, or its rule doesn't hold for these arguments.
+    """
+    args, kwargs = tree_map((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
+    call = BoundCall(op, args, kwargs)
+    if not call.chunked and op_class(op) is not OpClass.RANDOM:
+        metas = infer(op, args, kwargs)
+        return emit(op, args, kwargs, metas, [None] * len(tree_tensors(metas)), None)
+    try:
+        rule = RULES.lookup(op)
+    except RuleError as error:
+        raise NeedsMaterialize(op, str(error)) from None
+    return rule(call)
+
+
+_inferred: dict[object, PyTree] = {}
+
+MAX_INFERRED_CALLS = 4096
+"""Calls whose results are cached; each training step records the same ones."""
+
+
+def infer(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
+    """Return the results of an op as meta tensors; they are cached, so callers must not write to them.
+
+    Raises:
+        NeedsMaterialize: the results depend on values, or the op refuses these arguments.
+    """
+    flat: list[PyTree]
+    flat, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]  # any pytree
+    metas = [x.value.meta if isinstance(x, RowSlice) else x.meta if isinstance(x, LazyValue) else x for x in flat]
+    # Equal numbers of two types are promoted differently.
+    key = op, spec, torch.get_default_dtype(), *(_metadata_key(x) for x in metas)
+    try:
+        found = _inferred.get(key)
+    except TypeError:  # an unhashable argument
+        return _infer(op, spec, metas)
+    if found is None:
+        if len(_inferred) >= MAX_INFERRED_CALLS:
+            _inferred.clear()
+        found = _inferred[key] = _infer(op, spec, metas)
+    return found
+
+
+def _metadata_key(x: object) -> tuple[object, ...]:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
+
+
+def _infer(op: OpOverload, spec: PyTreeSpec, flat: Sequence[PyTree]) -> PyTree:
+    call: PyTree = spec.unflatten(flat)
+    args, kwargs = call
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        return op(*args, **kwargs)
+    except Exception as error:  # ops refuse meta tensors in many ways
+        raise NeedsMaterialize(op, f"{type(error).__name__}: {error}") from error
+
+
+class BoundCall:
+    """One call of an op on values, at least one of them chunked, with its arguments by name.
+
+    Args:
+        op: the overload.
+        args, kwargs: its arguments, values in place of tensors.
+    """
+
+    def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
+        self.op = op
+        self.arguments = schema_of(op).arguments
+        self.positional: list[PyTree] = list(args)
+        self.kwargs = dict(kwargs)
+        for argument in self.arguments[len(args) :]:
+            if argument.kwarg_only:
+                break
+            if argument.name in self.kwargs:
+                self.positional.append(self.kwargs.pop(argument.name))
+            elif argument.has_default_value():
+                self.positional.append(argument.default_value)
+        self.positions = {a.name: i for i, a in enumerate(self.arguments) if not a.kwarg_only}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.positions or any(a.name == name for a in self.arguments)
+
+    def __getitem__(self, name: str) -> PyTree:
+        """Return the argument of a name."""
+        position = self.positions.get(name)
+        if position is not None:
+            return self.positional[position]
+        return self.kwargs.get(name, next((a.default_value for a in self.arguments if a.name == name), None))
+
+    def __setitem__(self, name: str, value: PyTree) -> None:
+        position = self.positions.get(name)
+        if position is None:
+            self.kwargs[name] = value
+        else:
+            self.positional[position] = value
+
+    @property
+    def values(self) -> list[LazyValue]:
+        """The values among the arguments, in order."""
+        return [x for x in tree_leaves((self.positional, self.kwargs)) if isinstance(x, LazyValue)]
+
+    @property
+    def chunked(self) -> list[LazyValue]:
+        """The chunked values among the arguments."""
+        return [v for v in self.values if v.layout is not None]
+
+    def unchunkable(self, reason: str) -> NeedsMaterialize:
+        """Return the error that makes the caller materialize the operands."""
+        return NeedsMaterialize(self.op, reason)
+
+    def infer(self) -> PyTree:
+        """Return the results of the call, as meta tensors."""
+        return infer(self.op, tuple(self.positional), self.kwargs)
+
+    def with_values(self, to_operand: Callable[[LazyValue], PyTree]) -> tuple[Args, Kwargs]:
+        """Return the arguments with each value replaced."""
+        replaced: tuple[Args, Kwargs] = tree_map(
+            (tuple(self.positional), self.kwargs), lambda x: to_operand(x) if isinstance(x, LazyValue) else x
+        )
+        return replaced
+
+    def emit(
+        self,
+        layouts: Sequence[RowLayout | Combine | None],
+        axis: ChunkAxis,
+        to_operand: Callable[[LazyValue], PyTree],
+        op: Callable[..., PyTree] | None = None,
+        metas: PyTree = None,
+    ) -> PyTree:
+        """Record the call.
+
+        Args:
+            layouts: the layouts of the results, or how their parts are combined.
+            axis: the rows that are divided into chunks.
+            to_operand: returns for each value the operand of a chunk.
+            op: the function called for each chunk; None: the overload.
+            metas: the results of the full call as meta tensors; None: inferred.
+        """
+        metas = self.infer() if metas is None else metas
+        args, kwargs = self.with_values(to_operand)
+        return emit(op or self.op, args, kwargs, metas, layouts, axis)
+
+
+def largest(values: Sequence[LazyValue]) -> LazyValue:
+    """Return the largest of the chunked values, whose layout the others take."""
+    return max((v for v in values if v.layout is not None), key=lambda v: v.meta.numel())
+
+
+def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
+    """Return the operand of which each chunk reads its own part, chunked by `layout`."""
+    own = value.layout
+    if own is not None and own.dim == layout.dim and own.aligns_with(layout):
+        layout.axis.merge(own.axis)
+        return value
+    return _by_chunks(value, layout) if _is_lazy_pointwise(value) else RowSlice(replicated(value), layout)
+
+
+def _is_lazy_pointwise(value: LazyValue) -> bool:
+    """Return whether a value is replicated, not computed yet, and the only result of a pointwise op."""
+    node = value.node
+    if value.layout is not None or value.tensor is not None or node is None or len(node.outputs) > 1:
+        return False
+    return isinstance(node.op, OpOverload) and op_class(node.op) is OpClass.POINTWISE
+
+
+def _by_chunks(value: LazyValue, layout: RowLayout) -> LazyValue:
+    """Record a replicated value's op chunk by chunk instead, so that its result is never in memory in full."""
+    node = value.node
+    assert node is not None
+    args, kwargs = tree_map(
+        (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
+    )
+    return emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+
+
+def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | RowSlice:
+    """Return an operand of a broadcasting op whose result of `ndim` dims is chunked by `layout`."""
+    dim = layout.dim - (ndim - value.ndim)
+    if dim < 0 or (value.shape[dim] == 1 and layout.dim_size != 1):
+        return replicated(value)
+    return sliced(value, layout.with_dim(dim))
+
+
+def chunk_dim_size(layout: RowLayout) -> PerChunk:
+    """Return the size of a chunked dim, which differs between chunks."""
+    return PerChunk(layout.size_in)
+
+
+def normalized_dim(dim: int, ndim: int) -> int:
+    """Return a dim counted from the front."""
+    return dim + max(ndim, 1) if dim < 0 else dim

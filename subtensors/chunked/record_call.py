@@ -1,0 +1,230 @@
+"""A call of torch on chunked tensors, recorded op by op, or run on materialized values where an op has no rule.
+
+`record_call` runs the function on tensors without memory, with autograd off, so that composite functions decompose into
+aten ops beneath it. Each op arrives at `handle_torch_dispatch`, which records it by the rule of its class.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+
+from subtensors.chunked.lazy_tensor import (
+    AliasRef,
+    LazyTensor,
+    alias_ref,
+    full_tensor,
+    inner_tensor,
+    update_requires_grad,
+    user_tensor,
+)
+from subtensors.dispatch.chunked.evaluation import evaluate
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyValue,
+    NeedsMaterialize,
+    constant,
+    leaf_value,
+    recording,
+    replicated,
+)
+from subtensors.dispatch.chunked.record import BoundCall
+from subtensors.dispatch.chunked.rules import record
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
+from subtensors.dispatch.torch_internals.dispatcher import is_transformed
+from subtensors.dispatch.torch_internals.ops import schema_of
+
+aten = torch.ops.aten
+
+_log = logging.getLogger("subtensors.chunked")
+
+fallbacks: Counter[str] = Counter()
+"""The number of times that each op had its operands materialized, for lack of a rule that applies."""
+
+# Losses that compute on their targets alone: those ops are recorded too, since their results are as wide.
+_RECORDS_TARGETS = {F.kl_div, torch.kl_div, torch.cosine_similarity, F.cosine_similarity}
+
+
+def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Call a function of torch with every op in it recorded, and evaluate those results that don't have the rows.
+
+    Raises:
+        NeedsMaterialize: an op can't be recorded.
+    """
+    grad = torch.is_grad_enabled()
+    users: dict[int, LazyTensor] = {}
+    borrowed: dict[int, LazyTensor] = {}
+    lenders: dict[int, Tensor] = {}
+
+    def lower(x: PyTree) -> PyTree:
+        if isinstance(x, LazyTensor):
+            ref = alias_ref(x)
+            users[id(ref)] = x
+            return inner_tensor(kind, ref)
+        if isinstance(x, Tensor) and ((grad and x.requires_grad) or func in _RECORDS_TARGETS):
+            # Ops on it inside the function must be recorded too, or its gradient would be lost there, or its rows.
+            if id(x) not in borrowed:
+                borrowed[id(x)] = inner_tensor(kind, AliasRef(constant(full_tensor(x)), borrowed=True))
+                lenders[id(borrowed[id(x)]._ref)] = x
+            return borrowed[id(x)]
+        return full_tensor(x) if isinstance(x, Tensor) else x
+
+    inner_args, inner_kwargs = tree_map((args, kwargs), lower)
+    writes = {key: alias_ref(x).writes for key, x in users.items()}
+    with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
+        out = func(*inner_args, **inner_kwargs)
+    for key, x in users.items():
+        if alias_ref(x).writes != writes[key]:
+            update_requires_grad(x)
+
+    def lift(x: PyTree) -> PyTree:
+        if not isinstance(x, LazyTensor):
+            return x
+        key = id(x._ref)
+        if key in users:
+            return users[key]
+        if key in lenders:
+            return lenders[key]
+        # A view without the rows may still be written through.
+        is_plain = x._ref.value.layout is None and x._ref.base is None
+        return evaluate(x._ref.value) if is_plain else user_tensor(kind, x._ref)
+
+    return tree_map(out, lift)
+
+
+def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
+    """Record one op, beneath autograd."""
+    if is_in_place(op):
+        return _record_write(op, args, kwargs)
+    if op is aten._local_scalar_dense.default:
+        return evaluate(args[0]._ref.value).item()
+    if functional_form(op) is not op:
+        raise NeedsMaterialize(op, "it writes to a tensor that it is given")
+    if torch.is_inference_mode_enabled():
+        # In inference mode composite ops arrive undecomposed.
+        with torch._C.DisableTorchFunctionSubclass():
+            decomposed = op.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+    values, named = _values(args), _values(kwargs)
+    try:
+        results = record(op, *values, **named)
+    except NeedsMaterialize as missing:
+        if not op.is_view or op.overloadpacket is aten.as_strided:
+            raise
+        # A view of the replicated value may be written through; a materialized copy may not.
+        log_fallback(missing)
+        results = record(op, *(replicated(v) if isinstance(v, LazyValue) else v for v in values), **named)
+    refs = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
+    if op.is_view and args and isinstance(args[0], LazyTensor):
+        views = [ref for ref in tree_leaves(refs) if isinstance(ref, AliasRef)]
+        for index, ref in enumerate(views):
+            ref.make_view_of(args[0]._ref, op, _values(args[1:]), _values(kwargs), index)
+    return tree_map(refs, lambda ref: inner_tensor(kind, ref) if isinstance(ref, AliasRef) else ref)
+
+
+def _values(tree: PyTree) -> PyTree:
+    """Return a pytree with the values of lazy tensors in their place."""
+    return tree_map(tree, lambda x: x._ref.value if isinstance(x, LazyTensor) else x)
+
+
+def _record_write(op: OpOverload, args: Args, kwargs: Kwargs) -> LazyTensor:
+    """Record an in-place op as its functional form, whose result replaces the value of the first operand."""
+    functional = functional_form(op)
+    target = args[0] if args else None
+    if functional is None or not isinstance(target, LazyTensor):
+        raise NeedsMaterialize(op, "it writes to a plain tensor")
+    old = target._ref.value
+    if op is aten.copy_.default:
+        source = record(aten._to_copy.default, _values(args[1]), dtype=old.dtype, device=old.device)
+        new = record(aten.expand.default, source, list(old.shape))
+    else:
+        # By name: the functional form may order its arguments differently, or lack a default.
+        call = BoundCall(op, _values(args), _values(kwargs))
+        given = {a.name: call[a.name] for a in call.arguments}
+        new = record(functional, **{a.name: given[a.name] for a in schema_of(functional).arguments if a.name in given})
+    if not isinstance(new, LazyValue) or new.shape != old.shape:
+        raise NeedsMaterialize(op, "it has several results, or changes sizes")
+    if new.dtype != old.dtype:
+        new = record(aten._to_copy.default, new, dtype=old.dtype)
+    target._ref.write(new)
+    return target
+
+
+def generator_states(args: Args) -> list[tuple[Callable[[Tensor], None], Tensor]]:
+    """Return the states of the generators that a call may draw from, and the functions that set them."""
+    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    for x in args:
+        if isinstance(x, Tensor) and x.is_cuda and not torch.cuda.is_current_stream_capturing():
+            states.append((partial(torch.cuda.set_rng_state, device=x.device), torch.cuda.get_rng_state(x.device)))
+            break
+    return states
+
+
+def call_materialized(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Call a function of torch on materialized operands; one that it writes to is rechunked."""
+    name = getattr(func, "__name__", "")
+    is_write = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem__"))
+    materialized: dict[int, tuple[LazyTensor, Tensor, int]] = {}
+
+    def materialize(x: PyTree) -> PyTree:
+        if not isinstance(x, LazyTensor):
+            return x
+        if id(x._ref) not in materialized:
+            tensor = x.realize()
+            tensor = tensor.clone() if is_write else tensor
+            materialized[id(x._ref)] = (x, tensor, 0 if tensor.is_inference() else tensor._version)
+        return materialized[id(x._ref)][1]
+
+    plain_args, plain_kwargs = tree_map((args, kwargs), materialize)
+    out = func(*plain_args, **plain_kwargs)
+    if not is_write:
+        return out
+    users: dict[int, LazyTensor] = {}
+    for x, tensor, version in materialized.values():
+        layout = x._ref.value.layout
+        if tensor.is_inference() or tensor._version != version:
+            value = constant(tensor)
+            if layout is not None:
+                axis = layout.axis.selection(tensor.shape[layout.dim], tensor.numel())
+                value = leaf_value(tensor, layout.dim, axis)
+            try:
+                x._ref.write(value)
+            except NeedsMaterialize as missing:
+                advice = "write to what it is a view of"
+                raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
+            update_requires_grad(x)
+            users[id(tensor)] = x
+    return tree_map(out, lambda y: users.get(id(y), y))
+
+
+def check_not_transformed(tree: PyTree) -> None:
+    """Raise RuleError for tensors that a transform wraps, or that have a tangent: chunks run autograd themselves."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and not isinstance(x, LazyTensor) and is_transformed(x):
+            raise RuleError(
+                "chunked tensors inside torch.func transforms (grad, vmap, jvp) and forward-mode differentiation have "
+                "no rule: differentiate with torch.autograd, or transform the function of plain tensors"
+            )
+
+
+def log_fallback(missing: NeedsMaterialize) -> None:
+    """Count an op whose operands are materialized, and log it the first time."""
+    fallbacks[missing.op] += 1
+    if fallbacks[missing.op] == 1:
+        _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
+
+
+def log_unchunked(kind: type) -> None:
+    """Count a tensor that is not chunked since its type has rules of its own, and log it the first time."""
+    fallbacks["chunk"] += 1
+    if fallbacks["chunk"] == 1:
+        _log.warning("chunk of a %s, which has rules of its own: what follows runs whole", kind.__name__)
