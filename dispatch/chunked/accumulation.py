@@ -19,9 +19,9 @@ from subtensors.kernels.cross_entropy.compensated_sum import (
     PIECE_BYTES,
     compensated_add,
     compensated_add_by_kernel,
-    product_into,
 )
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.cross_entropy.logits_block import product_into
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 
 
 class GradientSum:

@@ -20,6 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subtensors.kernels.cross_entropy.logits_block import product_into
+from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -165,26 +167,3 @@ class Float32Sum:
     def take(self) -> Tensor:
         """Return the sum in the dtype of the result."""
         return self._sum.to(self._dtype)
-
-
-def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Compute result = a @ b, or result += a @ b, each element summed in float32 (float64 for such operands).
-
-    Args:
-        result: (m, n), of the operands' dtype or float32.
-        a: (m, k).
-        b: (k, n).
-        accumulate: whether to add to the values of the result.
-    """
-    if result.dtype == a.dtype:
-        if accumulate:
-            result.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=result)
-    elif result.is_cuda:
-        if accumulate:
-            torch.addmm(result, a, b, out_dtype=result.dtype, out=result)
-        else:
-            torch.mm(a, b, out_dtype=result.dtype, out=result)
-    else:  # only GPUs have a GEMM with a wider result
-        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)

@@ -36,9 +36,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum, product_into
+from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy.logits_block import GradFlags, LossAndGradients, Problem, uses_kernels
+from subtensors.kernels.cross_entropy.logits_block import (
+    GradFlags,
+    LossAndGradients,
+    Problem,
+    product_into,
+    uses_kernels,
+)
 
 Accumulate = Literal["exact", "fast"]
 
@@ -179,7 +185,12 @@ class _RowSums:
         self._pieces: list[Tensor] = []
         self._hidden: Tensor | None = None
         self._bias = problem.bias_grad()
-        self._weight = _weight_sum(problem, rows, exact, chunks) if problem.needs.weight else None
+        self._weight_grad: Tensor | None = None
+        self._weight_sum: CompensatedGemmSum | Float32Sum | None = None
+        if chunks == 1:  # one product needs no sum
+            self._weight_grad = problem.weight_grad()
+        elif problem.needs.weight:
+            self._weight_sum = _weight_sum(problem, rows, exact, chunks)
 
     def add(self, gradient: Tensor, begin: int, end: int) -> None:
         """Add the products of the gradient of the logits of rows [begin, end)."""
@@ -188,8 +199,10 @@ class _RowSums:
             self._pieces.append(torch.mm(gradient, problem.weight))
         elif problem.needs.hidden:
             torch.mm(gradient, problem.weight, out=self.gather()[begin:end])
-        if self._weight is not None:
-            self._weight.add(gradient, problem.hidden[begin:end])
+        if self._weight_grad is not None:
+            product_into(self._weight_grad, gradient.t(), problem.hidden[begin:end], accumulate=False)
+        elif self._weight_sum is not None:
+            self._weight_sum.add(gradient, problem.hidden[begin:end])
         if self._bias is not None:
             self._bias += gradient.sum(0, dtype=problem.compute_dtype)
 
@@ -205,7 +218,7 @@ class _RowSums:
     def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias."""
         hidden = self.gather() if self._problem.needs.hidden else None
-        return hidden, None if self._weight is None else self._weight.take(), self._bias
+        return hidden, self._weight_grad if self._weight_sum is None else self._weight_sum.take(), self._bias
 
 
 def _weight_sum(problem: Problem, rows: int, exact: bool, chunks: int) -> CompensatedGemmSum | Float32Sum:

@@ -275,13 +275,7 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
 
 
 def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
-    """Return the operations on blocks of these logits.
-
-    Args:
-        row_loss: the loss of all rows.
-        logits: any block, for its device and dtype.
-        kernels: whether to use Triton kernels; None: as the device and dtype decide.
-    """
+    """Return the operations on blocks of these logits; `kernels` as in `uses_kernels`."""
     return KernelOps(row_loss) if uses_kernels(logits, kernels) else ReferenceOps(row_loss)
 
 
@@ -379,3 +373,26 @@ class Problem:
         loss = self.row_loss.loss(self.statistics)
         hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
         return LossAndGradients(loss, hidden, weight, bias)
+
+
+def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """Compute result = a @ b, or result += a @ b, each element summed in float32 (float64 for such operands).
+
+    Args:
+        result: (m, n), of the operands' dtype or float32.
+        a: (m, k).
+        b: (k, n).
+        accumulate: whether to add to the values of the result.
+    """
+    if result.dtype == a.dtype:
+        if accumulate:
+            result.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=result)
+    elif result.is_cuda:
+        if accumulate:
+            torch.addmm(result, a, b, out_dtype=result.dtype, out=result)
+        else:
+            torch.mm(a, b, out_dtype=result.dtype, out=result)
+    else:  # only GPUs have a GEMM with a wider result
+        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)
