@@ -46,10 +46,10 @@ def differentiate(
             leaves = chunk_leaves(plan, span, tensors, needed)
             outputs = run_chunk(plan, span, leaves, gradients)
             results = zip(outputs, plan.outputs, upstream, strict=True)
-            flows = [(o, v, u) for o, v, u in results if o is not None and u is not None]
-            tangents = [chunk_tangent(plan, v, span, u).to(o.dtype) for o, v, u in flows]
-            gradients.add(span, leaves, [o for o, _, _ in flows], tangents)
-            del leaves, outputs, flows, tangents
+            parts = [(o, v, u) for o, v, u in results if o is not None and u is not None]
+            tangents = [chunk_tangent(plan, v, span, u).to(o.dtype) for o, v, u in parts]
+            gradients.add(span, leaves, [o for o, _, _ in parts], tangents)
+            del leaves, outputs, parts, tangents
     return gradients
 
 
@@ -110,7 +110,15 @@ class FusedForwardBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _FusedContext, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
-        """Args: the pass, the function from its sums to the scalar, the number of its inputs, these and others."""
+        """Run the pass.
+
+        Args:
+            ctx: keeps state for backward.
+            plan: the pass.
+            epilogue: the function from its sums and other tensors to the scalar.
+            count: the number of its inputs.
+            tensors: its inputs, then the other tensors.
+        """
         ctx.plan, ctx.count = plan, count
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -174,8 +182,8 @@ def _epilogue_result(
     leaves = [t.detach().requires_grad_(n) for t, n in zip(others, needed, strict=True)]
     with torch.set_grad_enabled(any(needed)), without_ambient_modes():
         out = epilogue(sums, leaves)
-        wanted = [t for t in leaves if t.requires_grad]
-        grads = iter(torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True) if wanted else ())
+        inputs = [t for t in leaves if t.requires_grad]
+        grads = iter(torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True) if inputs else ())
     ctx.other_gradients = [next(grads) if n else None for n in needed]
     return out.detach()
 

@@ -50,14 +50,14 @@ class CompiledRun:
 
 
 def compiled_program(
-    steps: Sequence[ScheduledStep], kept: Collection[int], cut: Callable[[ScheduledStep], bool]
+    steps: Sequence[ScheduledStep], outputs: Collection[int], splits: Callable[[ScheduledStep], bool]
 ) -> list[ScheduledStep | CompiledRun]:
     """Return the program with its runs of ops compiled.
 
     Args:
         steps: the program.
-        kept: ids of the values that the program computes.
-        cut: returns whether an op is not compiled.
+        outputs: ids of the values that the program computes.
+        splits: returns whether an op is not compiled.
 
     Returns:
         steps and compiled runs, in order.
@@ -65,12 +65,12 @@ def compiled_program(
     program: list[ScheduledStep | CompiledRun] = []
     run: list[ScheduledStep] = []
     for place, step in enumerate([*steps, None]):
-        ends = step is None or cut(step) or not _has_source(step) or (run and run[0].grad != step.grad)
+        ends = step is None or splits(step) or not _has_source(step) or (run and run[0].grad != step.grad)
         if ends and run:
-            program.extend([_compiled(run, steps[place:], kept)] if len(run) >= MIN_RUN_LENGTH else run)
+            program.extend([_compiled(run, steps[place:], outputs)] if len(run) >= MIN_RUN_LENGTH else run)
             run = []
         if step is not None:
-            if cut(step) or not _has_source(step):
+            if splits(step) or not _has_source(step):
                 program.append(step)
             else:
                 run.append(step)
@@ -97,9 +97,9 @@ def _has_source(step: ScheduledStep) -> bool:
     return nameable and step.rows is None and all(isinstance(x, (*constants, torch.layout)) for x in step.leaves)
 
 
-def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Collection[int]) -> CompiledRun:
-    made = {id(v) for step in run for v in step.outputs if v is not None}
-    read_later = {id(x) for step in later for x in step.leaves if isinstance(x, LazyValue)} | set(kept)
+def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs: Collection[int]) -> CompiledRun:
+    computed = {id(v) for step in run for v in step.outputs if v is not None}
+    read_later = {id(x) for step in later for x in step.leaves if isinstance(x, LazyValue)} | set(outputs)
     results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
     names: dict[int, str] = {}
     reads: list[Input | LazyValue | PerChunk] = []
@@ -122,13 +122,13 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], kept: Co
         args, kwargs = arguments
         constants.append(step.op)
         call = ", ".join([*map(_nested, args), *(f"{key}={_nested(value)}" for key, value in kwargs.items())])
-        outputs = [f"v{place}_{k}" for k in range(len(step.outputs))]
-        names.update({id(v): name for v, name in zip(step.outputs, outputs, strict=True) if v is not None})
-        lines.append(f"    {', '.join(outputs)} = c{len(constants) - 1}({call})")
+        names_out = [f"v{place}_{k}" for k in range(len(step.outputs))]
+        names.update({id(v): name for v, name in zip(step.outputs, names_out, strict=True) if v is not None})
+        lines.append(f"    {', '.join(names_out)} = c{len(constants) - 1}({call})")
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
-    dead = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later and id(x) not in made]
-    return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, dead)
+    last_uses = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later and id(x) not in computed]
+    return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, last_uses)
 
 
 class _Source(str):

@@ -211,7 +211,7 @@ class LazyNode:
     @property
     def outputs(self) -> list[LazyValue | None]:
         """Its results, in order; None for a result that was freed."""
-        return [made() for made in self._outputs]
+        return [output() for output in self._outputs]
 
     def add_output(self, value: LazyValue) -> None:
         """Add its next result."""

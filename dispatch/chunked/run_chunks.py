@@ -189,8 +189,8 @@ def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
     if not plan.axis.policy.compiled:
         return plan.steps
     if plan.program is None:
-        kept = {id(v) for v in plan.outputs}
-        plan.program = compiled_program(plan.steps, kept, lambda step: step.op in _FACTORS or step.op in ROW_OPS)
+        outputs = {id(v) for v in plan.outputs}
+        plan.program = compiled_program(plan.steps, outputs, lambda step: step.op in _FACTORS or step.op in ROW_OPS)
     return plan.program
 
 

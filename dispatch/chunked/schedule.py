@@ -136,11 +136,11 @@ class ChunkSchedule:
         return self.inputs[-1]
 
     def _find_last_uses(self) -> None:
-        kept = {id(v) for v in self.outputs}
+        outputs = {id(v) for v in self.outputs}
         seen: set[int] = set()
         for step in reversed(self.steps):
             for position, x in enumerate(step.leaves):
-                if isinstance(x, LazyValue) and id(x) not in seen and id(x) not in kept:
+                if isinstance(x, LazyValue) and id(x) not in seen and id(x) not in outputs:
                     seen.add(id(x))
                     step.last_uses.append(position)
 

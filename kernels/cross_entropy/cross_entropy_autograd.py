@@ -84,7 +84,7 @@ class _LossConfig(NamedTuple):
         )
 
 
-class _Context(Protocol):
+class _LinearLossContext(Protocol):
     """The methods of an autograd context that are used here, and the state that forward keeps for backward."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: _LinearLossContext,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -117,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return computed.loss
 
     @staticmethod
-    def backward(ctx: _Context, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LinearLossContext, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "the gradient of a chunked linear cross entropy cannot be differentiated again (create_graph=True); "

@@ -80,7 +80,7 @@ class BlockOps(Protocol):
         """
 
     def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
-        """Do both for a block with every column of its rows; their statistics are overwritten."""
+        """Fold a block with every column of its rows, and write its gradient; their statistics are overwritten."""
 
 
 class ReferenceOps:
@@ -143,7 +143,7 @@ class ReferenceOps:
         into.copy_(gradient * slope)
 
     def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
-        """Do both for a block with every column of its rows."""
+        """Fold a block with every column of its rows, and write its gradient."""
         statistics.rows(*block.rows).reset()
         self.fold(block, statistics)
         self.write_gradient(block, statistics, factors, block.logits)
@@ -245,7 +245,7 @@ class KernelOps:
             )
 
     def fold_and_write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors) -> None:
-        """Do both for a block with every column of its rows."""
+        """Fold a block with every column of its rows, and write its gradient."""
         logits = block.logits
         rows, columns = logits.shape
         soft, weight, class_indices = self._target_operands(logits, self.row_loss.targets)

@@ -17,7 +17,7 @@ from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
-class _Context(FunctionCtx):
+class _RowLossContext(FunctionCtx):
     """The state that forward keeps for backward: logits, row_max and sum_exp are the saved tensors."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor]
@@ -26,7 +26,7 @@ class _Context(FunctionCtx):
 
 class _RowCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
+    def forward(ctx: _RowLossContext, logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
         row_loss = RowLoss(options, target, logits.shape[1], compute, uses_kernels(logits))
@@ -39,7 +39,7 @@ class _RowCrossEntropy(torch.autograd.Function):
         return row_loss.loss(statistics)
 
     @staticmethod
-    def backward(ctx: _Context, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: _RowLossContext, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
         (grad_loss,) = upstream
         if grad_loss is None:
             return None, None, None
@@ -54,7 +54,7 @@ class _RowCrossEntropy(torch.autograd.Function):
 
 class _RowLogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, options: CrossEntropy) -> Tensor:
+    def forward(ctx: _RowLossContext, logits: Tensor, options: CrossEntropy) -> Tensor:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
         no_target = torch.full(logits.shape[:1], -1, device=logits.device)
@@ -70,7 +70,7 @@ class _RowLogSumExp(torch.autograd.Function):
         return statistics.log_sum_exp()
 
     @staticmethod
-    def backward(ctx: _Context, *upstream: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: _RowLossContext, *upstream: Tensor | None) -> tuple[Tensor | None, None]:
         (grad_sum,) = upstream
         if grad_sum is None:
             return None, None

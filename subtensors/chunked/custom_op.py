@@ -64,12 +64,12 @@ def _leaves(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
 
 
 def _gradients(result: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    wanted = [t for t in leaves if t.requires_grad]
+    inputs = [t for t in leaves if t.requires_grad]
     if not result.requires_grad:
-        return [torch.zeros_like(t) for t in wanted]
-    found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
+        return [torch.zeros_like(t) for t in inputs]
+    found = torch.autograd.grad(result, inputs, upstream, allow_unused=True)
     own: list[Tensor] = []
-    for t, g in zip(wanted, found, strict=True):
+    for t, g in zip(inputs, found, strict=True):
         own.append(_own(_with_strides_of(t, g), [upstream, *leaves, *own]))
     return own
 
@@ -128,8 +128,8 @@ def _(
     sizes: list[int],
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor]]:
-    wanted = [t for t, n in zip(tensors, needs, strict=True) if n and not deferred]
-    return tensors[0].new_empty(sizes, dtype=dtype), [torch.empty_like(t) for t in wanted]
+    inputs = [t for t, n in zip(tensors, needs, strict=True) if n and not deferred]
+    return tensors[0].new_empty(sizes, dtype=dtype), [torch.empty_like(t) for t in inputs]
 
 
 @torch.library.custom_op("subtensors::chunked_program_gradients", mutates_args=())
@@ -149,7 +149,7 @@ def _(
     return [torch.empty_like(t) for t, n in zip(tensors, needs, strict=True) if n]
 
 
-class _Context(FunctionCtx):
+class _ProgramContext(FunctionCtx):
     """The state that forward keeps for backward: the saved tensors are the gradients, or the inputs if deferred."""
 
     saved_tensors: tuple[Tensor, ...]
@@ -160,7 +160,7 @@ class _Context(FunctionCtx):
 
 
 def _setup_context(
-    ctx: _Context,
+    ctx: _ProgramContext,
     inputs: tuple[list[Tensor], str, list[int], list[float], list[bool], bool, list[int], torch.dtype],
     output: tuple[Tensor, list[Tensor]],
 ) -> None:
@@ -173,7 +173,7 @@ def _setup_context(
     ctx.mark_non_differentiable(*gradients, *fixed)
 
 
-def _backward(ctx: _Context, upstream: Tensor | None, *others: object) -> tuple[PyTree, ...]:
+def _backward(ctx: _ProgramContext, upstream: Tensor | None, *others: object) -> tuple[PyTree, ...]:
     gradients: list[Tensor | None] = [None] * len(ctx.needs)
     if upstream is not None:
         saved = list(ctx.saved_tensors)

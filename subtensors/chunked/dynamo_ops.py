@@ -1,9 +1,9 @@
-"""The kinds of calls on traced chunks, by name: a step of a program, its end, or neither."""
+"""The kinds of calls on traced chunks, by function name: a step of a program, its end, or neither."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -16,16 +16,16 @@ VIEWS = frozenset(
 )
 """Calls whose result may share the memory of its operand."""
 
-_STAYS = VIEWS | frozenset(
+_STEPS = VIEWS | frozenset(
     """linear matmul mm bmm einsum layer_norm rms_norm group_norm softmax log_softmax softmin normalize relu relu6 gelu
     silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
     hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
     tril triu diagonal diag put cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod
     invert and or xor""".split()
 )
-"""Calls whose result has the rows as their operand has, and is as wide: beside those of ops of each element."""
+"""Calls, besides pointwise ops, whose result has the rows of their operand and is as wide."""
 
-_GIVES = frozenset(
+_ENDS = frozenset(
     """cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
     binary_cross_entropy_with_logits soft_margin_loss poisson_nll_loss gaussian_nll_loss cosine_similarity
     pairwise_distance cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss
@@ -33,30 +33,35 @@ _GIVES = frozenset(
     amax amin argmax argmin norm vector_norm var std any all count_nonzero gather take_along_dim dot trace
     index_select""".split()
 )
-"""Calls that make an end: their result is a number, or a few for each row."""
+"""Calls that end a program: their result is a number, or a few numbers a row."""
 
-_PARTS = frozenset("chunk split unbind tensor_split".split())
-"""Calls that give several results, views too."""
+_SPLITS = frozenset("chunk split unbind tensor_split".split())
+"""Calls with several results, which are views."""
 
-REFUSED = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward".split())
+UNSUPPORTED = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward".split())
 
 
-def _what_becomes(name: str) -> str:
-    """The kind of a call: "stays", "gives", "parts", or "" for a call that no program holds."""
+CallKind: TypeAlias = Literal["step", "end", "split", ""]
+"""A step of a program, its end, a step with several results; or "" for a call that no program can hold."""
+
+
+def _call_kind(name: str) -> CallKind:
+    """Return the kind of a call by the name of its function."""
     bare = name.strip("_")
-    for fate, names in (("parts", _PARTS), ("gives", _GIVES), ("stays", _STAYS)):
+    kinds: tuple[tuple[CallKind, frozenset[str]], ...] = (("split", _SPLITS), ("end", _ENDS), ("step", _STEPS))
+    for kind, names in kinds:
         if name in names or (bare in names and name.startswith("__")):
-            return fate
+            return kind
     packets = (getattr(torch.ops.aten, n, None) for n in (bare, bare.removeprefix("r")))
     packet = next((p for p in packets if p is not None), None)
     classes = {op_class(getattr(packet, o)) for o in packet.overloads()} if packet is not None else set()
     if classes == {OpClass.REDUCTION}:
-        return "gives"
-    return "stays" if OpClass.POINTWISE in classes and OpClass.RANDOM not in classes else ""
+        return "end"
+    return "step" if OpClass.POINTWISE in classes and OpClass.RANDOM not in classes else ""
 
 
-def _elsewhere(name: str) -> str:
-    """The qualified name of a function outside `torch` and `F`: "torch.linalg.vector_norm" for "linalg_vector_norm"."""
+def _qualified_name(name: str) -> str:
+    """Return the qualified name of a function outside `torch` and `F`: "torch.linalg.norm" for "linalg_norm"."""
     module, _, rest = name.partition("_")
     if rest and hasattr(getattr(torch, module, None), rest):
         return f"torch.{module}.{rest}"
@@ -64,11 +69,11 @@ def _elsewhere(name: str) -> str:
     return next((f"{home}.{name}" for home, space in homes.items() if hasattr(space, name)), "")
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., object]) -> str:
     return function.__name__
 
 
-what_becomes = torch.compiler.assume_constant_result(_what_becomes)
-elsewhere = torch.compiler.assume_constant_result(_elsewhere)
-name_of = torch.compiler.assume_constant_result(_name_of)
-"""The name of a function. The compiler itself may say that of the code which a decorator put around it."""
+call_kind = torch.compiler.assume_constant_result(_call_kind)
+qualified_name = torch.compiler.assume_constant_result(_qualified_name)
+function_name = torch.compiler.assume_constant_result(_function_name)
+"""Return the name of a function: the compiler itself may give that of a decorator's wrapper."""

@@ -1,22 +1,23 @@
-"""The text of a program: statements of Python, one a step, that a compiler carries as a constant.
+"""The source of a program: Python statements, one a step, which are a constant of the compiler's graph.
 
     v0 = chunk(t[0], 0, None, 512, None, True, False)
     with autocast("cuda", torch.bfloat16): v1 = F.linear(v0, t[1])
     v2 = Tensor.view(v1, i[0], i[1])
     return F.cross_entropy(v2, t[2])
 
-They stand on one line, `BREAK` between them: compilers copy it into comments of what they write.
+They are on one line, with `BREAK` between them: compilers copy it into comments of the code they generate.
 
-Tensors `t`, whole numbers `i` and other numbers `x` are given to the function: sizes may be the compiler's symbols.
+Tensors `t`, whole numbers `i` and other numbers `x` are arguments: sizes may be the compiler's symbols.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from subtensors.dispatch.ops.tree import Kwargs, PyTree
 
 BREAK = " ;; "
 """The separator between statements."""
@@ -29,23 +30,23 @@ class ProgramStep:
         callee: "F.linear", "torch.logsumexp", "Tensor.float".
         args, kwargs: its arguments: steps, tensors, constants, and tuples, lists and slices of them.
         before: the steps that it depends on, in order.
-        place: which of several results is meant.
+        index: the index of the result, of several; None for one result.
     """
 
     def __init__(
         self,
         callee: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: Kwargs,
         before: list[ProgramStep],
-        place: int | None = None,
+        index: int | None = None,
     ) -> None:
-        self.callee, self.args, self.kwargs, self.before, self.place = callee, args, kwargs, before, place
+        self.callee, self.args, self.kwargs, self.before, self.index = callee, args, kwargs, before, index
         self.modes = _modes()
 
 
 def _modes() -> str:
-    """The `with` prefix for the modes in which a step is called: no gradients, autocast."""
+    """Return the `with` prefix for the modes in which a step is called: no gradients, autocast."""
     modes = [] if torch.is_grad_enabled() else ["torch.no_grad()"]
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
@@ -53,8 +54,8 @@ def _modes() -> str:
     return "with " + ", ".join(modes) + ": " if modes else ""
 
 
-class ProgramText:
-    """A text under construction, and the tensors and numbers that it reads."""
+class ProgramSource:
+    """The source under construction, and the tensors and numbers that it reads."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -62,8 +63,8 @@ class ProgramText:
         self.floats: list[float] = []
         self._steps: list[ProgramStep] = []
 
-    def of(self, last: ProgramStep) -> str:
-        """The text of a program that returns the result of its last step."""
+    def write(self, last: ProgramStep) -> str:
+        """Return the source of a program that returns the result of its last step."""
         statements: list[str] = []
         for step in last.before:
             self._steps.append(step)
@@ -72,28 +73,28 @@ class ProgramText:
         return BREAK.join(statements)
 
     def _call(self, step: ProgramStep) -> str:
-        written = "".join([self._written(x) + ", " for x in step.args])
-        named = "".join([f"{key}={self._written(x)}, " for key, x in step.kwargs.items()])
-        place = "" if step.place is None else f"[{step.place}]"
-        return f"{step.callee}({written}{named}){place}"
+        positional = "".join([self._argument(x) + ", " for x in step.args])
+        named = "".join([f"{key}={self._argument(x)}, " for key, x in step.kwargs.items()])
+        index = "" if step.index is None else f"[{step.index}]"
+        return f"{step.callee}({positional}{named}){index}"
 
-    def _written(self, x: Any) -> str:
-        """The text of an argument."""
+    def _argument(self, x: PyTree) -> str:
+        """Return the source of an argument."""
         if x is None or x is True or x is False:
             return str(x)
         if x is Ellipsis:
             return "..."
         if isinstance(x, ProgramStep):
-            return f"v{_place(x, self._steps)}"
+            return f"v{_index_of(x, self._steps)}"
         if isinstance(x, Tensor):
-            place = _place(x, self.tensors)
-            if place == len(self.tensors):
+            index = _index_of(x, self.tensors)
+            if index == len(self.tensors):
                 self.tensors.append(x)
-            return f"t[{place}]"
+            return f"t[{index}]"
         if isinstance(x, slice):
-            return f"slice({self._written(x.start)}, {self._written(x.stop)}, {self._written(x.step)})"
+            return f"slice({self._argument(x.start)}, {self._argument(x.stop)}, {self._argument(x.step)})"
         if isinstance(x, (tuple, list)):
-            return "(" + "".join([self._written(y) + ", " for y in x]) + ")"
+            return "(" + "".join([self._argument(y) + ", " for y in x]) + ")"
         if isinstance(x, str):
             return repr(x)
         if isinstance(x, (torch.dtype, torch.memory_format)):
@@ -107,19 +108,19 @@ class ProgramText:
         return f"x[{len(self.floats) - 1}]"
 
 
-def _place(x: Any, among: Sequence[Any]) -> int:
-    """The index of an object among others, by identity; their number if it is not among them."""
-    for place, other in enumerate(among):
+def _index_of(x: object, among: Sequence[object]) -> int:
+    """Return the index of an object among others, by identity; their number if it is not among them."""
+    for index, other in enumerate(among):
         if other is x:
-            return place
+            return index
     return len(among)
 
 
-def merged(operands: Sequence[ProgramStep]) -> list[ProgramStep]:
-    """The steps of all operands, themselves last, each once and in order."""
+def merged_steps(operands: Sequence[ProgramStep]) -> list[ProgramStep]:
+    """Return the steps of all operands, and then themselves, each once and in order."""
     steps: list[ProgramStep] = []
     for operand in operands:
         for step in [*operand.before, operand]:
-            if _place(step, steps) == len(steps):
+            if _index_of(step, steps) == len(steps):
                 steps.append(step)
     return steps

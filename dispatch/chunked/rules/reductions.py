@@ -35,8 +35,8 @@ def reduction(call: BoundCall) -> PyTree:
             raise call.unchunkable("it reduces over the rows")
         return merge(call, value, dims)
     metas = call.infer()
-    kept = all(m.ndim == value.ndim for m in tree_tensors(metas))
-    out = layout if kept else layout.with_dim(layout.dim - sum(d < layout.dim for d in dims))
+    keeps_dims = all(m.ndim == value.ndim for m in tree_tensors(metas))
+    out = layout if keeps_dims else layout.with_dim(layout.dim - sum(d < layout.dim for d in dims))
     return call.emit([out] * len(tree_tensors(metas)), layout.axis, lambda v: v, metas=metas)
 
 
