@@ -81,7 +81,7 @@ DIVISIONS: list[dict[str, Any]] = [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memor
     [*((language_model, d) for d in DIVISIONS), *zip([*LOSSES[1:], squares], cycle(DIVISIONS), strict=False)],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_a_compiled_program_with_chunks_is_the_program(
+def test_a_compiled_program_with_chunks_equals_the_plain_program(
     program: Callable[..., Tensor], division: dict[str, Any]
 ) -> None:
     t = tensors()
@@ -194,7 +194,7 @@ def entropies(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("program", [entropies, squares, tied])
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
-def test_the_maths_of_a_chunk_is_compiled_once_and_is_itself(
+def test_the_math_of_a_chunk_is_compiled_once_and_is_correct(
     program: Callable[..., Tensor], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_chunk, "BACKEND", backend)
@@ -210,7 +210,7 @@ def test_the_maths_of_a_chunk_is_compiled_once_and_is_itself(
 
 
 @pytest.mark.gpu
-def test_inductor_compiles_the_maths_of_a_chunk() -> None:
+def test_inductor_compiles_the_math_of_a_chunk() -> None:
     t = {n: x.detach().cuda().requires_grad_(x.requires_grad) for n, x in tensors().items()}
     check_results(
         loss_and_gradients(chunking(entropies, rows=2, compile=True), t),

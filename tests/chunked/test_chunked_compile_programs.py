@@ -133,7 +133,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_a_compiled_program_runs_chunk_by_chunk_and_is_the_program(program: Callable[..., Tensor]) -> None:
+def test_a_compiled_program_runs_chunk_by_chunk_and_equals_the_plain_one(program: Callable[..., Tensor]) -> None:
     sizes: list[int] = []
 
     def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_compiled_program_runs_chunk_by_chunk_and_is_the_program(program: Call
     assert max(sizes) <= own
 
 
-def test_a_compiled_program_of_sizes_that_vary_is_the_program() -> None:
+def test_a_compiled_program_of_dynamic_sizes_equals_the_plain_one() -> None:
     compiled = torch.compile(chunking(z_loss, rows=4, dim=1), fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (8, 5):
         t = {n: (x.detach()[:, :length] if n in ("h", "target") else x.detach()) for n, x in tensors().items()}
@@ -156,7 +156,7 @@ def test_a_compiled_program_of_sizes_that_vary_is_the_program() -> None:
         check_results(loss_and_gradients(compiled, t), lambda t: loss_and_gradients(plainly(z_loss), t), t)
 
 
-def test_values_that_are_asked_for_are_plain_and_differentiable() -> None:
+def test_realized_values_in_compiled_code_are_plain_and_differentiable() -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         tokens = log_probabilities(h, w, b, target)
         return (tokens * torch.linspace(0, 1, LENGTH, dtype=tokens.dtype)).sum() + tokens.min()
@@ -166,7 +166,7 @@ def test_values_that_are_asked_for_are_plain_and_differentiable() -> None:
     check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
 
 
-def test_what_comes_in_is_not_rounded_to_the_dtype_of_a_gradient() -> None:
+def test_the_upstream_gradient_is_not_rounded_to_the_dtype_of_a_gradient() -> None:
     t = {n: x.detach().bfloat16() if n == "h" or n == "w" else x for n, x in tensors().items()}
 
     def loss(h: Tensor, w: Tensor, factor: float) -> Tensor:
@@ -184,7 +184,7 @@ def test_what_comes_in_is_not_rounded_to_the_dtype_of_a_gradient() -> None:
         assert torch.equal(third, wanted)
 
 
-def test_rows_that_a_mask_picks_are_picked_in_the_program() -> None:
+def test_rows_are_selected_by_a_mask_inside_the_compiled_program() -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         logits, counted = F.linear(h, w, b), target > 7
         return F.cross_entropy(logits[counted], target[counted]) + logits[logits > 0].sum()
@@ -195,7 +195,7 @@ def test_rows_that_a_mask_picks_are_picked_in_the_program() -> None:
     check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
 
 
-def test_what_has_no_place_in_a_program_is_computed_in_full_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_no_program_can_hold_is_computed_in_full_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         logits = F.linear(h, w, b)
         return logits.sort(-1).values[..., :2].mean() + logits.sum()
@@ -231,7 +231,7 @@ def test_a_write_that_another_value_would_not_see_is_refused(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_on_a_gpu_a_compiled_program_is_the_program(program: Callable[..., Tensor]) -> None:
+def test_on_a_gpu_a_compiled_program_equals_the_plain_one(program: Callable[..., Tensor]) -> None:
     t = {n: x.detach().requires_grad_(x.requires_grad) for n, x in tensors("cuda").items()}
     found = loss_and_gradients(torch.compile(chunking(program, rows=1), fullgraph=True), t)
     check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)

@@ -59,7 +59,7 @@ def negated(logits: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_linear_layer_with_softcap_and_temperature_goes_to_the_kernels_and_is_right(
+def test_a_linear_layer_with_softcap_and_temperature_runs_the_kernels_and_is_correct(
     change: Any, lowered: bool, dtype: torch.dtype, biased: bool
 ) -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def test_a_linear_layer_with_softcap_and_temperature_goes_to_the_kernels_and_is_
     some.sampled_from([1.0, 0.3, 1 / 3, 4096.0]),
     some.sets(some.sampled_from(["h", "w", "b"]), min_size=1),
 )
-def test_what_comes_in_from_behind_the_loss_is_multiplied_into_its_gradients(
+def test_the_upstream_gradient_of_the_loss_scales_its_gradients(
     dtype: torch.dtype, scale: float, needs: set[str]
 ) -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ def test_logits_that_were_recorded_without_gradients_have_none() -> None:
     assert F.cross_entropy(F.linear(h, w.detach()), t["target"]).requires_grad
 
 
-def test_hidden_states_that_are_themselves_computed_by_chunks_are_not_gathered_for_the_kernels() -> None:
+def test_hidden_states_computed_by_chunks_are_not_materialized_for_the_kernels() -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(F.gelu(h @ w[:6]), w, b), target)
 
     check_chunked(program, linear_case(), {"h": {"rows": 5}})
 
 
-def test_a_gradient_scaler_finds_float16_gradients_as_large_as_without_chunks() -> None:
+def test_a_gradient_scaler_sees_the_same_float16_gradients_as_without_chunks() -> None:
     t = linear_case(64, 6, 500)
     h, w = t["h"].half(), (t["w"] / 8).half()
 
@@ -143,7 +143,7 @@ def test_torchs_own_cross_entropy_samples_pass_through_a_chunked_linear() -> Non
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
-def test_dropout_of_what_was_chunked_drops_what_it_drops_without_chunks(p: float) -> None:
+def test_dropout_of_a_chunked_input_draws_the_same_mask_as_without_chunks(p: float) -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(F.dropout(h, p), w, b), target) + torch.rand(())
 
@@ -207,7 +207,7 @@ def test_on_a_gpu_peak_memory_is_gradients_and_a_chunk_of_logits(accumulate: str
 
 
 @given(data=some.data())
-def test_a_slice_of_the_rows_of_logits_goes_to_the_kernels_and_is_right(data: some.DataObject) -> None:
+def test_a_slice_of_the_rows_of_logits_runs_the_kernels_and_is_correct(data: some.DataObject) -> None:
     batch, length, width = data.draw(some.tuples(some.integers(2, 4), some.integers(3, 6), some.integers(1, 4)))
     first, skipped = data.draw(some.tuples(some.integers(0, 1), some.integers(0, 1)))
     case = linear_case(batch * length, width, data.draw(some.sampled_from([length, 7])))
@@ -224,7 +224,7 @@ def test_a_slice_of_the_rows_of_logits_goes_to_the_kernels_and_is_right(data: so
     check_chunked(program, case, {"h": {"rows": data.draw(some.integers(1, 3)), "dim": data.draw(some.integers(0, 1))}})
 
 
-def test_logits_whose_classes_were_divided_are_not_taken_for_those_of_the_layer() -> None:
+def test_logits_with_split_classes_are_not_matched_as_a_linear_layer() -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         logits = F.linear(h, w, b).view(-1, 10)
         loss = F.cross_entropy(logits, target.repeat_interleave(2) % 10)
@@ -235,7 +235,7 @@ def test_logits_whose_classes_were_divided_are_not_taken_for_those_of_the_layer(
 
 
 @pytest.mark.parametrize("head", ["function", "module", "product"])
-def test_under_autocast_a_linear_layer_of_float32_states_goes_to_the_kernels(head: str) -> None:
+def test_under_autocast_a_linear_layer_of_float32_states_runs_the_kernels(head: str) -> None:
     case = linear_case()
     module = torch.nn.Linear(6, 20)
 

@@ -1,4 +1,4 @@
-"""Losses and layers that people write by hand for memory: plain code on chunked tensors gives their results.
+"""Losses and layers that are usually chunked by hand: plain code on chunked tensors gives their results.
 
 Each program runs against itself on plain tensors, and never makes a tensor of all rows times the wide dim.
 """
@@ -198,14 +198,14 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.program.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_program_on_chunked_tensors_is_the_program(case: Case, dtype: torch.dtype) -> None:
+def test_a_program_on_chunked_tensors_equals_the_plain_one(case: Case, dtype: torch.dtype) -> None:
     for dim in case.dims:
         chunks = {name: {"dim": dim, "rows": 3} for name in case.chunked}
         check_chunked(case.program, case.tensors(), chunks, dtype=dtype, needs=case.needs, passes=case.passes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.program.__name__)
-def test_a_program_never_holds_what_is_wide_for_all_rows(case: Case) -> None:
+def test_a_program_never_materializes_a_wide_value_of_all_rows(case: Case) -> None:
     before = sum(fallbacks.values())
     tensors = in_dtype(case.tensors(), torch.float32, case.needs)
     with allocations() as seen:

@@ -146,7 +146,7 @@ WANTED = torch.randn(12, 20, generator=torch.Generator().manual_seed(2)).softmax
 
 
 @pytest.mark.parametrize("program", [divergence, angles, of_known_spread], ids=lambda p: p.__name__)
-def test_what_a_loss_makes_of_its_targets_alone_is_made_by_rows(program: Any) -> None:
+def test_ops_of_a_loss_on_its_targets_alone_run_by_rows(program: Any) -> None:
     check_chunked(program, linear_case(), {"h": {"rows": 5}})
     record_call.fallbacks.clear()
     h, w, b = (torch.randn(sizes, requires_grad=True) for sizes in ((12, 6), (20, 6), (20,)))
@@ -157,7 +157,7 @@ def test_what_a_loss_makes_of_its_targets_alone_is_made_by_rows(program: Any) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_extremes_of_chunks_that_memory_bounds_meet_their_own_ties(dtype: torch.dtype) -> None:
+def test_gradients_of_extremes_are_shared_by_ties_across_chunks_under_a_memory_limit(dtype: torch.dtype) -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         logits = F.linear(h, w, b)
         return logits.amax(0), logits.max(0).values, logits.softmax(0).amin(0)

@@ -152,7 +152,7 @@ def program(names: Sequence[tuple[str, int]]) -> Callable[..., Any]:
 
 @settings(max_examples=3 * settings().max_examples)
 @given(steps, shapes, some.integers(0, 2), divisions, some.sampled_from([{"x"}, {"x", "w"}, {"w"}]))
-def test_a_random_program_on_a_chunked_tensor_is_the_program(
+def test_a_random_program_on_a_chunked_tensor_equals_the_plain_one(
     names: list[tuple[str, int]], shape: list[int], dim: int, division: dict[str, Any], needs: set[str]
 ) -> None:
     generator = torch.Generator().manual_seed(len(shape))

@@ -1,4 +1,4 @@
-"""Recording the same program again costs less, and never gives what another one gave."""
+"""Recording the same program again costs less, and never returns another program's results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subtensors as st
 from subtensors.dispatch.chunked import lower_cross_entropy, record
 
 
-def test_a_program_that_is_recorded_again_infers_and_plans_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_a_program_twice_infers_and_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.randn(6, 4, 5, requires_grad=True), torch.randn(30, 5, requires_grad=True)
     target = torch.randint(0, 30, (6, 4))
 
@@ -40,7 +40,7 @@ def test_a_program_that_is_recorded_again_infers_and_plans_nothing_again(monkeyp
     assert not seen
 
 
-def test_equal_numbers_of_two_types_are_not_taken_for_each_other() -> None:
+def test_equal_numbers_of_two_types_are_promoted_by_their_type() -> None:
     h = st.chunk(torch.ones(4, 3, dtype=torch.int64), rows=2)
     assert [(h * number).dtype for number in (2, 2.0, 2, True)] == [
         torch.int64,
@@ -56,7 +56,7 @@ def test_equal_numbers_of_two_types_are_not_taken_for_each_other() -> None:
         torch.set_default_dtype(default)
 
 
-def test_the_sequence_dim_stays_divided_through_a_linear_layer() -> None:
+def test_the_sequence_dim_stays_chunked_through_a_linear_layer() -> None:
     h = st.chunk(torch.ones(4, 12, 3), dim=1, rows=3)
     logits = F.linear(h, torch.ones(5, 3))
     assert "4 chunks of 3 of 12 rows" in st.explain(logits.exp().logsumexp(-1))
@@ -82,14 +82,14 @@ def test_a_linear_layer_of_rows_is_recorded_as_torch_would_have_it(has_bias: boo
     ("weight", "bias"),
     [(torch.ones(30, 4), None), (torch.ones(30, 5).double(), None), (torch.ones(30, 5), torch.ones(7))],
 )
-def test_a_linear_layer_that_does_not_fit_is_torch_s_own_error(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def test_a_linear_layer_of_wrong_sizes_is_torchs_own_error(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     with pytest.raises(RuntimeError) as plain:
         F.linear(torch.ones(6, 5), weight, bias)
     with pytest.raises(RuntimeError, match=str(plain.value)[:12]):
         F.linear(st.chunk(torch.ones(6, 5), rows=2), weight, bias).realize()
 
 
-def test_a_linear_layer_is_recorded_when_more_than_its_cross_entropy_is_asked_for() -> None:
+def test_a_linear_layer_is_recorded_when_more_than_its_cross_entropy_reads_it() -> None:
     hidden, weight = torch.randn(6, 5, requires_grad=True), torch.randn(30, 5, requires_grad=True)
     target = torch.randint(0, 30, (6,))
     logits = F.linear(st.chunk(hidden, rows=2), weight)
@@ -120,7 +120,7 @@ def test_a_weight_that_is_written_to_before_the_loss_of_its_layer_is_refused() -
         F.cross_entropy(logits, torch.randint(0, 30, (6,)))
 
 
-def test_a_count_that_is_no_number_is_refused_also_after_an_equal_one() -> None:
+def test_a_boolean_count_is_refused_also_after_an_equal_number() -> None:
     st.chunk(torch.ones(3), rows=1)
     with pytest.raises(TypeError, match="rows is a whole number, got True"):
         st.chunk(torch.ones(3), rows=True)
@@ -129,7 +129,7 @@ def test_a_count_that_is_no_number_is_refused_also_after_an_equal_one() -> None:
 @pytest.mark.parametrize(
     "cast", [lambda x: x.float(), lambda x: x.to(torch.float32), lambda x: x.to(dtype=torch.float32)]
 )
-def test_a_cast_of_a_linear_layer_is_recorded_no_sooner_than_the_layer_and_shares_its_product(cast: Any) -> None:
+def test_a_cast_of_a_linear_layer_is_lazy_and_shares_its_product(cast: Any) -> None:
     hidden = torch.randn(6, 5).bfloat16().requires_grad_()
     weight, target = torch.randn(30, 5).bfloat16(), torch.randint(0, 30, (6,))
     narrow = F.linear(st.chunk(hidden, rows=2), weight)

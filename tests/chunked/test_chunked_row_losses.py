@@ -1,4 +1,4 @@
-"""Cross entropy a row, in the region: any reduction, weights and targets, logits that come from anywhere."""
+"""Cross entropy of rows as an op of the region: any reduction, weights, targets and source of the logits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SQUASHES: list[Any] = [
     some.sampled_from([0.0, 0.1]),
     some.sampled_from([4, 5, 12]),
 )
-def test_a_cross_entropy_of_any_kind_is_the_plain_one(
+def test_a_cross_entropy_with_any_options_equals_the_plain_one(
     dtype: torch.dtype,
     hidden: Any,
     squash: Any,
@@ -107,7 +107,7 @@ OPS = {z_loss: "log_sum_exp", log_probabilities: "log_probabilities", nll: "line
 @pytest.mark.parametrize("program", OPS)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_log_sum_exps_and_log_probabilities_a_row_go_to_kernels(program: Any, dim: int, dtype: torch.dtype) -> None:
+def test_log_sum_exps_and_log_probabilities_of_rows_run_kernels(program: Any, dim: int, dtype: torch.dtype) -> None:
     case = linear_case(24)
     del case["b"]
     case |= {"h": case["h"].view(4, 6, 6), "target": case["target"].view(4, 6)}
@@ -136,7 +136,7 @@ def test_the_log_sum_exp_of_infinite_logits_is_torch_s(value: float, whole: bool
         torch.testing.assert_close(a, e, equal_nan=True)
 
 
-def test_losses_a_row_take_any_upstream_gradient_and_a_second_backward() -> None:
+def test_losses_of_rows_take_any_upstream_gradient_and_a_second_backward() -> None:
     case = linear_case()
     h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
     losses = F.cross_entropy(F.linear(st.chunk(h, rows=5), w), case["target"], reduction="none")
@@ -151,7 +151,7 @@ def test_losses_a_row_take_any_upstream_gradient_and_a_second_backward() -> None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_losses_a_row_are_the_plain_ones_in_every_mode(mode: Any) -> None:
+def test_losses_of_rows_equal_the_plain_ones_in_every_mode(mode: Any) -> None:
     case = linear_case()
     h, w, target = case["h"], case["w"], case["target"]
     with mode():
@@ -175,7 +175,7 @@ def test_losses_a_row_are_the_plain_ones_in_every_mode(mode: Any) -> None:
     torch.testing.assert_close(out, F.linear(h, w).logsumexp(-1))
 
 
-def test_weighted_losses_keep_a_chunk_of_logits_in_their_own_dtype_and_no_more() -> None:
+def test_weighted_losses_hold_one_chunk_of_logits_in_their_own_dtype() -> None:
     case = linear_case(64, 4, 96)
     h, w = case["h"].bfloat16().requires_grad_(), case["w"].bfloat16().requires_grad_()
     mask = (torch.arange(64) % 3 > 0).float()
@@ -187,7 +187,7 @@ def test_weighted_losses_keep_a_chunk_of_logits_in_their_own_dtype_and_no_more()
     assert seen.largest <= 8 * 96
 
 
-def test_soft_targets_go_with_the_head_to_the_kernels_unless_a_gradient_flows_to_them() -> None:
+def test_soft_targets_run_the_linear_kernels_unless_they_require_grad() -> None:
     case = linear_case()
     h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
     soft = torch.randn(12, 20).softmax(1).requires_grad_()
@@ -214,7 +214,7 @@ def test_logits_widened_to_float64_are_computed_in_float64() -> None:
         check_results([loss], plain, case)
 
 
-def test_a_target_that_is_no_class_is_torch_s_own_error() -> None:
+def test_an_invalid_target_is_torchs_own_error() -> None:
     case = linear_case()
     case["target"][7] = 20
     losses = F.cross_entropy(F.linear(st.chunk(case["h"], rows=5), case["w"]), case["target"], reduction="none")

@@ -1,4 +1,4 @@
-"""ChunkedTensor: programs give the values and gradients of plain tensors, and nothing of all rows is ever there."""
+"""ChunkedTensor: programs give the values and gradients of plain tensors, and never materialize all rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ dtypes = some.sampled_from([torch.float32, torch.bfloat16])
 
 
 @given(options, divisions, needed, dtypes, some.integers(1, 9), some.booleans())
-def test_cross_entropy_of_chunked_hidden_states_is_that_of_plain_ones(
+def test_cross_entropy_of_chunked_hidden_states_equals_the_plain_one(
     options: dict[str, Any], division: dict[str, Any], needs: set[str], dtype: torch.dtype, rows: int, weighted: bool
 ) -> None:
     given_tensors = linear_case(rows)
@@ -93,7 +93,7 @@ def test_logits_never_exist_in_full_forward_or_backward() -> None:
         assert seen.largest == max(8 * vocab, vocab * hidden)
 
 
-def test_an_op_without_a_rule_realizes_its_operands_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_op_without_a_rule_materializes_its_operands_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     fallbacks.clear()
     given_tensors = linear_case()
 
@@ -202,7 +202,7 @@ def test_inference_mode_and_no_grad_give_the_same_values() -> None:
             torch.testing.assert_close(cross_entropy(st.chunk(t["h"], rows=5), t["w"], t["b"], t["target"]), expected)
 
 
-def test_what_is_recorded_without_gradients_has_none_whoever_uses_it() -> None:
+def test_values_recorded_under_no_grad_have_no_gradient() -> None:
     def program(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
         logits = F.linear(h, w, b)
         with torch.no_grad():
@@ -212,7 +212,7 @@ def test_what_is_recorded_without_gradients_has_none_whoever_uses_it() -> None:
     check_chunked(program, linear_case(), {"h": {"rows": 5}})
 
 
-def test_autocast_casts_what_it_would_and_gradients_reach_float32_weights() -> None:
+def test_autocast_casts_as_without_chunks_and_gradients_reach_float32_weights() -> None:
     def results(t: dict[str, Tensor], chunked: bool = False) -> list[Any]:
         with torch.autocast("cpu", torch.bfloat16, enabled=t["h"].dtype == torch.float32):
             h = st.chunk(t["h"], rows=5) if chunked else t["h"]
@@ -226,7 +226,7 @@ def test_autocast_casts_what_it_would_and_gradients_reach_float32_weights() -> N
     check_results(results(t, chunked=True), results, t)
 
 
-def test_several_chunked_tensors_meet_in_one_region_or_one_of_them_is_had_whole() -> None:
+def test_several_chunked_tensors_share_a_region_or_one_of_them_is_replicated() -> None:
     def program(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         similarity = image @ text.t() * scale.exp()
         labels = torch.arange(len(image))
@@ -317,7 +317,7 @@ def test_wrong_sizes_are_the_same_error_as_without_chunks() -> None:
         st.chunk(torch.ones(4, 3), rows=2) @ torch.ones(4, 2)
 
 
-def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
+def test_a_reshape_keeps_the_dim_that_holds_the_rows() -> None:
     middle = RowLayout(ChunkAxis(1, Policy()), 1, 1).reshaped((2, 1, 3), (2, 3))
     assert middle is not None
     assert (middle.dim, middle.runs, middle.unit) == (0, 2, 1)
@@ -326,7 +326,7 @@ def test_a_reshape_keeps_the_rows_where_they_are_one_by_one() -> None:
     assert (back.dim, back.runs, back.group) == (1, 1, 1)
 
 
-def test_numbers_text_and_copies_are_those_of_the_values() -> None:
+def test_numbers_text_and_copies_match_the_values() -> None:
     h = st.chunk(torch.arange(4.0), rows=3)
     assert h.tolist() == [0, 1, 2, 3]
     assert h.sum().item() == 6
@@ -336,7 +336,7 @@ def test_numbers_text_and_copies_are_those_of_the_values() -> None:
     assert f"{h.exp()}" == repr(h.exp()) == "ChunkedTensor((4,), float32, cpu, rows in dim 0, 1 op recorded)"
 
 
-def test_chunks_without_any_of_the_rows_that_are_reduced_give_no_part() -> None:
+def test_chunks_without_any_of_the_reduced_rows_have_no_part() -> None:
     def program(h: Tensor) -> tuple[Tensor, ...]:
         return h[:2].amax(0), h[3:].logsumexp(0), h[2:4].softmax(0)[0], h[4:].max(0).indices, h[1:2].norm(dim=0)
 
@@ -352,7 +352,7 @@ def test_a_row_of_a_chunked_tensor_is_a_view_that_can_be_written_through() -> No
     assert h.realize().flatten().tolist() == [0, 1, -1, -1, 4, 5, 60, 70, 8, 9, 10, 11]
 
 
-def test_chunks_begin_at_multiples_of_what_an_axis_was_grouped_by_and_meeting_axes_agree() -> None:
+def test_chunks_begin_at_multiples_of_a_group_also_after_axes_are_merged() -> None:
     a, b = ChunkAxis(12, Policy(chunks=2)), ChunkAxis(12, Policy(rows=5))
     a.merge(b)
     assert b.spans(lambda limit: 0) == [(0, 5), (5, 10), (10, 12)]
@@ -375,7 +375,7 @@ def squared(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("program", [per_token, in_bfloat16, squared], ids=lambda p: p.__name__)
-def test_what_a_region_read_is_let_go_with_its_backward_whoever_keeps_the_loss(program: Any) -> None:
+def test_inputs_of_a_region_are_freed_after_its_backward_even_if_the_loss_is_kept(program: Any) -> None:
     h, w = torch.randn(12, 6, requires_grad=True).sin(), torch.randn(20, 6, requires_grad=True).cos()
     watched = weakref.ref(h), weakref.ref(w)
     gc.disable()

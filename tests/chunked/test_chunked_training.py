@@ -1,4 +1,4 @@
-"""Chunked losses inside what trains models: gradient scaling, DDP, a language model's own loss."""
+"""Chunked losses in training: gradient scaling, DDP, the loss of a language model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_steps_of_a_model_with_a_chunked_loss_are_those_of_the_model(tied: bool) -> None:
+def test_training_with_a_chunked_loss_equals_training_without(tied: bool) -> None:
     plain, truth = trained(LanguageModel(tied, chunked=False)), in_float64(LanguageModel(tied, chunked=False))
     assert_as_near_the_truth(trained(LanguageModel(tied)), plain, truth, torch.float32)
 
@@ -113,7 +113,7 @@ def test_ddp_reduces_each_gradient_once_a_step(tied: bool, process_group: None) 
     assert sorted(seen) == sorted(3 * [p.numel() for p in model.parameters()])
 
 
-def test_a_head_whose_weight_is_gone_before_its_loss_is_refused_clearly(process_group: None) -> None:
+def test_a_weight_that_was_freed_before_its_loss_is_refused_clearly(process_group: None) -> None:
     model = LanguageModel()
     weight = copy.deepcopy(model.head.weight.detach())
     logits = F.linear(st.chunk(torch.ones(4, 8), rows=2), weight)

@@ -1,4 +1,4 @@
-"""Weight gradients that add up over chunks: as exact as one product, however many chunks there are."""
+"""Weight gradients summed over chunks are as exact as one product, for any number of chunks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_fast_weight_gradient_errs_more_with_every_chunk(device: str) -> Non
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(40, 1), (41, 3), (1, 5), (200, 7)])
-def test_what_cancels_between_products_leaves_no_error_behind(
+def test_products_that_cancel_leave_no_error(
     device: str, dtype: torch.dtype, shape: tuple[int, int], wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compensated_sum, "FIRST_STRETCH", 16)  # so that stretches double a few times
@@ -108,7 +108,7 @@ def test_what_cancels_between_products_leaves_no_error_behind(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_two_bytes_an_element_are_kept_beside_the_result(dtype: torch.dtype) -> None:
+def test_the_buffer_takes_two_bytes_an_element(dtype: torch.dtype) -> None:
     result = torch.empty(100, 30, dtype=dtype)
     total = CompensatedGemmSum(result, dtype, exact=True, terms=2, kernels=False)
     assert total.buffer is not None
@@ -119,7 +119,7 @@ def test_two_bytes_an_element_are_kept_beside_the_result(dtype: torch.dtype) -> 
     ("exact", "terms", "dtype"),
     [(False, 2, torch.bfloat16), (True, 1, torch.bfloat16), (True, 2, torch.float32), (True, 2, torch.float64)],
 )
-def test_nothing_is_kept_where_the_result_has_bits_enough(exact: bool, terms: int, dtype: torch.dtype) -> None:
+def test_a_wide_result_needs_no_buffer(exact: bool, terms: int, dtype: torch.dtype) -> None:
     operands = torch.float64 if dtype == torch.float64 else torch.bfloat16
     assert CompensatedGemmSum(torch.empty(3, 3, dtype=dtype), operands, exact, terms, kernels=False).buffer is None
 
@@ -150,7 +150,7 @@ def test_the_kernel_adds_like_its_reference(lowering: Lowering, terms: Tensor) -
 
 
 @each_lowering
-def test_what_float32_rounds_off_is_kept(lowering: Lowering) -> None:
+def test_rounding_errors_of_float32_sums_are_kept(lowering: Lowering) -> None:
     add = compensated_add if lowering is Lowering.TORCH else compensated_add_by_kernel
     total = torch.full((3,), torch.nan, device=lowering.device)
     lost = torch.full((3,), torch.nan, dtype=torch.bfloat16, device=lowering.device)
@@ -165,7 +165,7 @@ def test_what_float32_rounds_off_is_kept(lowering: Lowering) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 6, 12, 40])
-def test_first_chunks_are_longer_within_the_same_memory_where_that_makes_them_fewer(
+def test_first_chunks_are_longer_within_the_same_memory_if_that_saves_chunks(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "TILE", 4)

@@ -36,7 +36,7 @@ def loss_of(case: Any, inputs: list[Tensor], schedule: Schedule) -> Tensor:
 
 
 @given(case=cases(), size=some.integers(1, 13), by_rows=some.booleans())
-def test_the_gradients_are_those_of_the_plain_program(case: Any, size: int, by_rows: bool) -> None:
+def test_the_gradients_equal_those_of_the_plain_program(case: Any, size: int, by_rows: bool) -> None:
     if bool((case.target == case.options.ignore_index).all()) and case.options.reduction == "mean":
         return
     inputs = [None if t is None else t.clone().requires_grad_() for t in (case.hidden, case.weight, case.bias)]
@@ -99,7 +99,7 @@ def test_gradients_accumulate_over_micro_batches() -> None:
 
 
 @each_schedule
-def test_the_gradient_that_was_computed_becomes_the_grad_without_a_copy(schedule: Schedule, device: str) -> None:
+def test_the_computed_gradient_becomes_the_grad_without_a_copy(schedule: Schedule, device: str) -> None:
     inputs = leaves(example(), device)
     loss = loss_of(example(), inputs, schedule)
     assert loss.grad_fn is not None
@@ -142,7 +142,7 @@ def test_a_frozen_input_gets_no_gradient_and_the_others_do(frozen: int) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_a_float16_gradient_is_computed_with_its_upstream_in_it() -> None:
+def test_a_float16_gradient_is_computed_from_its_upstream_gradient() -> None:
     case = example().to("cpu", torch.float16)
     inputs = leaves(case)
     loss = loss_of(case, inputs, BY_ROWS)
@@ -216,7 +216,7 @@ def test_the_host_never_waits_for_the_device(schedule: Schedule, reduction: str)
 
 @pytest.mark.gpu
 @each_schedule
-def test_a_captured_loss_is_right_when_it_is_replayed_with_other_values(schedule: Schedule) -> None:
+def test_a_captured_loss_is_correct_when_replayed_with_other_values(schedule: Schedule) -> None:
     case = example()
     inputs, target = leaves(case, "cuda"), case.target.to("cuda")
 

@@ -46,7 +46,7 @@ def poisoned() -> Any:
 
 @each_lowering
 @given(case=cases(), schedule=schedules, dtype=some.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_value_and_gradients_are_the_plain_program_s(
+def test_value_and_gradients_equal_those_of_the_plain_program(
     lowering: Lowering, case: Case, schedule: dict[str, Any], dtype: torch.dtype
 ) -> None:
     if lowering is Lowering.INTERPRETER:
@@ -86,7 +86,7 @@ def test_the_upstream_gradient_is_part_of_the_gradients(
 @pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_where_all_targets_are_ignored_loss_and_gradients_are_torch_s(
+def test_with_all_targets_ignored_loss_and_gradients_are_those_of_torch(
     lowering: Lowering, schedule: dict[str, int], reduction: str, smoothing: float
 ) -> None:
     case = example(reduction=reduction, label_smoothing=smoothing)
@@ -103,7 +103,7 @@ def test_where_all_targets_are_ignored_loss_and_gradients_are_torch_s(
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", ["target", "other", "row", "ignored"])
-def test_nan_and_infinite_logits_go_where_torch_lets_them_go(
+def test_nan_and_infinite_logits_propagate_as_in_torch(
     lowering: Lowering, schedule: dict[str, int], smoothing: float, value: float, place: str
 ) -> None:
     # The bias of identity weights gives each logit any value.
@@ -121,7 +121,7 @@ def test_nan_and_infinite_logits_go_where_torch_lets_them_go(
 
 @pytest.mark.parametrize("wrong", [23, -1, -101, 1000])
 @pytest.mark.parametrize("schedule", [{"rows": 5}, {"columns": 7}], ids=str)
-def test_a_target_that_is_no_class_is_torch_s_error(schedule: dict[str, int], wrong: int) -> None:
+def test_an_invalid_target_is_an_index_error(schedule: dict[str, int], wrong: int) -> None:
     case = example()
     case.target[1] = wrong
     with pytest.raises(IndexError) as expected:
@@ -132,7 +132,7 @@ def test_a_target_that_is_no_class_is_torch_s_error(schedule: dict[str, int], wr
 
 
 @pytest.mark.gpu
-def test_a_target_that_is_no_class_is_torch_s_assertion_on_a_gpu() -> None:
+def test_an_invalid_target_is_a_device_assertion_on_a_gpu() -> None:
     program = """
 import torch
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
@@ -172,7 +172,9 @@ def test_no_tensor_is_larger_than_a_part_of_the_logits(schedule: dict[str, int],
 @pytest.mark.parametrize(
     "needs", [(h, w, b) for h in (True, False) for w in (True, False) for b in (True, False)], ids=str
 )
-def test_a_gradient_that_nobody_needs_is_not_computed(schedule: dict[str, int], needs: tuple[bool, bool, bool]) -> None:
+def test_a_gradient_that_is_not_needed_is_not_computed(
+    schedule: dict[str, int], needs: tuple[bool, bool, bool]
+) -> None:
     case = example()
     with Sizes() as sizes:
         result = case.ours(needs=needs, **schedule)
@@ -185,7 +187,7 @@ def test_a_gradient_that_nobody_needs_is_not_computed(schedule: dict[str, int], 
     assert bool(weight_shapes & shapes) == needs[1]
 
 
-def test_by_columns_takes_four_products_a_block_but_for_one() -> None:
+def test_the_order_by_columns_takes_four_products_for_all_blocks_but_one() -> None:
     case = example()
     with Sizes() as sizes:
         case.ours(columns=8)

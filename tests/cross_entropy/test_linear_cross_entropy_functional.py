@@ -1,4 +1,4 @@
-"""`F.linear_cross_entropy` of padded and chunked tensors: the loss and the gradients of the real rows."""
+"""`F.linear_cross_entropy` of padded and chunked tensors: the loss and the gradients of the valid rows."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_torchs_options_keep_their_chunks_of_padded_rows(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:linear_cross_entropy")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @given(cases(), some.sampled_from([{"rows": 2}, {"chunks": 3}, {}]), some.booleans(), some.booleans())
-def test_chunked_rows_have_the_whole_loss(
+def test_chunked_rows_have_the_same_loss(
     dtype: torch.dtype, case: Case, division: dict[str, Any], both: bool, scaled: bool
 ) -> None:
     tensors = case.tensors()
@@ -236,7 +236,7 @@ def test_chunked_rows_have_the_whole_loss(
         check_chunked(program, tensors, chunks, dtype=dtype, needs=NEED & set(tensors))
 
 
-def test_a_chunked_loss_goes_to_the_kernels_and_realizes_nothing() -> None:
+def test_a_chunked_loss_runs_the_kernels_and_materializes_nothing() -> None:
     case = Case(9, 7, (), False, True, False, 2, {"label_smoothing": 0.1})
     given = leaves(case, torch.float32)
     del given["scale"]
@@ -246,7 +246,7 @@ def test_a_chunked_loss_goes_to_the_kernels_and_realizes_nothing() -> None:
     assert not chunked_calls.fallbacks
 
 
-def test_what_torch_refuses_is_refused() -> None:
+def test_calls_that_torch_refuses_are_refused() -> None:
     case = Case(5, 7, (), False, False, False, None, {})
     x, w, target, _ = case.tensors().values()
     calls = [(x, w[0], None), (x, w[:, :3], None), (x, w, w[:1, 0]), (x[0, 0], w, None)]

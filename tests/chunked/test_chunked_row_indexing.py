@@ -1,4 +1,4 @@
-"""Rows that a mask or an index picks of chunked values are chunked again: the tokens that count, and no others."""
+"""Rows that a mask or an index selects from chunked values are rechunked, such as the tokens that count."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ PROGRAMS = [hidden_states, logits, capped, by_positions, of_sequences, other_dim
 @pytest.mark.parametrize("rows", [1, 5, 12])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_picked_rows_give_what_they_give_on_plain_tensors(program: Any, dtype: torch.dtype, rows: int) -> None:
+def test_selected_rows_give_the_same_results_as_on_plain_tensors(program: Any, dtype: torch.dtype, rows: int) -> None:
     check_chunked(program, case(), {"h": {"rows": rows}}, dtype=dtype, passes=2)
 
 
 @pytest.mark.parametrize("program", PROGRAMS[:-1], ids=lambda p: p.__name__)
-def test_logits_of_picked_rows_are_never_there_at_once(program: Any) -> None:
+def test_logits_of_selected_rows_are_never_in_memory_in_full(program: Any) -> None:
     record_call.fallbacks.clear()
     values = {n: t.requires_grad_(t.is_floating_point()) for n, t in case().items()}
     with Allocations() as seen:
@@ -136,12 +136,14 @@ def first_and_last(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last, some_sequences])
-def test_sequences_of_a_batch_give_what_they_give_on_plain_tensors(program: Any, dtype: torch.dtype, rows: int) -> None:
+def test_sequences_of_a_batch_give_the_same_results_as_on_plain_tensors(
+    program: Any, dtype: torch.dtype, rows: int
+) -> None:
     check_chunked(program, batch(), {"h": {"rows": rows}}, dtype=dtype, passes=3)
 
 
 @pytest.mark.parametrize("program", [sequence_by_sequence, first_and_last])
-def test_logits_of_a_batch_are_never_there_at_once_where_its_sequences_are_taken_one_by_one(program: Any) -> None:
+def test_logits_of_a_batch_are_never_in_memory_in_full_when_iterating_over_sequences(program: Any) -> None:
     record_call.fallbacks.clear()
     values = {n: t.requires_grad_(t.is_floating_point()) for n, t in batch().items()}
     with Allocations() as seen:
@@ -151,7 +153,7 @@ def test_logits_of_a_batch_are_never_there_at_once_where_its_sequences_are_taken
 
 
 @pytest.mark.parametrize("change", [lambda x: x * 1, lambda x: F.linear(x, torch.eye(3))], ids=["product", "layer"])
-def test_a_sequence_and_the_batch_it_is_of_see_what_is_written_to_each_other(change: Any) -> None:
+def test_writes_to_a_sequence_and_to_its_batch_are_seen_by_each_other(change: Any) -> None:
     x = torch.arange(24.0).view(4, 2, 3)
     found = []
     for h in (st.chunk(x, rows=1), x.clone()):
@@ -164,7 +166,7 @@ def test_a_sequence_and_the_batch_it_is_of_see_what_is_written_to_each_other(cha
 
 
 @pytest.mark.parametrize("pick", [lambda x: x[0], lambda x: x[torch.tensor([True, False, True])], lambda x: x + 0])
-def test_what_was_to_happen_before_the_backward_of_rows_happens_before_that_of_picked_ones(pick: Any) -> None:
+def test_backward_hooks_of_rows_run_before_the_backward_of_selected_rows(pick: Any) -> None:
     t = batch()
     logits = F.linear(st.chunk(t["h"].requires_grad_(), rows=1), t["w"])
     seen: list[Tensor] = []
@@ -175,7 +177,7 @@ def test_what_was_to_happen_before_the_backward_of_rows_happens_before_that_of_p
     assert len(seen) == 1
 
 
-def test_no_rows_are_what_they_are_in_torch() -> None:
+def test_an_empty_selection_of_rows_is_that_of_torch() -> None:
     h, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nothing = torch.zeros(4, dtype=torch.bool)
     for x in (h, st.chunk(h, rows=2)):
@@ -187,7 +189,7 @@ def test_no_rows_are_what_they_are_in_torch() -> None:
 
 
 @pytest.mark.parametrize("row", [12, -13])
-def test_a_row_that_is_not_there_is_torch_s_own_error(row: int) -> None:
+def test_an_index_out_of_range_is_torchs_own_error(row: int) -> None:
     x = torch.randn(12, 3)
 
     def read(x: Tensor) -> float:
@@ -206,7 +208,7 @@ def test_a_row_that_is_not_there_is_torch_s_own_error(row: int) -> None:
         assert str(found.value) == str(expected.value)
 
 
-def test_rows_asked_for_are_rows_of_what_was_chunked() -> None:
+def test_selected_rows_are_chunked_like_the_input() -> None:
     x = st.chunk(torch.randn(6, 4, 3), rows=2)
     picked = x[torch.ones(6, 4, dtype=torch.bool)]
     assert "3 chunks of 8 of 24 rows" in st.explain(picked * 2)

@@ -1,4 +1,4 @@
-"""What a GPU waits for: the host's work between `st.chunk` and the first product, and from there to its gradient."""
+"""The host's work that a GPU waits for: from `st.chunk` to the first product, and from there to its gradient."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_little_python_runs_before_the_first_product(
     assert python_calls(until_reached(step)) - caught <= 125
 
 
-def test_the_graph_is_made_when_everything_is_on_its_way(
+def test_the_autograd_node_is_made_after_all_chunks_were_launched(
     step: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []

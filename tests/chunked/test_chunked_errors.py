@@ -1,4 +1,4 @@
-"""What a ChunkedTensor can't do is refused where it is asked for, with what to do instead."""
+"""Calls that a ChunkedTensor does not support raise an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ import subtensors as st
         ({"dim": 2}, IndexError, "got 2"),
     ],
 )
-def test_a_wrong_argument_is_refused_where_it_is_given(
-    arguments: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_a_wrong_argument_of_chunk_is_refused(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         st.chunk(torch.ones(4, 3), **arguments)
 
@@ -49,9 +47,7 @@ def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_the_cross_entropy_of_logits_that_are_no_floats_is_refused_as_torch_refuses_it(
-    dtype: torch.dtype, reduction: str
-) -> None:
+def test_the_cross_entropy_of_integer_logits_is_torchs_own_error(dtype: torch.dtype, reduction: str) -> None:
     logits, target = torch.ones(4, 3).to(dtype), torch.tensor([0, 1, 2, 0])
     for either in (logits, st.chunk(logits, rows=2)):
         with pytest.raises(NotImplementedError, match="not implemented for"):
@@ -68,7 +64,7 @@ class Reversed(torch.autograd.Function):
         return -grads[0]
 
 
-def test_what_comes_out_of_an_autograd_function_is_refused_rather_than_differentiated_without_it() -> None:
+def test_the_result_of_an_autograd_function_is_refused() -> None:
     x = torch.ones(4, 3, requires_grad=True)
     y = Reversed.apply(st.chunk(x, rows=2))
     for use in (torch.Tensor.sum, torch.exp, st.ChunkedTensor.realize):
@@ -89,7 +85,7 @@ class Doubled(torch.autograd.Function):
         return 2 * grad * torch.ones(4, 3)
 
 
-def test_a_gradient_that_would_be_lost_in_a_function_of_the_users_own_is_refused() -> None:
+def test_a_gradient_from_a_users_autograd_function_is_refused() -> None:
     h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
     with pytest.raises(st.RuleError, match="outside its region"):
         Doubled.apply(h).backward()

@@ -1,4 +1,4 @@
-"""Passes over chunks: each goes through the rows that it is asked for, and all of them see the same random numbers."""
+"""Passes over chunks run the requested rows only, and all of them draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dense(x: Tensor) -> Tensor:
         (lambda x: x[:, 4:7].sum(), [3]),
     ],
 )
-def test_only_the_rows_that_are_asked_for_are_computed(pick: Any, rows: list[int]) -> None:
+def test_only_the_requested_rows_are_computed(pick: Any, rows: list[int]) -> None:
     # A sum of few terms may nearly vanish, and is then known to few digits.
     h = torch.randn(3, 12, 6, dtype=torch.float64, requires_grad=True)
     w = torch.randn(20, 6, dtype=torch.float64, requires_grad=True)

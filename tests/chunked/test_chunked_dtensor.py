@@ -1,4 +1,4 @@
-"""Heads spread over processes, whose loss is chunked: what is gathered and reduced, and how often."""
+"""Chunked losses of sharded weights (DTensor, FSDP): the number of gathers and reductions a step."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _process(rank: int, ranks: int, folder: str, device: str, tied: bool) -> Non
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_chunked_head_is_gathered_once_a_step_and_its_gradient_reduced_once(
+def test_a_sharded_weight_is_gathered_once_a_step_and_its_gradient_reduced_once(
     tied: bool, device: str, tmp_path: Path
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

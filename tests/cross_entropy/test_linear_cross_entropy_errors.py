@@ -1,4 +1,4 @@
-"""Linear + cross entropy refuses what it can't do, with the values that it was given."""
+"""Linear + cross entropy raises errors for invalid arguments, with their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
         ({"bias": torch.ones(23, dtype=torch.float64)}, "one floating-point dtype; got"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_with_their_values(change: dict[str, Tensor], message: str) -> None:
+def test_mismatched_arguments_are_refused_with_their_values(change: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(example(), **change).ours()
 
@@ -36,7 +36,7 @@ def test_arguments_that_do_not_fit_are_refused_with_their_values(change: dict[st
         ({"accumulate": "quick"}, "accumulate must be 'exact' or 'fast'; got 'quick'"),
     ],
 )
-def test_schedules_that_cannot_be_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_invalid_schedules_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         example().ours(**keywords)
 
@@ -49,7 +49,7 @@ def test_schedules_that_cannot_be_are_refused(keywords: dict[str, Any], message:
         ({"temperature": -1.0}, r"temperature must be positive; got -1\.0"),
     ],
 )
-def test_options_out_of_their_range_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CrossEntropy(**options)
 

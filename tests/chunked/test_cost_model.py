@@ -1,4 +1,4 @@
-"""The plan for linear + cross entropy: what it says it takes is what it takes, and it chooses well by its own model."""
+"""The cost model of linear + cross entropy predicts memory and time, and chooses the best schedule by them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ shapes = some.builds(
 
 
 @given(shape=shapes, limit=some.integers(1, 2**37), accumulate=some.sampled_from(["exact", "fast"]))
-def test_a_plan_stays_within_the_limit_where_any_can(shape: LossShape, limit: int, accumulate: str) -> None:
+def test_a_plan_stays_within_the_limit_if_any_does(shape: LossShape, limit: int, accumulate: str) -> None:
     plan = plan_linear_cross_entropy(shape, memory_limit=limit, accumulate=accumulate)  # type: ignore[arg-type]
     least = plan_linear_cross_entropy(shape, memory_limit=0, accumulate=accumulate)  # type: ignore[arg-type]
     assert plan.bytes <= max(limit, least.bytes)
@@ -57,7 +57,7 @@ def test_more_memory_never_makes_the_plan_slower(shape: LossShape, limits: tuple
 
 
 @given(shape=shapes, rows=some.integers(1, 40000), accumulate=some.sampled_from(["exact", "fast"]))
-def test_rows_that_were_asked_for_bound_the_memory(shape: LossShape, rows: int, accumulate: str) -> None:
+def test_requested_rows_bound_the_memory(shape: LossShape, rows: int, accumulate: str) -> None:
     plan = plan_linear_cross_entropy(shape, rows=rows, accumulate=accumulate)  # type: ignore[arg-type]
     asked = by_rows(shape, rows, accumulate)  # type: ignore[arg-type]
     assert plan.bytes <= asked.bytes
@@ -65,7 +65,7 @@ def test_rows_that_were_asked_for_bound_the_memory(shape: LossShape, rows: int, 
 
 
 @pytest.mark.parametrize("shape", [GEMMA, LLAMA, GPT2])
-def test_without_a_limit_a_little_time_buys_memory(shape: LossShape) -> None:
+def test_without_a_limit_a_slightly_slower_plan_may_save_memory(shape: LossShape) -> None:
     free = 120 * 2**30
     plan = plan_linear_cross_entropy(shape, free_bytes=free)
     fastest = plan_linear_cross_entropy(shape, memory_limit=free)
@@ -78,20 +78,20 @@ def test_little_free_memory_is_a_limit() -> None:
     assert plan.bytes <= 0.8 * 2 * 2**30
 
 
-def test_a_head_that_is_frozen_is_planned_by_rows_and_takes_two_products() -> None:
+def test_a_frozen_weight_is_planned_by_rows_with_two_products() -> None:
     plan = plan_linear_cross_entropy(replace(GEMMA, needs_weight=False), memory_limit=300 * MIB)
     assert plan.schedule.columns is None
     assert plan.products == 2
     assert plan.bytes < 300 * MIB
 
 
-def test_with_no_more_rows_than_the_width_every_block_waits_in_the_memory_of_the_weight_gradient() -> None:
+def test_with_fewer_rows_than_the_width_every_block_is_kept_in_the_weight_gradients_memory() -> None:
     plan = plan_linear_cross_entropy(LLAMA, memory_limit=1200 * MIB)
     assert plan.schedule.columns is not None
     assert plan.products == 3
 
 
-def test_exact_sums_of_rows_take_two_bytes_an_element_of_the_weight_more() -> None:
+def test_exact_sums_take_two_more_bytes_an_element_of_the_weight() -> None:
     fast, exact = by_rows(GEMMA, 2048, "fast"), by_rows(GEMMA, 2048, "exact")
     assert exact.bytes - fast.bytes == 2 * 2304 * 256000
     assert by_rows(GEMMA, 8192, "exact").bytes == by_rows(GEMMA, 8192, "fast").bytes
@@ -110,7 +110,7 @@ def plans(shape: LossShape) -> list[ChunkPlan]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [LossShape(1024, 512, 20000), LossShape(512, 1024, 20000)])
 @pytest.mark.parametrize("number", range(5))
-def test_the_bytes_of_a_plan_are_the_bytes_that_it_takes(shape: LossShape, number: int) -> None:
+def test_a_plan_predicts_the_allocated_bytes(shape: LossShape, number: int) -> None:
     plan = plans(shape)[number]
     hidden = torch.randn(shape.rows, shape.width, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(shape.classes, shape.width, device="cuda", dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def test_the_bytes_of_a_plan_are_the_bytes_that_it_takes(shape: LossShape, numbe
 MEASURED_ROWS = ours(load(LossRow, MEASURED))
 
 
-def test_rates_are_found_again_from_rows_that_they_made() -> None:
+def test_fitting_recovers_the_rates_that_made_the_rows() -> None:
     rates = Rates(700e12, 3e12, 30e-6)
     rows = [replace(row, step_ms=plan_of(row, rates).seconds * 1e3) for row in MEASURED_ROWS]
     found = fitted(rows)
