@@ -21,7 +21,7 @@ from subtensors.kernels.cross_entropy.compensated_sum import (
     compensated_add_by_kernel,
 )
 from subtensors.kernels.cross_entropy.logits_block import product_into
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
 class GradientSum:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
+from subtensors.kernels.runtime.launcher import CachedLauncher
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -358,11 +358,11 @@ def class_target_rows(
 
 
 @cache
-def _launch(name: str) -> RepeatedLaunch:
+def _launch(name: str) -> CachedLauncher:
     """Return the launch of a kernel of `class_targets_kernel.py`."""
     from subtensors.kernels.cross_entropy import class_targets_kernel
 
-    return RepeatedLaunch(getattr(class_targets_kernel, name))
+    return CachedLauncher(getattr(class_targets_kernel, name))
 
 
 def class_target_rows_by_kernel(

@@ -22,7 +22,6 @@ from subtensors.kernels.cross_entropy.cross_entropy import (
     RowStatistics,
     Targets,
 )
-from subtensors.kernels.runtime.cached_launcher import RepeatedLaunch
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.launcher import CachedLauncher
 
@@ -150,11 +149,11 @@ class ReferenceOps:
 
 
 @cache
-def softmax_gradient_launch() -> RepeatedLaunch:
+def softmax_gradient_launch() -> CachedLauncher:
     """Return the launch of the kernel that takes complete rows."""
     from subtensors.kernels.cross_entropy.softmax_gradient_kernel import softmax_gradient_kernel
 
-    return RepeatedLaunch(softmax_gradient_kernel)
+    return CachedLauncher(softmax_gradient_kernel)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from subtensors.dispatch.chunked.record import (
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from subtensors.dispatch.chunked.record import RULES, BoundCall, broadcast, larg
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.reductions import cast, sum_over_rows
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.kernels.runtime.arithmetic_dtype import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 

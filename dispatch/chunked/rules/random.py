@@ -81,7 +81,7 @@ def _draw_by_seed(
         start = layout.window(span)[0]
         chunk = RowLayout(axis, layout.dim, layout.window(span)[1] - start, layout.runs)
         parts = []
-        place = capture.rng_state(device)
+        state = capture.rng_state(device)
         try:
             for row in range(span[0], span[1], block):
                 capture.seed_rng(device, seed + row)
@@ -91,7 +91,7 @@ def _draw_by_seed(
                 rows = begin - start, end - start
                 parts.append(op(*[chunk.chunk_of(x, rows) if isinstance(x, Tensor) else x for x in args], **kwargs))
         finally:
-            capture.go_to_random_place(device, place)
+            capture.set_rng_state(device, state)
         return _concatenate(parts, chunk)
 
     args, kwargs = call.with_values(to_operand)
