@@ -154,11 +154,11 @@ class FusedGradNorm:
     """The result of `SquareSum.rows` on the device, or its address."""
     workspace: int
 
-    def alone(self) -> None:
-        """Launch the sum."""
+    def launch(self) -> None:
+        """Launch the sum by itself."""
         self.sweep.launch(self._address, 0, 0, [], 0, self.workspace)
 
-    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
         """Launch the sum, and a kernel of a lane a tensor after it.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from subtensors.kernels.runtime.tile_math_kernel import combine, is_last_arrival, to_bits
+from subtensors.kernels.runtime.tile_math_kernel import atomic_ticket, combine, to_bits
 from subtensors.kernels.runtime.triton_compat import tl, triton
 
 
@@ -74,7 +74,7 @@ def add_up_squares(
         if IS_BRAIN and itemsize == -2:
             own += _squares(address, first, left, tl.bfloat16, ROUNDS, BLOCK)
     tl.store(partials + program, to_bits(tl.sum(own, 0)))
-    is_last = is_last_arrival(counter, 0, programs)
+    is_last = atomic_ticket(counter, 0, programs)
     if is_last:
         combine(partials, programs, total, 0, "sum", True, BLOCK)
     return is_last

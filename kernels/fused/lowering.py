@@ -256,7 +256,7 @@ def may_exceed_dtype(instruction: Instruction) -> bool:
     return False
 
 
-def register(dtype: torch.dtype, extent: Shape) -> torch.dtype:
+def register(dtype: torch.dtype, shape: Shape) -> torch.dtype:
     """The dtype a value of `dtype` has in registers.
 
     Half precision computes in float32; a number per tensor computes in float64, once for the whole tile,
@@ -264,4 +264,4 @@ def register(dtype: torch.dtype, extent: Shape) -> torch.dtype:
     """
     if dtype not in FLOATS:
         return dtype
-    return torch.float64 if extent is Shape.PER_TENSOR or dtype == torch.float64 else torch.float32
+    return torch.float64 if shape is Shape.PER_TENSOR or dtype == torch.float64 else torch.float32

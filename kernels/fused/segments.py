@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from subtensors.kernels.fused.program import Instruction, Program, Shape
 
 
-def _time(round_: int, extent: Shape) -> int:
+def _time(round_: int, shape: Shape) -> int:
     """The position of Tk or Ek in T0 E0 T1 E1 ..."""
-    return 2 * round_ + (extent is not Shape.PER_TENSOR)
+    return 2 * round_ + (shape is not Shape.PER_TENSOR)
 
 
 @dataclass
 class Segment:
     """One kernel: what it reads, computes in order, and writes."""
 
-    extent: Shape
+    shape: Shape
     round: int
     steps: list[int] = field(default_factory=list)
     """Values in the order they become available, however they do."""
@@ -78,15 +78,15 @@ class _Planner:
             self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
         stored, returned = self.program.stores, self.program.outputs
         self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
-        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].extent is Shape.PER_TENSOR]
-        per_tensor += [v for v in returned if self.program.value(v).extent is Shape.PER_TENSOR]
+        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].shape is Shape.PER_TENSOR]
+        per_tensor += [v for v in returned if self.program.value(v).shape is Shape.PER_TENSOR]
         self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
         self.tensor_rounds.update(self.rounds[v] for v in self._costly())
 
     def _costly(self) -> Iterable[int]:
         first = len(self.program.parameters)
         for index, step in enumerate(self.program.instructions, first):
-            if step.extent is Shape.PER_TENSOR and step.name in _COSTLY:
+            if step.shape is Shape.PER_TENSOR and step.name in _COSTLY:
                 yield index
 
     def plan(self) -> list[Segment]:
@@ -104,7 +104,7 @@ class _Planner:
         for parameter, value in self.program.stores.items():
             segments[self._store_time(parameter)].stores[parameter] = value
         for number, value in enumerate(self.program.outputs):
-            segments[_time(self.rounds[value], self.program.value(value).extent)].outputs[number] = value
+            segments[_time(self.rounds[value], self.program.value(value).shape)].outputs[number] = value
         # Later segments ask earlier ones to keep or reduce, so plan from the last to the first.
         for segment in reversed(segments):
             self._fill(segments, segment)
@@ -112,7 +112,7 @@ class _Planner:
 
     def _store_time(self, parameter: int) -> int:
         round_ = max(self.rounds[self.program.stores[parameter]], self.postponed.get(parameter, 0))
-        return _time(round_, self.program.parameters[parameter].extent)
+        return _time(round_, self.program.parameters[parameter].shape)
 
     def _fill(self, segments: list[Segment], segment: Segment) -> None:
         for wanted in [*segment.stores.values(), *segment.outputs.values(), *segment.keeps.values()]:
@@ -138,11 +138,11 @@ class _Planner:
             slot = self.slots.setdefault(index, len(self.slots))
             segment.slots[index] = slot
             keeper = segments[kept]
-            (keeper.keeps if keeper.extent is Shape.PER_TENSOR else keeper.reductions)[slot] = index
+            (keeper.keeps if keeper.shape is Shape.PER_TENSOR else keeper.reductions)[slot] = index
         elif isinstance(value, Instruction):
             for read in value.reads():
                 self._obtain(segments, segment, read)
-        elif _time(segment.round, value.extent) == _time(segment.round, segment.extent):
+        elif _time(segment.round, value.shape) == _time(segment.round, segment.shape):
             raise _Overwritten(index, segment.round)
         else:
             raise _Unkept(self._store_time(index) // 2)
@@ -150,23 +150,23 @@ class _Planner:
 
     def _home(self, index: int, segment: Segment) -> int | None:
         """The parameter whose memory holds this value when `segment` reads."""
-        now = _time(segment.round, segment.extent)
+        now = _time(segment.round, segment.shape)
         if index < len(self.program.parameters):
             return index if index not in self.program.stores or self._store_time(index) >= now else None
-        extent = self.program.value(index).extent
+        shape = self.program.value(index).shape
         for parameter, value in self.program.stores.items():
             if value == index and self._store_time(parameter) < now:
-                return parameter if self.program.parameters[parameter].extent is extent else None
+                return parameter if self.program.parameters[parameter].shape is shape else None
         return None
 
     def _kept_in(self, index: int, segment: Segment) -> int | None:
         """The time of the earlier segment that keeps this number per tensor in a slot."""
         value = self.program.value(index)
-        if value.extent is not Shape.PER_TENSOR:
+        if value.shape is not Shape.PER_TENSOR:
             return None
         if isinstance(value, Instruction) and value.is_reduction:
             return _time(self.rounds[index] - 1, Shape.PER_ELEMENT)
-        if segment.extent is Shape.PER_TENSOR:
+        if segment.shape is Shape.PER_TENSOR:
             return None
         made = self.rounds[index] if isinstance(value, Instruction) else self._store_time(index) // 2
         return _time(made, Shape.PER_TENSOR) if made in self.tensor_rounds and made <= segment.round else None

@@ -75,7 +75,7 @@ def default_tiling(program: Program) -> Tiling:
 
     A block's scale is then found within one warp, which waits for no other.
     """
-    has_blocks = any(p.extent is Shape.PER_BLOCK for p in program.parameters)
+    has_blocks = any(p.shape is Shape.PER_BLOCK for p in program.parameters)
     return Tiling(SIZE, 1) if has_blocks else Tiling()
 
 
@@ -187,7 +187,7 @@ def _launches(program: Program, device: torch.device, candidates: Sequence[Tilin
     pointers = [[t.data_ptr() for t in column] or [0] * len(sizes) for column in columns]
     tables = [grid.table(pointers) for grid in grids]
     outputs = [
-        torch.empty(grids[0].arena if v.extent is Shape.PER_ELEMENT else len(sizes), dtype=v.dtype, device=device)
+        torch.empty(grids[0].arena if v.shape is Shape.PER_ELEMENT else len(sizes), dtype=v.dtype, device=device)
         for v in map(program.value, program.outputs)
     ]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -208,9 +208,9 @@ def _values(parameter: Parameter, sizes: Sequence[int], generator: torch.Generat
             return empty.uniform_(generator=generator)
         return empty.random_(*((0, 2) if parameter.dtype == torch.bool else (1, 8)), generator=generator)
 
-    if parameter.extent is Shape.PER_ELEMENT:
+    if parameter.shape is Shape.PER_ELEMENT:
         return [values(size) for size in sizes]
-    if parameter.extent is Shape.PER_BLOCK:
+    if parameter.shape is Shape.PER_BLOCK:
         return [values(block_count(size)) for size in sizes]
     return list(values(len(sizes)).unbind())
 
@@ -218,7 +218,7 @@ def _values(parameter: Parameter, sizes: Sequence[int], generator: torch.Generat
 def _element_bytes(program: Program) -> int:
     """Memory of one element of every tensor that the program is given or returns."""
     values: list[Parameter | Instruction] = [*program.parameters, *map(program.value, program.outputs)]
-    return sum(v.dtype.itemsize for v in values if v.extent is Shape.PER_ELEMENT)
+    return sum(v.dtype.itemsize for v in values if v.shape is Shape.PER_ELEMENT)
 
 
 def _budget(device: torch.device) -> int:

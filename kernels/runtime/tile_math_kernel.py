@@ -189,10 +189,10 @@ def fold(a, b, KIND: tl.constexpr):
 
 
 @triton.jit
-def is_last_arrival(counters, tensor, chunks):
-    """Count a chunk of this tensor as done; return whether it is the last, and reset the counter then.
+def atomic_ticket(counters, tensor, chunks):
+    """Count a chunk of this tensor as done; return whether it is the last one, which resets the counter to zero.
 
-    Release and acquire: what the other programs stored before they counted is visible to the last one.
+    Release and acquire: everything that the other programs stored before is visible to the last one.
     """
     done = tl.atomic_add(counters + tensor, 1, sem="acq_rel")
     if done == chunks - 1:

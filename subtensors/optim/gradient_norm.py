@@ -89,8 +89,8 @@ class GradientNorm:
             if is_followed and sharding is None:
                 return prelude
             if prelude is not None:
-                prelude.alone()
-        elif current_recording() is not None:
+                prelude.launch()
+        elif recording_now() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
         else:
             total.copy_(reference(tensors))

@@ -150,7 +150,7 @@ def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context:
 
 
 @pytest.mark.parametrize(
-    "maths",
+    "function",
     [
         lambda codes, scales: codes.float() * scales,
         lambda codes, scales: scales.mul_(2),
@@ -159,10 +159,10 @@ def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context:
         lambda codes, scales: ops.blockwise_absmax(codes.float()),
     ],
 )
-def test_numbers_per_block_are_for_quantization_alone(maths: Any) -> None:
+def test_numbers_per_block_are_for_quantization_alone(function: Any) -> None:
     codes, scales, _ = columns("cpu", True)
     with pytest.raises(RuleError):
-        FusedFunction(maths)(codes, scales)
+        FusedFunction(function)(codes, scales)
 
 
 def test_a_program_of_codes_has_a_warp_for_each_block_unless_it_was_tuned() -> None:

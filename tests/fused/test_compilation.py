@@ -22,7 +22,7 @@ SHAPES = [(3, 5), (700,), (64, 64)]
 
 
 def counted_decay(constant: float) -> FusedFunction:
-    """Maths of kernels of its own for each constant, whatever was compiled before."""
+    """Math of kernels of its own for each constant, whatever was compiled before."""
 
     def decay(p: Tensor, step: Tensor, rate: float) -> Tensor:
         step.add_(1)

@@ -25,13 +25,13 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 @each_lowering
 def test_results_are_lists_of_the_same_structure(lowering: Lowering) -> None:
     @st.fused
-    def maths(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def function(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, None]:
         return p + g, p.sum(), None
 
     tree = {"w": torch.ones(2, 3, device=lowering.device), "b": [torch.zeros(70, device=lowering.device)]}
     p = st.TensorList(tree)
     with lowering.running():
-        total, size, nothing = maths(p, p)
+        total, size, nothing = function(p, p)
     assert nothing is None
     assert isinstance(total, st.TensorList)
     assert total.treespec == size.treespec == p.treespec
@@ -63,7 +63,7 @@ def test_a_list_of_one_and_of_two_thousand_tensors(lowering: Lowering) -> None:
 
 
 class Doubled(torch.nn.Module):
-    """Maths as a module."""
+    """Math as a module."""
 
     def forward(self, p: Tensor) -> Tensor:
         return p * 2
@@ -118,7 +118,7 @@ def test_lists_of_different_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize("bad", [object(), 1j, np.ones(2), b"x", {1, 2}])
 def test_an_argument_that_is_no_tensor_or_number_is_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match=f"an argument of fused maths is .* got {type(bad).__name__}"):
+    with pytest.raises(TypeError, match=f"an argument of fused math is .* got {type(bad).__name__}"):
         FusedFunction(lambda p, x: p)(lists((2,)), bad)
 
 
@@ -140,15 +140,15 @@ def test_a_shared_tensor_is_read_but_not_written(lowering: Lowering) -> None:
 
 @interpreted
 def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() -> None:
-    def maths(p: Tensor) -> None:
+    def function(p: Tensor) -> None:
         p.add_(p.amax())
 
     for lowering in (Lowering.TORCH, Lowering.INTERPRETER):
         with lowering.running(), pytest.raises(RuntimeError, match="amax"):
-            FusedFunction(maths)(TensorColumn([torch.ones(0)]))
+            FusedFunction(function)(TensorColumn([torch.ones(0)]))
     p = TensorColumn([torch.ones(3), torch.ones(0)])
     with Lowering.INTERPRETER.running(), pytest.raises(RuntimeError, match="amax of an empty tensor"):
-        FusedFunction(maths)(p)
+        FusedFunction(function)(p)
     assert torch.equal(p[0], torch.ones(3))
 
 

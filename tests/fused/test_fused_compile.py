@@ -56,7 +56,7 @@ class Graph:
         return aot_autograd(fw_compiler=keep)
 
 
-# Which branch of the maths is taken is settled before inductor sees it.
+# Which branch of the math is taken is settled before inductor sees it.
 @pytest.mark.parametrize(
     ("backend", "nesterov"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )

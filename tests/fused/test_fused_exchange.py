@@ -1,4 +1,4 @@
-"""Fused maths on parts of tensors, whose reductions an exchange brings together with those of other processes."""
+"""Fused math on parts of tensors, whose reductions an exchange brings together with those of other processes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def values(lowering: Lowering, *shapes: tuple[int, ...]) -> TensorColumn:
 
 @each_kernel_lowering
 def test_maths_goes_on_with_what_an_exchange_made_of_its_reductions(lowering: Lowering) -> None:
-    def maths(x: Tensor) -> None:
+    def function(x: Tensor) -> None:
         share = x / x.sum()
         x.copy_(share + (x > 1).sum() * x.amax() / share.norm())
 
     exchange, x = Doubled(), values(lowering, (7,), (3, 500), (1,))
     before = [t.clone().double() for t in x]
     with lowering.running():
-        FusedFunction(maths, exchange=exchange)(x)
+        FusedFunction(function, exchange=exchange)(x)
     for t, b in zip(x, before, strict=True):
         share = b / (2 * b.sum())
         exact = share + 2 * (b > 1).sum() * b.amax() / (2 * share.square().sum()).sqrt()

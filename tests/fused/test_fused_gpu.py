@@ -304,11 +304,11 @@ def test_elements_beyond_two_to_the_31_are_right(dtype: torch.dtype) -> None:
     x = torch.zeros(count, dtype=dtype, device="cuda")
     x[-1], x[0], x[2**31] = 3, 5, 7
 
-    def maths(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x.add_(1)
         return x * 2, x.amax(), (x > 1).sum()
 
-    doubled, largest, count_of_large = FusedFunction(maths)(TensorColumn([x, x.new_zeros(5)]))
+    doubled, largest, count_of_large = FusedFunction(function)(TensorColumn([x, x.new_zeros(5)]))
     assert [int(x[i]) for i in (0, 1, 2**31 - 1, 2**31, count - 1)] == [6, 1, 1, 8, 4]
     assert [int(doubled[0][i]) for i in (0, 1, 2**31 - 1, 2**31, count - 1)] == [12, 2, 2, 16, 8]
     assert [int(t) for t in largest] == [8, 1]

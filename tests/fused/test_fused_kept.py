@@ -19,11 +19,11 @@ from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 @each_lowering
 def test_a_thousand_calls_with_new_numbers_trace_once(lowering: Lowering) -> None:
-    def maths(p: Tensor, g: Tensor, *, lr: float, betas: tuple[float, float], step: int) -> None:
+    def function(p: Tensor, g: Tensor, *, lr: float, betas: tuple[float, float], step: int) -> None:
         p.sub_(lr * g * (1 - betas[0] ** step) + betas[1])
 
     p, g = lists((3,), device=lowering.device), lists((3,), seed=1, device=lowering.device)
-    fusion = FusedFunction(maths)
+    fusion = FusedFunction(function)
     with lowering.running():
         for step in range(1, 1001 if lowering is not Lowering.INTERPRETER else 101):
             before = p[0].double()
@@ -180,13 +180,13 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
 def test_only_so_many_tables_and_plans_are_kept(lowering: Lowering) -> None:
     fusion = FusedFunction(sgd)
     with lowering.running():
-        for size in range(1, FusedFunction.PLANS + 5):
+        for size in range(1, FusedFunction.MAX_PLANS + 5):
             fusion(lists((size,), device=lowering.device), lists((size,), device=lowering.device), 0.5)
-        kept = [[torch.ones(2, device=lowering.device)] for _ in range(TritonExecutor.BINDINGS + 4)]
+        kept = [[torch.ones(2, device=lowering.device)] for _ in range(TritonExecutor.MAX_TABLES + 4)]
         for p in kept:
             fusion(TensorColumn(p), TensorColumn([torch.ones(2, device=lowering.device)]), 0.5)
-    assert len(groups(fusion)) <= FusedFunction.PLANS
-    assert max(len(g.bindings) for g in groups(fusion)) <= TritonExecutor.BINDINGS
+    assert len(groups(fusion)) <= FusedFunction.MAX_PLANS
+    assert max(len(g.tables) for g in groups(fusion)) <= TritonExecutor.MAX_TABLES
     assert all((p[0] == 0.5).all() for p in kept)
 
 

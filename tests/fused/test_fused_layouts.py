@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("second", LAYOUTS)
 @each_lowering
 def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering) -> None:
-    def maths(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def function(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         p.sub_(g * 0.5)
         return p * g, g.sum()
 
@@ -47,7 +47,7 @@ def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering
         p, g = (
             TensorColumn(t if t.dim() == 4 else t[None, None].expand(2, 3, -1, -1).clone() for t in x) for x in (p, g)
         )
-    assert check(lowering, maths, p, g) is not None
+    assert check(lowering, function, p, g) is not None
 
 
 @each_lowering
@@ -113,12 +113,14 @@ def test_groups_of_elements_that_overlap_say_so(caplog: pytest.LogCaptureFixture
     assert sum("groups of elements overlap" in r.message for r in caplog.records) == 1
 
 
-def assert_like_the_map(lowering: Lowering, maths: Callable[..., Any], make: Callable[[], list[list[Tensor]]]) -> None:
+def assert_like_the_map(
+    lowering: Lowering, function: Callable[..., Any], make: Callable[[], list[list[Tensor]]]
+) -> None:
     """The fused call on lists that share memory equals the calls on their elements, in order."""
     mapped, fused = make(), make()
     for row in zip(*mapped, strict=True):
-        maths(*row)
-    fusion = FusedFunction(maths, SMALL_TILES)
+        function(*row)
+    fusion = FusedFunction(function, SMALL_TILES)
     with lowering.running():
         fusion(*map(TensorColumn, fused))
     for fused_column, mapped_column in zip(fused, mapped, strict=True):
@@ -175,21 +177,21 @@ def test_tensors_side_by_side_in_one_memory_do_not_overlap(lowering: Lowering) -
     with lowering.running():
         fusion(TensorColumn([base[:20], base[20:40]]), TensorColumn([base[40:60], base[60:80]]))
     (group,) = groups(fusion)
-    assert not any(b.overlaps for b in group.bindings)
+    assert not any(b.overlaps for b in group.tables)
 
 
 @each_lowering
 def test_gradients_flow_as_through_the_map(lowering: Lowering) -> None:
-    def maths(p: Tensor, g: Tensor, n: float) -> tuple[Tensor, Tensor]:
+    def function(p: Tensor, g: Tensor, n: float) -> tuple[Tensor, Tensor]:
         return torch.tanh(p * g) ** 2 * n, (p - g).norm()
 
     p, g = (
         TensorColumn(t.requires_grad_() for t in lists((3,), (70,), seed=i, device=lowering.device)) for i in range(2)
     )
     with lowering.running():
-        first, second = FusedFunction(maths)(p, g, 0.5)
+        first, second = FusedFunction(function)(p, g, 0.5)
     loss = sum(t.sum() for t in (*first, *second))
-    expected = sum(t.sum() for row in zip(p, g, strict=True) for t in maths(*row, 0.5))
+    expected = sum(t.sum() for row in zip(p, g, strict=True) for t in function(*row, 0.5))
     inputs = [*p, *g]
     for a, e in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
         assert torch.equal(a, e)

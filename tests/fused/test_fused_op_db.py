@@ -1,4 +1,4 @@
-"""No op of op_db is silently wrong in fused maths: it is right, or refused, in torch and in kernels."""
+"""No op of op_db is silently wrong in fused math: it is right, or refused, in torch and in kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 
-Maths = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
+def _run(op: Function, sample: Any, lowering: Lowering) -> tuple[str, str]:
     arguments = (sample.input, *sample.args), sample.kwargs
     listed = optree.tree_map(
         lambda v: TensorColumn([v.detach().clone()]) if isinstance(v, Tensor) else v, arguments, none_is_leaf=True
@@ -39,9 +39,7 @@ def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
         except Exception:  # as above
             return "refused by torch", ""
         # Loud, if not a refusal of our own: it says where.
-        says_where = isinstance(error, TypeError) or "while the maths was traced" in str(
-            getattr(error, "__notes__", "")
-        )
+        says_where = isinstance(error, TypeError) or "while the math was traced" in str(getattr(error, "__notes__", ""))
         return "raised", "" if says_where else repr(error)
     groups = [type(g).__name__ for plans in fusion._plans.values() for plan in plans for _, g in plan.groups]
     if groups == ["EagerExecutor"]:

@@ -1,4 +1,4 @@
-"""Random straight-line programs over random lists equal the same maths element by element."""
+"""Random straight-line programs over random lists equal the same math element by element."""
 
 from __future__ import annotations
 
@@ -134,13 +134,15 @@ class Written:
     parameters: list[str]
 
     def function(self) -> Callable[..., Any]:
-        source = f"def maths({', '.join(self.parameters)}, f0, f1, n0):\n" + "".join(f"    {x}\n" for x in self.lines)
+        source = f"def function({', '.join(self.parameters)}, f0, f1, n0):\n" + "".join(
+            f"    {x}\n" for x in self.lines
+        )
         note(source)
         names: dict[str, Any] = {"torch": torch}
         filename = f"<program {abs(hash(source))}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), names)
-        return names["maths"]  # type: ignore[no-any-return]
+        return names["function"]  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -371,8 +373,8 @@ def test_adam_written_for_one_tensor_runs_over_lists(lowering: Lowering) -> None
 
 @each_lowering
 def test_arguments_may_be_nested_and_results_too(lowering: Lowering) -> None:
-    def maths(state: dict[str, Tensor], pair: tuple[Tensor, float]) -> dict[str, Any]:
+    def function(state: dict[str, Tensor], pair: tuple[Tensor, float]) -> dict[str, Any]:
         state["m"].add_(pair[0], alpha=pair[1])
         return {"sum": state["m"].sum(), "both": [state["m"], (pair[0] * 2, None)]}
 
-    check(lowering, maths, {"m": lists((70,), (3,))}, (lists((70,), (3,), seed=1), 0.5))
+    check(lowering, function, {"m": lists((70,), (3,))}, (lists((70,), (3,), seed=1), 0.5))

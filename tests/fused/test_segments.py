@@ -43,8 +43,8 @@ def run_segments(program: Program, tensors: list[Tensor], scalars: list[float]) 
                 values[index] = slots[segment.slots[index]]
             else:
                 values[index] = computed(program, index, values, scalars, tensors)
-            if segment.extent is TENSOR:
-                assert program.value(index).extent is TENSOR
+            if segment.shape is TENSOR:
+                assert program.value(index).shape is TENSOR
         for parameter, value in segment.stores.items():
             tensors[parameter].copy_(values[value])
         outputs |= {number: values[value].clone() for number, value in segment.outputs.items()}
@@ -64,8 +64,8 @@ def computed(
             if argument.index in reads:
                 return values[argument.index]
             # Only its shape is needed.
-            shapes = [t for t, p in zip(tensors, program.parameters, strict=True) if p.extent is ELEMENT]
-            like = shapes[0] if program.value(argument.index).extent is ELEMENT else torch.zeros(())
+            shapes = [t for t, p in zip(tensors, program.parameters, strict=True) if p.shape is ELEMENT]
+            like = shapes[0] if program.value(argument.index).shape is ELEMENT else torch.zeros(())
             return torch.empty_like(like, dtype=program.value(argument.index).dtype)
         return scalars[argument.index] if isinstance(argument, Scalar) else argument
 
@@ -219,8 +219,8 @@ def segments_of(function: Callable[..., Any], kinds: str, *more: Any) -> list[Se
 
 
 def test_adam_is_one_sweep_over_elements_after_one_over_step_counts() -> None:
-    assert [s.extent for s in segments_of(adam, "eeeen", True)] == [TENSOR, ELEMENT]
-    assert [s.extent for s in segments_of(adam, "eeeen", False)] == [ELEMENT]
+    assert [s.shape for s in segments_of(adam, "eeeen", True)] == [TENSOR, ELEMENT]
+    assert [s.shape for s in segments_of(adam, "eeeen", False)] == [ELEMENT]
 
 
 def test_a_program_without_effect_has_no_kernel() -> None:
@@ -234,10 +234,10 @@ def test_what_nothing_needs_is_not_computed() -> None:
 
 def test_reductions_of_one_round_share_a_sweep() -> None:
     segments = segments_of(lambda p, q: (p.sum(), q.amax(), (p * q).norm()), "ee")
-    assert [s.extent for s in segments] == [ELEMENT, TENSOR]
+    assert [s.shape for s in segments] == [ELEMENT, TENSOR]
     assert slot_count(segments) == 3
 
 
 def test_a_costly_number_per_tensor_is_computed_once_a_tensor() -> None:
-    assert [s.extent for s in segments_of(lambda p, n: p * n.exp(), "en")] == [TENSOR, ELEMENT]
-    assert [s.extent for s in segments_of(lambda p, n: p * (1 - n), "en")] == [ELEMENT]
+    assert [s.shape for s in segments_of(lambda p, n: p * n.exp(), "en")] == [TENSOR, ELEMENT]
+    assert [s.shape for s in segments_of(lambda p, n: p * (1 - n), "en")] == [ELEMENT]

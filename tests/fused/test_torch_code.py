@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from subtensors.dispatch.fused.executors import scalar_operands
 from subtensors.dispatch.fused.trace import Trace, trace
 from subtensors.kernels.fused.program import Parameter, Program, Shape, interpret
-from subtensors.kernels.fused.torch_codegen import operands, write_torch
+from subtensors.kernels.fused.torch_codegen import write_torch
 
 ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR
 
@@ -29,7 +30,7 @@ def both(program: Program, tensors: list[Tensor], numbers: list[float]) -> tuple
     ours, theirs = ([t.clone() for t in tensors] for _ in range(2))
     cpu = torch.device("cpu")
     return (
-        write_torch(program)(ours, numbers, operands(numbers, cpu)) + ours,
+        write_torch(program)(ours, numbers, scalar_operands(numbers, cpu)) + ours,
         interpret(program, theirs, numbers) + theirs,
     )
 
@@ -55,7 +56,7 @@ def test_values_that_are_read_no_more_lend_their_memory() -> None:
     program = traced(adam, *[(torch.float32, ELEMENT)] * 4, scalars=1)
     tensors = [torch.rand(5) for _ in range(4)]
     with Allocations() as mode:
-        write_torch(program)(tensors, [0.1], operands([0.1], torch.device("cpu")))
+        write_torch(program)(tensors, [0.1], scalar_operands([0.1], torch.device("cpu")))
     # g * 0.1, g * g, lr * m and v.sqrt(); the first operand of any other op is dead, or is what it writes.
     assert mode.count == 4
 

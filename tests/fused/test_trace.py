@@ -92,29 +92,29 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("maths", "advice"), REFUSED, ids=[str(f.__code__.co_firstlineno) for f, _ in REFUSED])
+@pytest.mark.parametrize(("function", "advice"), REFUSED, ids=[str(f.__code__.co_firstlineno) for f, _ in REFUSED])
 def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do_instead(
-    maths: Callable[..., Any], advice: str
+    function: Callable[..., Any], advice: str
 ) -> None:
     x = lists((3, 5), (4,))
     before = [t.clone() for t in x]
     with pytest.raises(st.RuleError) as refusal:
-        FusedFunction(maths)(x, 0.5)
+        FusedFunction(function)(x, 0.5)
     message = str(refusal.value)
     assert advice in message
-    line = inspect.getsource(maths).splitlines()[0].strip()
-    assert f"{__file__}:{maths.__code__.co_firstlineno}: {line}" in message
+    line = inspect.getsource(function).splitlines()[0].strip()
+    assert f"{__file__}:{function.__code__.co_firstlineno}: {line}" in message
     assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
 
 
 def test_a_number_assigned_by_a_mask_is_written_or_refused() -> None:
-    def maths(x: Tensor) -> None:
+    def function(x: Tensor) -> None:
         x[x > 0] = 1.0
 
     x = lists((3, 5), (4,))
     before, expected = [t.clone() for t in x], [torch.where(t > 0, 1.0, t) for t in x]
     try:
-        FusedFunction(maths)(x)  # some versions of torch make it an index_put_, others a masked_fill_
+        FusedFunction(function)(x)  # some versions of torch make it an index_put_, others a masked_fill_
     except st.RuleError:
         expected = before
     assert all(map(torch.equal, x, expected))
@@ -141,7 +141,7 @@ def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "maths",
+    "function",
     [
         lambda x, i: i.mean(),
         lambda x, i: i.norm(),
@@ -162,25 +162,25 @@ def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
     ],
 )
 @each_lowering
-def test_what_torch_refuses_is_refused(maths: Callable[..., Any], lowering: Lowering) -> None:
+def test_what_torch_refuses_is_refused(function: Callable[..., Any], lowering: Lowering) -> None:
     x, i = lists((3,)), TensorColumn([torch.tensor([1, 2, 3])])
     with pytest.raises((RuntimeError, TypeError)):
-        maths(x[0].clone(), i[0].clone())
-    assert check(lowering, maths, x, i) is None
+        function(x[0].clone(), i[0].clone())
+    assert check(lowering, function, x, i) is None
 
 
 def test_views_that_keep_any_shape_are_their_input_under_another_name() -> None:
-    def maths(x: Tensor, y: Tensor) -> None:
+    def function(x: Tensor, y: Tensor) -> None:
         for alias in (x[:], x[...], x.detach(), x.view_as(y), x.expand_as(y), x.reshape_as(y), x.transpose(0, 0)):
             alias.add_(1)
 
     x = TensorColumn(map(torch.zeros_like, lists((3, 5), (4,), (1, 7))))
-    FusedFunction(maths)(x, lists((3, 5), (4,), (1, 7)))
+    FusedFunction(function)(x, lists((3, 5), (4,), (1, 7)))
     assert all((t == 7).all() for t in x)
 
 
-def program_of(maths: Callable[..., Any], *args: Any) -> Any:
-    fusion = FusedFunction(maths)
+def program_of(function: Callable[..., Any], *args: Any) -> Any:
+    fusion = FusedFunction(function)
     fusion(*args)
     (traced,) = fusion._traces.values()
     return traced.program
@@ -197,14 +197,14 @@ def test_numbers_that_python_finds_equal_are_kept_apart() -> None:
 
 
 def test_a_write_reaches_every_alias_and_no_copy() -> None:
-    def maths(x: Tensor) -> tuple[Tensor, Tensor]:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
         alias, copy = x.detach(), x.clone()
         x.add_(1)
         return alias * 1, copy * 1
 
     x = lists((3,))
     before = x[0].clone()
-    alias, copy = FusedFunction(maths)(x)
+    alias, copy = FusedFunction(function)(x)
     assert torch.equal(alias[0], before + 1)
     assert torch.equal(copy[0], before)
 

@@ -259,13 +259,13 @@ def test_a_step_that_counts_nothing_is_one_reduction_kernel_and_one_update_kerne
 
 def test_the_counts_of_the_first_group_follow_the_norm_in_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     together = []
-    followed_by = FusedGradNorm.followed_by
+    launch_with = FusedGradNorm.launch_with
 
     def counted(prelude: FusedGradNorm, *args: Any) -> None:
         together.append(prelude)
-        followed_by(prelude, *args)
+        launch_with(prelude, *args)
 
-    monkeypatch.setattr(FusedGradNorm, "followed_by", counted)
+    monkeypatch.setattr(FusedGradNorm, "launch_with", counted)
     monkeypatch.setattr(FusedGradNorm, "alone", None)
     groups = [{"params": ones(LANES + 2)}, {"params": ones(2), "lr": 0.5}]
     optimizer = st.optim.AdamW(groups, lr=0.1, max_norm=0.5)

@@ -38,4 +38,4 @@ def groups(fusion: FusedFunction) -> list[Any]:
 
 
 def tables(fusion: FusedFunction) -> int:
-    return sum(g.tables for g in groups(fusion) if isinstance(g, TritonExecutor))
+    return sum(g.tables_built for g in groups(fusion) if isinstance(g, TritonExecutor))

@@ -1,4 +1,4 @@
-"""Fused maths under test: the ways to run it, and the oracle that says what is right.
+"""Fused math under test: the ways to run it, and the oracle that says what is right.
 
 The oracle calls the same function on each element in turn, on plain tensors. What rounding may do to the result is
 measured rather than guessed: beside the plain tensors run a float64 one (the truth), and a few in which every result
@@ -30,7 +30,7 @@ from subtensors.kernels.fused.launch import Tiling
 
 
 class Lowering(Enum):
-    """A way to run fused maths."""
+    """A way to run fused math."""
 
     TORCH = "torch"
     INTERPRETER = "interpreter"
@@ -284,18 +284,18 @@ def check(
     per_element: bool = False,
     **kwargs: Any,
 ) -> FusedFunction | None:
-    """Fused maths equals the same maths element by element; where that raises, so does it.
+    """Fused math equals the same math element by element; where that raises, so does it.
 
     Args:
         lowering: how the fused call runs.
-        function: the maths.
+        function: the math.
         args, kwargs: its arguments, `TensorColumn` for lists; they are copied first.
         fusion: what to call; by default the function, fused.
         tiling: how that is cut up; by default into small tiles.
         per_element: whether each element may only err as far as rounding pushes that element.
 
     Returns:
-        What was called; None where the maths was refused, by torch too.
+        What was called; None where the math was refused, by torch too.
     """
     args, kwargs = optree.tree_map(
         lambda v: TensorColumn(t.to(lowering.device) for t in v) if isinstance(v, TensorColumn) else v,

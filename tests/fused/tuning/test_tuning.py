@@ -55,7 +55,7 @@ def test_the_candidates_take_turns(gpu: FakeGPU) -> None:
 
 
 def test_scratch_memory_holds_every_kind_of_argument(gpu: FakeGPU) -> None:
-    def maths(p: Any, step: Any, flag: Any, count: Any, rate: Any, power: Any, lr: float, n: int) -> Any:
+    def function(p: Any, step: Any, flag: Any, count: Any, rate: Any, power: Any, lr: float, n: int) -> Any:
         step.add_(n)
         p.sub_(torch.where(flag, p * lr, p * rate) / (count + power + step))
         return p.norm(), p * 2
@@ -68,7 +68,7 @@ def test_scratch_memory_holds_every_kind_of_argument(gpu: FakeGPU) -> None:
     ]
     columns += [TensorColumn([torch.ones(4, dtype=torch.int32), ones.int()])]
     with kernels_on_cpu():
-        (chosen,) = FusedFunction(maths).tune(*columns, torch.tensor(0.5), torch.tensor(2), 0.1, 1).values()
+        (chosen,) = FusedFunction(function).tune(*columns, torch.tensor(0.5), torch.tensor(2), 0.1, 1).values()
     assert chosen == FASTEST
 
 

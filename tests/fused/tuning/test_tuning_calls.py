@@ -198,7 +198,7 @@ def test_a_measured_choice_is_a_candidate_and_later_processes_use_it(
 
 @pytest.mark.gpu
 def test_every_kind_of_argument_can_be_measured_on_a_gpu() -> None:
-    def maths(p: Any, step: Any, flag: Any, count: Any, rate: Any, lr: float, n: int) -> Any:
+    def function(p: Any, step: Any, flag: Any, count: Any, rate: Any, lr: float, n: int) -> Any:
         step.add_(n)
         p.sub_(torch.where(flag, p * lr, p * rate) / (count + step))
         return p.norm(), p * 2
@@ -210,7 +210,7 @@ def test_every_kind_of_argument_can_be_measured_on_a_gpu() -> None:
         lambda: torch.ones(7, device="cuda", dtype=torch.int64),
     ]
     columns = [TensorColumn([new(), new()]) for new in make]
-    (chosen,) = FusedFunction(maths).tune(*columns, torch.tensor(0.5), 0.1, 1).values()
+    (chosen,) = FusedFunction(function).tune(*columns, torch.tensor(0.5), 0.1, 1).values()
     assert chosen in CANDIDATES
 
 
