@@ -96,7 +96,7 @@ def _wrapped(value: PyTree, other: PyTree) -> PyTree:
     """A dynamic scalar as the tensor that `torch.where` makes of a plain number beside `other`."""
     if type(value) not in EXAMPLE_NUMBERS:
         return value
-    example = EXAMPLE_NUMBERS[type(other)] if type(other) in EXAMPLE_NUMBERS else other
+    example: PyTree = EXAMPLE_NUMBERS.get(type(other), other)
     dtype = torch.result_type(example, EXAMPLE_NUMBERS[type(value)])
     return torch.scalar_tensor(value, dtype=dtype)
 

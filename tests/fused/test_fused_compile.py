@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import subtensors as st
-from subtensors.fused import custom_op, fuse
+from subtensors.fused import custom_ops
 
 
 @st.fused
@@ -119,8 +119,8 @@ def test_opcheck_accepts_both_ops() -> None:
     (p, g, buf) = lists(2, packed=False)
     with torch.no_grad():
         torch.compile(step, fullgraph=True, backend="aot_eager")(p, g, buf, 0.5, True)
-    name = next(k for k, s in custom_op.signatures.items() if len(s.kinds) == 5)
-    written = custom_op.signatures[name].written
+    name = next(k for k, s in custom_ops.compiled_calls.items() if len(s.kinds) == 5)
+    written = custom_ops.compiled_calls[name].written
     columns = [p.tensors, g.tensors, buf.tensors]
     writes = [t for i, c in enumerate(columns) if i in written for t in c]
     reads = [t for i, c in enumerate(columns) if i not in written for t in c]
@@ -143,10 +143,10 @@ def test_two_functions_of_one_signature_have_different_names() -> None:
         fused = st.fused(function)
         torch._dynamo.reset()
         (p, *_) = lists(2, packed=False)
-        before = set(custom_op.signatures)
+        before = set(custom_ops.compiled_calls)
         with torch.no_grad():
             torch.compile(lambda x, f=fused: f(x), fullgraph=True, backend="aot_eager")(p)
-        names.append(set(custom_op.signatures) - before)
+        names.append(set(custom_ops.compiled_calls) - before)
     assert names[0] != names[1]
     assert names[2] == set()
 
@@ -170,11 +170,11 @@ def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> 
         return st.fused(decay)
 
     gc.collect()
-    before = len(fuse._fusions), len(custom_op.signatures)
+    before = len(custom_ops.functions), len(custom_ops.compiled_calls)
     for _ in range(5):
         decorated()(st.TensorList([torch.ones(2)]), 0.5)
     gc.collect()
-    assert len(fuse._fusions) == before[0]
+    assert len(custom_ops.functions) == before[0]
     for _ in range(3):
         decay = decorated()
         p = st.TensorList([torch.ones(2)])
@@ -184,5 +184,5 @@ def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> 
         torch._dynamo.reset()
     del decay
     gc.collect()
-    assert len(custom_op.signatures) == before[1] + 1
-    assert len(fuse._fusions) == before[0] + 1
+    assert len(custom_ops.compiled_calls) == before[1] + 1
+    assert len(custom_ops.functions) == before[0] + 1

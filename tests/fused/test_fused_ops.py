@@ -344,7 +344,7 @@ FEW_LANES = Tiling(block=16, warps=1)
 def test_reductions_of_many_chunks_give_what_torch_gives(
     dtype: torch.dtype, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "PROGRAMS", 0)  # chunks of several tiles, however few there are
+    monkeypatch.setattr(launch, "MIN_PROGRAMS", 0)  # chunks of several tiles, even for a small tensor
     function = together(REDUCTIONS, [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes])
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(1000, generator=generator, dtype=torch.float64).add(0.5)

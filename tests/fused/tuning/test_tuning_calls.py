@@ -27,7 +27,7 @@ from tuned import (
 
 import subtensors as st
 from subtensors.dispatch.fused import fused_function as fusion_module
-from subtensors.dispatch.fused.backend_selection import route_of
+from subtensors.dispatch.fused.backend_selection import execution_key
 from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
@@ -145,9 +145,9 @@ def test_devices_of_two_kinds_have_kernels_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(fusion_module, "TritonExecutor", lambda trace, kernels, *rest: kernels)
     decay, columns = FusedFunction(halve), [pair()]
     call = FusedCall((columns[0],), {})
-    route = replace(route_of([columns[0][0]], columns), triton=True)
+    key = replace(execution_key([columns[0][0]], columns), triton=True)
     kernels: list[KernelSet] = [
-        decay._make_group(call, replace(route, device=device), columns)  # type: ignore[misc]
+        decay._make_executor(call, replace(key, device=device), columns)  # type: ignore[misc]
         for device in ("meta", "cpu", "meta")
     ]
     assert kernels[0] is kernels[2] is not kernels[1]

@@ -12,8 +12,8 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 from subtensors.kernels.fused import grad_norm
-from subtensors.kernels.fused.grad_norm import SquareSum, reference
-from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.fused.grad_norm import GradNormGrid, reference
+from subtensors.kernels.runtime.transfer import to_device
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 CHUNK = grad_norm.BLOCK * grad_norm.ROUNDS
@@ -22,7 +22,7 @@ CHUNK = grad_norm.BLOCK * grad_norm.ROUNDS
 def total_of(tensors: list[Tensor], device: str) -> float:
     moved = [t.to(device) for t in tensors]
     total = torch.full((), math.nan, dtype=torch.float64, device=device)
-    sweep = SquareSum([t.numel() for t in moved], [t.dtype for t in moved], total.device, total)
+    sweep = GradNormGrid([t.numel() for t in moved], [t.dtype for t in moved], total.device, total)
     table = to_device(sweep.rows([[t.data_ptr() for t in moved]]), total.device)
     for _ in range(2):  # the second launch finds the counter as the first left it
         sweep.launch(table.data_ptr(), 0, 0, [], 0, 0)
