@@ -1,11 +1,10 @@
 """Cutting a program into kernels: one sweep over the elements between reductions.
 
-Time goes T0 E0 T1 E1 ... where Tk works on numbers per tensor (one lane a tensor) and Ek on elements and
-their blocks (one tile at a time), each after k rounds of reductions. A value is computed again in every
-segment that needs it, from memory, rather than kept: registers are free and memory is not. So the one
-question is what memory holds by then, because a store may have overwritten what a later segment reads. Then
-the store is put off until that segment (`_Overwritten`), or, for a number per tensor, the value is kept in a
-slot.
+Segments run in the order T0 E0 T1 E1 ..., where Tk computes numbers per tensor (one lane a tensor) and Ek elements and
+blocks (one tile at a time), each after k rounds of reductions. A value that several segments need is recomputed from
+memory in each of them: arithmetic is free and memory traffic is not. A store may overwrite a tensor that a later
+segment reads. Then the store is postponed to that segment (`_Overwritten`) or, for a number per tensor, the old value
+is kept in a slot of the workspace.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Segment:
     shape: Shape
     round: int
     steps: list[int] = field(default_factory=list)
-    """Values in the order they become available, however they do."""
+    """Values in the order in which they are loaded or computed."""
     memory: dict[int, int] = field(default_factory=dict)
     """Value -> the parameter whose memory holds it."""
     slots: dict[int, int] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Segment:
     keeps: dict[int, int] = field(default_factory=dict)
     """Slot -> value (number per tensor) written to the workspace."""
     reductions: dict[int, int] = field(default_factory=dict)
-    """Slot -> reduction instruction finished here."""
+    """Slot -> the reduction instruction that this segment completes."""
 
     @property
     def writes(self) -> bool:
@@ -49,16 +48,20 @@ class Segment:
 
 
 class _Overwritten(Exception):
+    """A parameter is overwritten before a segment of this round reads it."""
+
     def __init__(self, parameter: int, round_: int) -> None:
         self.parameter, self.round = parameter, round_
 
 
 class _Unkept(Exception):
+    """A number per tensor is overwritten, and no tensor segment of this round can keep it."""
+
     def __init__(self, round_: int) -> None:
         self.round = round_
 
 
-# A number per tensor is computed again in every tile unless it takes one of these.
+# A number per tensor is recomputed in every tile unless it takes one of these ops.
 _COSTLY = frozenset("pow exp exp2 expm1 log log10 log1p log2 sin cos tan tanh sinh cosh erf erfc erfinv lgamma".split())
 
 
@@ -105,7 +108,7 @@ class _Planner:
             segments[self._store_time(parameter)].stores[parameter] = value
         for number, value in enumerate(self.program.outputs):
             segments[_time(self.rounds[value], self.program.value(value).shape)].outputs[number] = value
-        # Later segments ask earlier ones to keep or reduce, so plan from the last to the first.
+        # Later segments make earlier ones keep or reduce values, so plan from the last to the first.
         for segment in reversed(segments):
             self._fill(segments, segment)
         return [s for s in segments if s.writes]
@@ -130,7 +133,7 @@ class _Planner:
             return
         value = self.program.value(index)
         home = self._home(index, segment)
-        # Only what no memory holds is kept: a number per tensor that is never stored has no time to be kept at.
+        # Keep a value only if no memory holds it; one that is never stored may have no segment that can keep it.
         kept = self._kept_in(index, segment) if home is None else None
         if home is not None:
             segment.memory[index] = home
@@ -149,7 +152,7 @@ class _Planner:
         segment.steps.append(index)
 
     def _home(self, index: int, segment: Segment) -> int | None:
-        """The parameter whose memory holds this value when `segment` reads."""
+        """The parameter whose memory holds this value when `segment` reads it; None without one."""
         now = _time(segment.round, segment.shape)
         if index < len(self.program.parameters):
             return index if index not in self.program.stores or self._store_time(index) >= now else None
@@ -160,7 +163,7 @@ class _Planner:
         return None
 
     def _kept_in(self, index: int, segment: Segment) -> int | None:
-        """The time of the earlier segment that keeps this number per tensor in a slot."""
+        """The position of the earlier segment that keeps this number per tensor in a slot; None without one."""
         value = self.program.value(index)
         if value.shape is not Shape.PER_TENSOR:
             return None
@@ -176,10 +179,10 @@ def plan_segments(program: Program) -> list[Segment]:
     """The kernels of a program, in the order they run.
 
     Args:
-        program: what happens to one element of every list.
+        program: the computation on one element of every list.
 
     Returns:
-        The segments; those without effect are left out.
+        The segments; those that write nothing are left out.
     """
     return _Planner(program).plan()
 

@@ -380,7 +380,7 @@ def gives_a_number(function: Function, of: Tensor) -> bool:
 
 
 def test_every_formula_of_the_table_is_tested() -> None:
-    names = {name for n in (table._SHARED, table._FLOAT, table._INTEGER, table._TRUTH, table._BOOL) for name in n}
+    names = {name for n in (table._SHARED, table._FLOAT, table._INTEGER, table._LOGICAL, table._BOOL) for name in n}
     recorded = set(table._REDUCE)
     for operations, count in ((UNARY, 1), (BINARY, 2)):
         for function, dtypes in operations.values():

@@ -28,8 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     fake = FakeGPU()
     fake.times[FASTEST] = [5.0]
     monkeypatch.setattr(tuning, "_is_gpu", lambda device: True)
-    monkeypatch.setattr(tuning, "_obstacle", lambda program, device: "")
-    monkeypatch.setattr(tuning_cache, "kind_of", lambda device: "a GPU (9.0)")
+    monkeypatch.setattr(tuning, "_why_not_measurable", lambda program, device: "")
+    monkeypatch.setattr(tuning_cache, "device_kind", lambda device: "a GPU (9.0)")
     monkeypatch.setattr(tuning, "_budget", lambda device: 2000)
     monkeypatch.setattr(tuning, "seconds", fake.seconds)
     return fake

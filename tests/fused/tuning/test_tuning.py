@@ -134,7 +134,7 @@ def test_a_choice_does_not_depend_on_the_name_of_the_function(gpu: FakeGPU) -> N
 
 def test_a_choice_is_for_one_kind_of_device(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(program(), CPU)
-    monkeypatch.setattr(tuning_cache, "kind_of", lambda device: "another GPU (9.0)")
+    monkeypatch.setattr(tuning_cache, "device_kind", lambda device: "another GPU (9.0)")
     assert tuned_tiling(program(), CPU) == Tiling()
 
 

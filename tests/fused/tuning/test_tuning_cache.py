@@ -54,7 +54,7 @@ NO_CHOICES += ['{"block": 1048576, "warps": 2}']
 def test_a_file_that_is_no_choice_is_ignored_and_reported_once(
     gpu: FakeGPU, folder: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    path = folder / f"tiling-{tuning_cache.signature_of(program(), CPU)}.json"
+    path = folder / f"tiling-{tuning_cache.tuning_key(program(), CPU)}.json"
     folder.mkdir()
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert [tuned_tiling(program(), CPU) for _ in range(2)] == [Tiling()] * 2
