@@ -49,7 +49,7 @@ def arguments(device: str) -> tuple[TensorColumn, TensorColumn]:
     return p, TensorColumn(torch.zeros((), device=device) for _ in p)
 
 
-def test_what_programs_of_several_dtypes_have_in_common_is_one_kernel(device: str, kernels: None) -> None:
+def test_programs_of_several_dtypes_share_a_common_kernel(device: str, kernels: None) -> None:
     fusion = counted_decay(1.0)
     fusion(*arguments(device), 0.5)
     first, second = (group.kernels.kernels for group in groups(fusion))
@@ -61,7 +61,7 @@ def test_what_programs_of_several_dtypes_have_in_common_is_one_kernel(device: st
 
 
 @pytest.mark.gpu
-def test_kernels_of_a_call_are_compiled_once_each_and_away_from_the_caller(compiled: Compiled) -> None:
+def test_kernels_of_a_call_are_compiled_once_each_in_other_threads(compiled: Compiled) -> None:
     fusion = counted_decay(2.0)
     p, step = arguments("cuda")
     expected = [t.double() * 1.5 for t in p]
@@ -81,7 +81,7 @@ def test_kernels_of_a_call_are_compiled_once_each_and_away_from_the_caller(compi
 
 
 @pytest.mark.gpu
-def test_a_call_may_be_made_while_the_caller_compiles_other_kernels(compiled: Compiled) -> None:
+def test_a_call_works_inside_the_callers_own_async_compilation(compiled: Compiled) -> None:
     p, step = arguments("cuda")
     with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool):
         counted_decay(3.0)(p, step, 0.5)
@@ -90,7 +90,7 @@ def test_a_call_may_be_made_while_the_caller_compiles_other_kernels(compiled: Co
 
 
 @pytest.mark.gpu
-def test_a_plan_that_is_only_explained_compiles_nothing(compiled: Compiled) -> None:
+def test_explain_compiles_nothing(compiled: Compiled) -> None:
     text = counted_decay(4.0).explain(*arguments("cuda"), 0.5)
     assert "kernel" in text
     assert not compiled

@@ -83,7 +83,7 @@ def tripled(p: Tensor) -> Tensor:
         (tripled, "tripled", 3),
     ],
 )
-def test_whatever_can_be_called_can_be_fused(function: Callable[[Tensor], Tensor], name: str, factor: int) -> None:
+def test_any_callable_can_be_fused(function: Callable[[Tensor], Tensor], name: str, factor: int) -> None:
     fused = st.fused(function)
     x = st.TensorList([torch.ones(2), torch.ones(3)])
     assert torch.equal(fused(x)[1], torch.full((3,), float(factor)))
@@ -95,7 +95,7 @@ def test_a_fused_function_is_pickled_and_copied_by_its_name() -> None:
 
 
 @each_lowering
-def test_an_empty_list_is_no_work(lowering: Lowering) -> None:
+def test_a_call_with_empty_lists_does_nothing(lowering: Lowering) -> None:
     fusion = FusedFunction(sgd)
     with lowering.running():
         assert fusion(TensorColumn([]), TensorColumn([]), 0.5) is None
@@ -152,7 +152,7 @@ def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() 
     assert torch.equal(p[0], torch.ones(3))
 
 
-def test_keyword_and_nested_arguments_are_told_apart() -> None:
+def test_keyword_and_nested_arguments_are_distinguished() -> None:
     fusion = FusedFunction(lambda p, *, a=1.0, b=(1.0, 2.0): p * a + b[0] - b[1])
     p = TensorColumn([torch.ones(2)])
     assert torch.equal(fusion(p, a=2.0, b=(3.0, 1.0))[0], torch.full((2,), 4.0))
@@ -162,7 +162,7 @@ def test_keyword_and_nested_arguments_are_told_apart() -> None:
 @pytest.mark.parametrize(
     "number", [np.float64(0.5), np.float32(0.5), np.int64(3), np.uint8(3), Fraction(1, 2)], ids=repr
 )
-def test_a_number_of_another_library_is_a_number_that_stays_live(number: Any) -> None:
+def test_a_numpy_number_is_a_dynamic_scalar(number: Any) -> None:
     fusion = FusedFunction(lambda p, x: p * x)
     for factor in (number, number + number):
         assert torch.equal(fusion(TensorColumn([torch.ones(2)]), factor)[0], torch.full((2,), float(factor)))
@@ -170,7 +170,7 @@ def test_a_number_of_another_library_is_a_number_that_stays_live(number: Any) ->
 
 
 @each_lowering
-def test_sparse_and_subclass_elements_go_through_the_function_itself(lowering: Lowering) -> None:
+def test_sparse_and_subclass_elements_run_the_function_itself(lowering: Lowering) -> None:
     sparse = torch.tensor([[0.0, 2.0], [0.0, 0.0]], device=lowering.device).to_sparse()
     fusion = FusedFunction(lambda x: x * 2)
     with lowering.running():
@@ -180,7 +180,7 @@ def test_sparse_and_subclass_elements_go_through_the_function_itself(lowering: L
     assert isinstance(groups(fusion)[0], EagerExecutor)
 
 
-def test_elements_that_differ_run_in_groups_of_their_own() -> None:
+def test_elements_that_differ_run_in_separate_groups() -> None:
     x = TensorColumn([torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0), torch.ones(5)])
     fusion = FusedFunction(lambda x: x * 2)
     with Lowering.INTERPRETER.running():

@@ -96,7 +96,7 @@ def test_packed_lists_are_traced_natively_whatever_their_length() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_learning_rate_that_changes_is_compiled_for_at_most_twice(packed: bool) -> None:
+def test_a_changing_learning_rate_compiles_at_most_twice(packed: bool) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     arguments = lists(3, packed)
     counters.clear()
@@ -106,7 +106,7 @@ def test_a_learning_rate_that_changes_is_compiled_for_at_most_twice(packed: bool
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_maths_that_returns_lists_is_traced_natively() -> None:
+def test_math_that_returns_lists_is_traced_natively() -> None:
     (p, *_) = lists(3, packed=False)
     with torch.no_grad():
         doubled, sums = torch.compile(lambda x: scaled(x, by=2.0), fullgraph=True, backend="aot_eager")(p)
@@ -162,7 +162,7 @@ def test_writing_to_a_tensor_that_all_elements_share_is_refused_when_compiling()
         torch.compile(lambda x, t: count(x, t), fullgraph=True, backend="aot_eager")(p, torch.zeros(()))
 
 
-def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> None:
+def test_deleted_functions_are_freed_and_compiled_ones_kept_once() -> None:
     def decorated() -> Any:
         def decay(p: torch.Tensor, lr: float) -> None:
             p.mul_(1 - lr)

@@ -30,7 +30,7 @@ def values(lowering: Lowering, *shapes: tuple[int, ...]) -> TensorColumn:
 
 
 @each_kernel_lowering
-def test_maths_goes_on_with_what_an_exchange_made_of_its_reductions(lowering: Lowering) -> None:
+def test_math_continues_with_the_reductions_that_an_exchange_combined(lowering: Lowering) -> None:
     def function(x: Tensor) -> None:
         share = x / x.sum()
         x.copy_(share + (x > 1).sum() * x.amax() / share.norm())
@@ -49,7 +49,7 @@ def test_maths_goes_on_with_what_an_exchange_made_of_its_reductions(lowering: Lo
 
 
 @each_kernel_lowering
-def test_strides_which_differ_between_processes_make_no_further_exchange(lowering: Lowering) -> None:
+def test_strides_that_differ_between_processes_add_no_exchange(lowering: Lowering) -> None:
     exchange, p, g = Doubled(), values(lowering, (4, 6), (5, 3)), values(lowering, (4, 6), (5, 3))
     g[0] = g[0].mT.contiguous().mT
     before = [t.clone() for t in p]
@@ -61,7 +61,7 @@ def test_strides_which_differ_between_processes_make_no_further_exchange(lowerin
 
 
 @each_kernel_lowering
-def test_a_part_without_elements_has_what_changes_nothing(lowering: Lowering) -> None:
+def test_a_part_without_elements_contributes_the_identity(lowering: Lowering) -> None:
     exchange, x = Doubled(), values(lowering, (0,), (3,))
     with lowering.running():
         total, largest = FusedFunction(lambda x: (x.sum(), x.amax()), exchange=exchange)(x)
@@ -82,7 +82,7 @@ def test_parts_are_refused_where_there_are_no_kernels() -> None:
         FusedFunction(lambda x: x.div_(x.sum()), exchange=Doubled())(TensorColumn([torch.ones(3)]))
 
 
-def test_a_number_of_elements_is_not_known_of_a_part() -> None:
+def test_math_on_the_number_of_elements_cannot_take_parts() -> None:
     x = TensorColumn([torch.ones(3)])
     assert FusedFunction(lambda x: x / x.norm()).takes_parts(x)
     assert not FusedFunction(lambda x: x / x.mean()).takes_parts(x)

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("first", LAYOUTS)
 @pytest.mark.parametrize("second", LAYOUTS)
 @each_lowering
-def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering) -> None:
+def test_every_layout_gives_the_same_result(first: str, second: str, lowering: Lowering) -> None:
     def function(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         p.sub_(g * 0.5)
         return p * g, g.sum()
@@ -51,7 +51,7 @@ def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering
 
 
 @each_lowering
-def test_a_broadcast_tensor_is_read(lowering: Lowering) -> None:
+def test_a_broadcast_tensor_can_be_read(lowering: Lowering) -> None:
     g = TensorColumn([torch.tensor(2.0).expand(70), torch.arange(3.0)[:, None].expand(3, 5)])
     assert check(lowering, lambda p, g: p.sub_(g), lists((70,), (3, 5)), g) is not None
 
@@ -63,7 +63,7 @@ def test_a_broadcast_tensor_cannot_be_written(lowering: Lowering) -> None:
         FusedFunction(lambda p: p.add_(1))(p)
 
 
-def test_results_are_laid_out_as_torch_lays_them_out() -> None:
+def test_results_have_the_strides_that_torch_gives() -> None:
     p = TensorColumn(transposed(t) for t in lists((3, 5), (4, 6)))
     with Lowering.INTERPRETER.running():
         result = FusedFunction(lambda p: p + 1)(p)
@@ -71,7 +71,7 @@ def test_results_are_laid_out_as_torch_lays_them_out() -> None:
 
 
 @interpreted
-def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_a_slower_path_is_explained_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     strided = TensorColumn([torch.ones(4, 2)[:, 0]])
     with Lowering.INTERPRETER.running():
@@ -85,7 +85,7 @@ def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFix
 
 
 @interpreted
-def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_explain_reports_misaligned_addresses(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     memory = torch.zeros(9)
     with Lowering.INTERPRETER.running():
@@ -101,7 +101,7 @@ def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFix
 
 
 @interpreted
-def test_groups_of_elements_that_overlap_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_explain_reports_groups_that_overlap_in_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     memory = torch.zeros(9)
     elements = TensorColumn([memory[:4], memory.view(3, 3)[:, 0]])
@@ -198,7 +198,7 @@ def test_gradients_flow_as_through_the_map(lowering: Lowering) -> None:
 
 
 @each_lowering
-def test_a_tensor_that_starts_to_require_grad_is_recorded(lowering: Lowering) -> None:
+def test_a_tensor_that_starts_to_require_grad_is_tracked(lowering: Lowering) -> None:
     fusion, p = FusedFunction(lambda p: p * 2), lists((3,), device=lowering.device)
     with lowering.running():
         for _ in range(3):
@@ -233,7 +233,7 @@ def test_results_are_saved_by_autograd_one_by_one(lowering: Lowering) -> None:
 
 
 @each_lowering
-def test_a_leaf_is_not_written_where_autograd_records(lowering: Lowering) -> None:
+def test_writing_to_a_leaf_in_grad_mode_is_refused(lowering: Lowering) -> None:
     p = TensorColumn([torch.ones(3, device=lowering.device, requires_grad=True)])
     with lowering.running(), pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         FusedFunction(lambda p: p.add_(1))(p)

@@ -247,9 +247,7 @@ def together(operations: dict[str, tuple[Function, list[torch.dtype]]], names: l
 
 
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(UNARY))
-def test_formulas_of_one_operand_give_what_torch_gives(
-    lowering: Lowering, names: list[str], dtype: torch.dtype
-) -> None:
+def test_formulas_of_one_operand_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
     function, values = together(UNARY, names), special_values(dtype)
     # As elements of a tensor, and as a number per tensor: those compute in float64.
     assert check(lowering, function, TensorColumn([values]), tiling=ONE_TILE, per_element=True) is not None
@@ -269,7 +267,7 @@ BEYOND: list[Function] = [
 @each_lowering
 @pytest.mark.parametrize("function", BEYOND)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-def test_integers_clamped_to_what_they_cannot_hold_are_what_torch_gives(
+def test_integers_clamped_beyond_their_range_equal_torch(
     lowering: Lowering, function: Function, dtype: torch.dtype
 ) -> None:
     for number in (-2, 2, 300):
@@ -277,9 +275,7 @@ def test_integers_clamped_to_what_they_cannot_hold_are_what_torch_gives(
 
 
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(BINARY))
-def test_formulas_of_two_operands_give_what_torch_gives(
-    lowering: Lowering, names: list[str], dtype: torch.dtype
-) -> None:
+def test_formulas_of_two_operands_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
     function, (a, b) = together(BINARY, names), all_pairs(dtype, dtype)
     assert (
         check(lowering, function, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE, per_element=True) is not None
@@ -316,7 +312,7 @@ def test_operands_of_two_dtypes_are_promoted_as_torch_promotes_them(
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(REDUCTIONS, together=6, lowerings=LOWERINGS))
-def test_reductions_give_what_torch_gives(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
+def test_reductions_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
     function = together(REDUCTIONS, names)
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(201, dtype=torch.float64, generator=generator).abs().add(0.5)
@@ -341,7 +337,7 @@ FEW_LANES = Tiling(block=16, warps=1)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
 @each_kernel_lowering
-def test_reductions_of_many_chunks_give_what_torch_gives(
+def test_reductions_of_many_chunks_equal_torch(
     dtype: torch.dtype, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PROGRAMS", 0)  # chunks of several tiles, even for a small tensor
@@ -361,7 +357,7 @@ def test_reductions_of_many_chunks_give_what_torch_gives(
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 @each_lowering
-def test_a_reduction_of_no_elements_gives_what_torch_gives(dtype: torch.dtype, lowering: Lowering) -> None:
+def test_a_reduction_of_an_empty_tensor_equals_torch(dtype: torch.dtype, lowering: Lowering) -> None:
     empty = torch.ones(0, dtype=dtype), torch.ones(0, 3, dtype=dtype)
     given = [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes]
     answered = [name for name in given if gives_a_number(REDUCTIONS[name][0], empty[0])]
@@ -399,7 +395,7 @@ def test_every_formula_of_the_table_is_tested() -> None:
     [lambda x: x.std(), lambda x: x.std(correction=0), lambda x: x.norm()],
     ids=["std", "about its mean", "norm"],
 )
-def test_a_root_is_a_half_where_what_it_is_taken_of_is_none(
+def test_a_root_fits_float16_where_its_argument_overflows(
     deviation: Callable[[Tensor], Tensor], lowering: Lowering
 ) -> None:
     halves = torch.tensor([1e4, -0.3, 2.2, 0.6], dtype=torch.float16, device=lowering.device)

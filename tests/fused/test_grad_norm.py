@@ -46,13 +46,13 @@ def test_the_kernel_adds_up_all_elements(dtypes: list[torch.dtype], lowering: Lo
 
 @each_kernel_lowering
 @given(sizes=some.lists(some.integers(0, 3000), min_size=1, max_size=5))
-def test_tensors_of_any_sizes_do(sizes: list[int], lowering: Lowering) -> None:
+def test_tensors_of_any_sizes_are_summed(sizes: list[int], lowering: Lowering) -> None:
     tensors = [numbers(n, torch.float32, i) for i, n in enumerate(sizes)]
     assert total_of(tensors, lowering.device) == pytest.approx(reference(tensors).item(), rel=1e-14)
 
 
 @each_kernel_lowering
-def test_nothing_beyond_a_tensor_is_read(lowering: Lowering) -> None:
+def test_the_kernel_reads_nothing_beyond_a_tensor(lowering: Lowering) -> None:
     around = torch.full((6000,), math.nan)
     around[100:5100] = 2.0
     assert total_of([around[100:5100]], lowering.device) == 20000.0
@@ -60,19 +60,19 @@ def test_nothing_beyond_a_tensor_is_read(lowering: Lowering) -> None:
 
 @each_kernel_lowering
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_is_seen(value: float, lowering: Lowering) -> None:
+def test_inf_and_nan_reach_the_sum(value: float, lowering: Lowering) -> None:
     x = torch.ones(300)
     x[170] = value
     assert not math.isfinite(total_of([torch.ones(5), x], lowering.device))
 
 
 @each_kernel_lowering
-def test_squares_beyond_float32_are_none_beyond_float64(lowering: Lowering) -> None:
+def test_squares_beyond_float32_do_not_overflow(lowering: Lowering) -> None:
     assert total_of([torch.full((4,), 1e30)], lowering.device) == pytest.approx(4e60, rel=1e-6)
 
 
 @pytest.mark.gpu
-def test_more_chunks_than_programs_are_right_and_each_time_the_same() -> None:
+def test_more_chunks_than_programs_are_right_and_deterministic() -> None:
     x = torch.randn(300_000_007, device="cuda")
     first = total_of([x, x[5:1000]], "cuda")
     assert first == pytest.approx(float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2, rel=1e-5)

@@ -35,12 +35,12 @@ def test_the_kernels_give_the_means_of_many_matrices(dtype: torch.dtype, lowerin
 
 @each_kernel_lowering
 @given(shapes=some.lists(some.tuples(some.integers(1, 150), some.integers(1, 150)), min_size=1, max_size=3))
-def test_matrices_of_any_shapes_do(shapes: list[tuple[int, int]], lowering: Lowering) -> None:
+def test_matrices_of_any_shapes_give_their_means(shapes: list[tuple[int, int]], lowering: Lowering) -> None:
     check(shapes, torch.float32, lowering.device)
 
 
 @pytest.mark.gpu
-def test_large_matrices_are_right_and_each_time_the_same() -> None:
+def test_large_matrices_are_right_and_deterministic() -> None:
     x = torch.randn(100_000, 640, device="cuda")
     (rows,), (columns,) = row_column_means([x])
     torch.testing.assert_close(rows, x.square().mean(1, keepdim=True))

@@ -93,9 +93,7 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(("function", "advice"), REFUSED, ids=[str(f.__code__.co_firstlineno) for f, _ in REFUSED])
-def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do_instead(
-    function: Callable[..., Any], advice: str
-) -> None:
+def test_untraceable_code_is_refused_with_its_line_and_advice(function: Callable[..., Any], advice: str) -> None:
     x = lists((3, 5), (4,))
     before = [t.clone() for t in x]
     with pytest.raises(st.RuleError) as refusal:
@@ -107,7 +105,7 @@ def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do_instead(
     assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
 
 
-def test_a_number_assigned_by_a_mask_is_written_or_refused() -> None:
+def test_assignment_by_a_mask_is_right_or_refused() -> None:
     def function(x: Tensor) -> None:
         x[x > 0] = 1.0
 
@@ -128,7 +126,7 @@ def test_a_refusal_inside_a_called_function_names_its_line() -> None:
         FusedFunction(lambda x: inner(x) + 1)(lists((3,)))
 
 
-def test_a_result_that_is_no_tensor_is_refused() -> None:
+def test_a_result_that_is_not_a_tensor_is_refused() -> None:
     with pytest.raises(st.RuleError, match="returns tensors, got float"):
         FusedFunction(lambda x: (x, 1.5))(lists((3,)))
 
@@ -162,14 +160,14 @@ def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
     ],
 )
 @each_lowering
-def test_what_torch_refuses_is_refused(function: Callable[..., Any], lowering: Lowering) -> None:
+def test_calls_that_torch_refuses_are_refused(function: Callable[..., Any], lowering: Lowering) -> None:
     x, i = lists((3,)), TensorColumn([torch.tensor([1, 2, 3])])
     with pytest.raises((RuntimeError, TypeError)):
         function(x[0].clone(), i[0].clone())
     assert check(lowering, function, x, i) is None
 
 
-def test_views_that_keep_any_shape_are_their_input_under_another_name() -> None:
+def test_views_that_keep_any_shape_are_aliases_of_their_input() -> None:
     def function(x: Tensor, y: Tensor) -> None:
         for alias in (x[:], x[...], x.detach(), x.view_as(y), x.expand_as(y), x.reshape_as(y), x.transpose(0, 0)):
             alias.add_(1)
@@ -186,12 +184,12 @@ def program_of(function: Callable[..., Any], *args: Any) -> Any:
     return traced.program
 
 
-def test_the_same_maths_is_done_once() -> None:
+def test_common_subexpressions_are_computed_once() -> None:
     program = program_of(lambda x, n: (x * n + 1, x * n - 1), lists((3,)), 0.5)
     assert [step.name for step in program.instructions] == ["mul", "add", "sub"]
 
 
-def test_numbers_that_python_finds_equal_are_kept_apart() -> None:
+def test_numbers_that_python_finds_equal_are_distinguished() -> None:
     program = program_of(lambda x: (x.copysign(0.0), x.copysign(-0.0), x.clamp(1), x.clamp(1.0)), lists((3,)))
     assert len(program.instructions) == 4
 
@@ -209,7 +207,7 @@ def test_a_write_reaches_every_alias_and_no_copy() -> None:
     assert torch.equal(copy[0], before)
 
 
-def test_what_is_computed_from_live_numbers_alone_is_one_number() -> None:
+def test_an_expression_of_dynamic_scalars_is_one_scalar() -> None:
     program = program_of(lambda x, b, t: x / (1 - b**t), lists((3,)), 0.9, 3)
     assert [step.name for step in program.instructions] == ["div"]
     assert program.scalars == (float,)
@@ -231,9 +229,7 @@ def test_what_is_computed_from_live_numbers_alone_is_one_number() -> None:
     ],
 )
 @each_lowering
-def test_live_numbers_are_computed_as_python_computes_them(
-    host: Callable[[float, int], float], lowering: Lowering
-) -> None:
+def test_dynamic_scalars_are_computed_as_in_python(host: Callable[[float, int], float], lowering: Lowering) -> None:
     x = TensorColumn([torch.ones(3, dtype=torch.float64, device=lowering.device)])
     fusion = FusedFunction(lambda x, a, n: x * host(a, n))
     with lowering.running():
@@ -247,7 +243,7 @@ def test_live_numbers_are_computed_as_python_computes_them(
 @pytest.mark.parametrize("number", [0.1, 3])
 @pytest.mark.parametrize("shape", [(3,), ()])
 @each_lowering
-def test_a_live_number_in_where_has_the_type_a_plain_one_has(
+def test_a_dynamic_scalar_in_where_has_the_type_of_a_plain_number(
     dtype: torch.dtype, number: float, shape: tuple[int, ...], lowering: Lowering
 ) -> None:
     x = TensorColumn([torch.ones(shape).to(dtype)])

@@ -74,7 +74,7 @@ def test_a_new_static_value_or_kind_of_number_is_traced(values: tuple[Any, Any])
     assert fusion.traces == 2
 
 
-def test_the_modes_of_torch_that_change_the_maths_are_traced_apart() -> None:
+def test_modes_of_torch_that_change_the_math_are_traced_separately() -> None:
     fusion = FusedFunction(lambda p: p + torch.tensor(0.5))
     p = TensorColumn([torch.ones(2, dtype=torch.int64)])
     assert fusion(p)[0].dtype == torch.float32
@@ -87,7 +87,7 @@ def test_the_modes_of_torch_that_change_the_maths_are_traced_apart() -> None:
 
 
 @each_kernel_lowering
-def test_minus_zero_is_another_number_than_zero(lowering: Lowering) -> None:
+def test_minus_zero_and_zero_are_different_numbers(lowering: Lowering) -> None:
     p = TensorColumn([torch.ones(2, device=lowering.device)])
     live = FusedFunction(lambda p, x: torch.copysign(p, torch.full_like(p, x)))
     literal = FusedFunction(lambda p, negative: torch.copysign(p, -0.0 if negative else 0.0))
@@ -97,7 +97,7 @@ def test_minus_zero_is_another_number_than_zero(lowering: Lowering) -> None:
 
 
 @each_kernel_lowering
-def test_a_moved_tensor_gets_a_new_table_and_an_unmoved_one_none(lowering: Lowering) -> None:
+def test_only_a_tensor_at_a_new_address_gets_a_new_pointer_table(lowering: Lowering) -> None:
     p, g = lists((3,), (70,), device=lowering.device), lists((3,), (70,), seed=1, device=lowering.device)
     fusion, left = FusedFunction(sgd), list[Tensor]()
     with lowering.running():
@@ -114,7 +114,7 @@ def test_a_moved_tensor_gets_a_new_table_and_an_unmoved_one_none(lowering: Lower
 
 @pytest.mark.parametrize("is_same_list", [True, False])
 @each_lowering
-def test_a_tensor_that_is_given_other_data_is_seen_as_it_is(is_same_list: bool, lowering: Lowering) -> None:
+def test_new_data_of_a_tensor_is_noticed(is_same_list: bool, lowering: Lowering) -> None:
     tensors = [torch.zeros(3, device=lowering.device), torch.zeros(4, device=lowering.device)]
     fusion, kept = FusedFunction(lambda p: p.add_(1)), TensorColumn(tensors)
     with lowering.running():
@@ -127,7 +127,7 @@ def test_a_tensor_that_is_given_other_data_is_seen_as_it_is(is_same_list: bool, 
 
 
 @each_lowering
-def test_gradients_that_are_freed_and_made_again_each_step_are_found(lowering: Lowering) -> None:
+def test_gradients_that_are_reallocated_each_step_are_noticed(lowering: Lowering) -> None:
     p = [torch.nn.Parameter(torch.ones(70, device=lowering.device)) for _ in range(3)]
     fusion = FusedFunction(sgd)
     with lowering.running(), torch.no_grad():
@@ -177,7 +177,7 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
 
 
 @each_kernel_lowering
-def test_only_so_many_tables_and_plans_are_kept(lowering: Lowering) -> None:
+def test_the_number_of_cached_tables_and_plans_is_limited(lowering: Lowering) -> None:
     fusion = FusedFunction(sgd)
     with lowering.running():
         for size in range(1, FusedFunction.MAX_PLANS + 5):
