@@ -93,8 +93,8 @@ def execution_key(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
 def _expansions(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
     """The expansion of each tensor: "row", "column" or none; none for all unless the other tensors are contiguous."""
     kinds = ["" if scales or t.dim() < 2 else _expanded_dim(t) for t, scales in zip(row, is_scales, strict=True)]
-    others = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
-    return kinds if others and all(t.is_contiguous() for t in others) else [""] * len(row)
+    dense = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
+    return kinds if dense and all(t.is_contiguous() for t in dense) else [""] * len(row)
 
 
 def _expanded_dim(t: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Reductions and other composite ops, written in the few ops that have a formula of their own.
 
-Torch's decompositions cover most of what is not in the table of formulas; these are the ones it keeps
-whole because it has a kernel for them. Half precision is summed in float32, as torch's kernels do.
+Torch decomposes most ops that are not in the table of formulas; these are ops that it does not decompose, because it
+has kernels for them. Half precision is summed in float32, as torch's kernels do.
 """
 
 from __future__ import annotations

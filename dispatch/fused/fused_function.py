@@ -309,7 +309,7 @@ class FusedFunction:
 
         def apply(tensors: Sequence[Tensor], numbers: Sequence[float]) -> PyTree:
             if self.exchange is not None:
-                raise RuleError(f"{self.name} of parts of tensors, and what it writes overlaps others in memory")
+                raise RuleError(f"{self.name} of parts of tensors that are written and overlap others in memory")
             args, kwargs = call.replace(tensors, numbers)
             return self.function(*args, **kwargs)
 

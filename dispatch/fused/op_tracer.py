@@ -49,7 +49,7 @@ class OpTracer(TorchDispatchMode):
     """Records every op on the proxies as instructions.
 
     Args:
-        device: where the elements live.
+        device: the device of the elements.
         parameters: descriptions of the proxies that it starts with.
     """
 
@@ -84,7 +84,7 @@ class OpTracer(TorchDispatchMode):
         if not self.depth:
             self._check_kernel(func, arguments)
         if func in EXPANSIONS:
-            # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
+            # Torch's own checks: an expansion may return a result where the op refuses its arguments.
             positional, keywords = call_form(func, [self._meta(a) for a in arguments])
             func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
@@ -212,7 +212,7 @@ class OpTracer(TorchDispatchMode):
             refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
 
     def _check_kernel(self, func: OpOverload, arguments: list[PyTree]) -> None:
-        """Refuse integers where torch has no kernel for them: a decomposition would give an answer all the same."""
+        """Refuse integers where torch has no kernel for them, though a decomposition would return a result."""
         integral = INTEGERS | {torch.bool}
         if func.namespace != "aten" or not any(isinstance(a, ProxyTensor) and a.dtype in integral for a in arguments):
             return
@@ -234,7 +234,7 @@ class OpTracer(TorchDispatchMode):
             # One number is its own sum, product, maximum and minimum.
             instruction = replace(instruction, op=_TO, args=(source, instruction.dtype))
         if instruction.name == "stochastic_round":
-            # Each rounding draws bits of its own.
+            # Each rounding draws different bits.
             salt = sum(earlier.name == "stochastic_round" for earlier in self.instructions)
             instruction = replace(instruction, args=(source, salt))
         # Python finds 1, 1.0 and True equal, and 0.0 and -0.0; their texts differ.

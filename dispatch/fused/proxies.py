@@ -17,7 +17,7 @@ from subtensors.kernels.fused.program import Shape
 
 aten = torch.ops.aten
 
-# Any shape would do; an odd one shows up in an error that should have been caught here.
+# Arbitrary shapes; odd ones are easy to recognize in an error message.
 EXAMPLE_SHAPES = {Shape.PER_ELEMENT: (3, 5), Shape.PER_TENSOR: (), Shape.PER_BLOCK: (blockwise.block_count(3 * 5),)}
 
 

@@ -22,17 +22,17 @@ _nbytes = attrgetter("nbytes")
 class TensorColumn(list[Tensor]):
     """One tensor for each element of a list, never changed once made: the form in which lists are dispatched.
 
-    A promise of its holder saves checks of every tensor in every call.
+    Promises of the list's holder save checks of every tensor in every call.
 
     Args:
         tensors: the tensors.
-        is_fixed: neither the tensors nor their memory change while this object lives, and autograd has saved
-            none of them that does not require grad. Then the list is recognized by identity, and not even
-            addresses are read again. The memory is kept for as long.
-        keeps_layout: a tensor whose address is what it was in the last call with this list has the shape and dtype it
-            had then, as parameters do. Then only addresses, and the layout of matrices there, are read again.
-        like: the list that promises so for this one, as a list of parameters does for their gradients, of which
-            there is a new list in each step.
+        is_fixed: promises that neither the tensors nor their memory change while this object lives, and that autograd
+            has saved none of them that does not require grad. Then the list is recognized by identity, and not even
+            addresses are read again. The list keeps the memory alive.
+        keeps_layout: promises that a tensor at an unchanged address has an unchanged shape and dtype, as parameters
+            have. Then only addresses, and the layouts of matrices, are read again.
+        like: the list whose `keeps_layout` holds for this one too, as a list of parameters has for their gradients, of
+            which there is a new list in each step.
     """
 
     def __init__(

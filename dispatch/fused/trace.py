@@ -59,7 +59,7 @@ def trace(
         parameters: descriptions of the tensors.
         numbers: the kinds of the dynamic scalars.
         replace: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
-        device: where the elements live.
+        device: the device of the elements.
 
     Returns:
         The program, the functions that compute its dynamic scalars, and the result of the function.

@@ -24,10 +24,10 @@ def _per_element(scales, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def blockwise_absmax(x, inside, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def blockwise_absmax(x, inside, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """The scale of each block of a tile: `blockwise.absmax`."""
     x = tl.abs(x)
-    if not WHOLE:
+    if not FULL:
         x = tl.where(inside, x, 0)
     largest = tl.reduce(tl.reshape(x, [BLOCK // SIZE, SIZE]), 1, _largest)
     return tl.where(largest < SMALLEST, 0, largest)
@@ -104,20 +104,20 @@ def dequantize_blockwise(codes, scales, SIGNED: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def load_blocks(pointer, left, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def load_blocks(pointer, left, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """The scales of a tile's blocks; `left` elements of the tensor are in this tile and after it."""
     block = tl.arange(0, BLOCK // SIZE)
-    if WHOLE:
+    if FULL:
         return tl.load(pointer + block)
     else:
         return tl.load(pointer + block, mask=block * SIZE < left, other=0)
 
 
 @triton.jit
-def store_blocks(pointer, left, value, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def store_blocks(pointer, left, value, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Write the scales of a tile's blocks, as `load_blocks` reads them."""
     block = tl.arange(0, BLOCK // SIZE)
-    if WHOLE:
+    if FULL:
         tl.store(pointer + block, value)
     else:
         tl.store(pointer + block, value, mask=block * SIZE < left)

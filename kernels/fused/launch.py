@@ -120,7 +120,7 @@ class TileMap:
         total = int(parts.sum())
         tensor = np.repeat(np.arange(len(sizes), dtype=np.int64), parts)
         within = np.arange(total, dtype=np.int64) - np.repeat(first, parts)
-        # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
+        # At least one entry, which may be unused: Triton's interpreter accepts no empty tensor.
         entries = to_device((tensor << 32 | within) if total else np.zeros(1, np.int64), device)
         return TileMap(entries, entries.data_ptr(), first, total)
 

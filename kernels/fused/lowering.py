@@ -148,7 +148,7 @@ _FLOAT: dict[str, Template] = {
     "div": _divide,
     "reciprocal": lambda x: f"div(1.0, {x})",
     "addcdiv": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'div({a}, {b})', value)})",
-    # Torch's own two-sided form: exact at both ends.
+    # Torch's two-sided form, exact at both ends.
     "lerp": _format("tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}), {1} - ({1} - {0}) * (1.0 - {2}))"),
     "sqrt": _call("sqrt"),
     "rsqrt": _libdevice("rsqrt"),
@@ -161,7 +161,7 @@ _FLOAT: dict[str, Template] = {
     "isinf": _format("(tl.abs({0}) == float('inf'))"),
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
-    "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, WHOLE, BLOCK)",
+    "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, FULL, BLOCK)",
     "quantize_blockwise": lambda x, scales, signed: f"quantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "dequantize_blockwise": lambda x, scales, signed: f"dequantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, tile, which, {salt.literal}, BLOCK)",

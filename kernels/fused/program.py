@@ -164,7 +164,7 @@ def interpret(program: Program, tensors: Sequence[torch.Tensor], scalars: Sequen
 
     for step in program.instructions:
         values.append(_run(step.op, step.dtype, [resolve(a) for a in step.args]))
-    # An output is a tensor of its own, also where it equals a parameter, another output or a stored value.
+    # Each output is a separate tensor, even where it equals a parameter, another output or a stored value.
     shared = {*range(len(tensors)), *program.stores.values()}
     outputs = []
     for v in program.outputs:

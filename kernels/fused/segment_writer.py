@@ -235,7 +235,7 @@ def wrapped(number: int, info: torch.iinfo) -> int:
 
 
 def constant(number: float, dtype: torch.dtype) -> str:
-    """A scalar of this dtype; -0.0 by its bits, as Triton takes every zero for 0.0."""
+    """A scalar of this dtype; -0.0 by its bits, as Triton makes every zero 0.0."""
     if number == 0 and math.copysign(1, number) < 0 and dtype in (torch.float32, torch.float64):
         bits = torch.finfo(dtype).bits
         return f"tl.full([], {-(2 ** (bits - 1))}, tl.int{bits}).to({TRITON_TYPES[dtype]}, bitcast=True)"

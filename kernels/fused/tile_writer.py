@@ -32,11 +32,11 @@ class TileWriter(SegmentWriter):
         if self.program.parameters[parameter].on_host:
             return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
         if expanded := self.program.parameters[parameter].expanded:
-            return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, WHOLE)", parameter, index)
+            return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, FULL)", parameter, index)
         if self.is_tile(index):
-            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
+            return self.loaded(f"load_tile(p{parameter}, lane, inside, FULL)", parameter, index)
         if self.value(index).shape is Shape.PER_BLOCK:
-            return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
+            return f"load_blocks(p{parameter}, left, FULL, BLOCK)"
         return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
 
     def load_slot(self, index: int) -> str:
@@ -68,21 +68,21 @@ class TileWriter(SegmentWriter):
         for parameter, value in self.segment.stores.items():
             text = self.in_memory(value, self.program.parameters[parameter].dtype)
             if self.program.parameters[parameter].shape is Shape.PER_BLOCK:
-                body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
+                body.append(f"store_blocks(p{parameter}, left, {text}, FULL, BLOCK)")
             else:
-                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
+                body.append(f"store_tile(p{parameter}, lane, inside, {text}, FULL)")
         if self.segment.outputs:
             body.append(f"offset = tl.load(table + {OUTPUT} * N + tensor) + start")
         for number, value in self.segment.outputs.items():
             text = self.in_memory(value, self.value(value).dtype)
             start = self.aligned(f"out{number} + offset", self.value(value).dtype)
-            body.append(f"store_tile({start}, lane, inside, {text}, WHOLE)")
+            body.append(f"store_tile({start}, lane, inside, {text}, FULL)")
         for slot, value in self.segment.reductions.items():
             body.append(f"r{slot} = {self.contribution(value)}")
         body.append(f"return {self.names('r') or 'tile'}")
         kernel = [*(self.sweep() if self.segment.reductions else self.tile())]
         more = ", ROUNDS: tl.constexpr" if self.segment.reductions else ""
-        return function_source(f"{self.name}_tile", f"{arguments}, WHOLE: tl.constexpr", body) + function_source(
+        return function_source(f"{self.name}_tile", f"{arguments}, FULL: tl.constexpr", body) + function_source(
             self.name, f"{ARGUMENTS}{self.outputs}{more}", kernel, kernel=True
         )
 
@@ -157,7 +157,7 @@ class TileWriter(SegmentWriter):
         step = self.reduction(value)
         kind = self.compute_register(step)
         operand = self.operand(step, 0, step.args[0], kind)
-        return f"({operand} if WHOLE else tl.where(inside, {operand}, {identity(step.name, kind)}))"
+        return f"({operand} if FULL else tl.where(inside, {operand}, {identity(step.name, kind)}))"
 
     def aligned(self, pointer: str, dtype: torch.dtype) -> str:
         """The start of a tile, with an alignment hint for a full one: 16 bytes for the widest dtype, less for others.
@@ -169,7 +169,7 @@ class TileWriter(SegmentWriter):
         touched = [self.program.parameters[p] for p in (*self.segment.memory.values(), *self.segment.stores)]
         written = [self.value(value) for value in self.segment.outputs.values()]
         widest = max(t.dtype.itemsize for t in (*touched, *written) if t.shape is Shape.PER_ELEMENT)
-        return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if WHOLE else {pointer}"
+        return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if FULL else {pointer}"
 
     def seeded(self) -> bool:
         """Return whether the segment draws random bits."""

@@ -112,7 +112,7 @@ class _Writer:
         return name
 
     def ending(self) -> list[str]:
-        """The lines that make each output a tensor of its own, then those of the remaining stores."""
+        """The lines that make each output a separate tensor, then those of the remaining stores."""
         shared = {*range(self.first), *self.program.stores.values()}
         lines, outputs = [], []
         for order, value in enumerate(self.program.outputs):

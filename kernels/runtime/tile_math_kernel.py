@@ -149,18 +149,18 @@ def tile_amin(x):
 
 
 @triton.jit
-def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
-    """Load a tile of a tensor; `WHOLE` if every lane is inside."""
-    if WHOLE:
+def load_tile(pointer, lane, inside, FULL: tl.constexpr):
+    """A tile of a tensor; `FULL` when every lane is inside."""
+    if FULL:
         return tl.load(pointer + lane)
     else:
         return tl.load(pointer + lane, mask=inside, other=0)
 
 
 @triton.jit
-def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
-    """Store a tile of a tensor; arguments as of `load_tile`."""
-    if WHOLE:
+def store_tile(pointer, lane, inside, value, FULL: tl.constexpr):
+    """Write a tile of a tensor, as `load_tile` reads it."""
+    if FULL:
         tl.store(pointer + lane, value)
     else:
         tl.store(pointer + lane, value, mask=inside)

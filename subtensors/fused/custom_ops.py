@@ -29,7 +29,7 @@ functions: WeakValueDictionary[int, FusedFunction] = WeakValueDictionary()
 
 
 class CompiledCall(NamedTuple):
-    """The properties that all calls from one split_by_keyword in a compiled function share."""
+    """The properties that all calls from one place in a compiled function share."""
 
     fusion: FusedFunction
     kinds: tuple[Kind, ...]
