@@ -166,7 +166,7 @@ def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:
     taken now and then. Inside `st.fused` math it is part of the kernel's store.
 
     Args:
-        target: bfloat16, written in split_by_keyword; any shape.
+        target: bfloat16, written in place; any shape.
         source: float32 of a shape that broadcasts to it.
 
     Returns:

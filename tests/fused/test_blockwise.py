@@ -1,4 +1,4 @@
-"""Tensors of 8-bit codes: how near they are, that reading and writing them again changes nothing, and their kernels."""
+"""Tensors of 8-bit codes: their error, stable round trips, and their kernels."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_kernels_on_codes_equal_torch(is_signed: bool, tiling: Tiling | None, de
         value = decayed(code, scale, gradient, is_signed, 0.9)
         torch.testing.assert_close(values[i].cpu(), value)
         torch.testing.assert_close(scales[i].cpu(), scale)
-        # Where a number lies between two codes, the last bit of a root decides.
+        # The last bit of a root decides between two codes that are equally near.
         assert (codes[i].cpu().int() - code.int()).abs().sum() <= 0.01 * code.numel() + (code.numel() > 0)
         assert not code.numel() or code.abs().max() > 0
 

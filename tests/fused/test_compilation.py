@@ -22,7 +22,7 @@ SHAPES = [(3, 5), (700,), (64, 64)]
 
 
 def counted_decay(constant: float) -> FusedFunction:
-    """Math of kernels of its own for each constant, whatever was compiled before."""
+    """Math with different kernels for each constant, so that none was compiled before."""
 
     def decay(p: Tensor, step: Tensor, rate: float) -> Tensor:
         step.add_(1)
@@ -67,7 +67,7 @@ def test_kernels_of_a_call_are_compiled_once_each_in_other_threads(compiled: Com
     expected = [t.double() * 1.5 for t in p]
     norms = fusion(p, step, 0.25)
     for t, truth, norm in zip(p, expected, norms, strict=True):
-        # One rounding to the dtype of the element; a norm is rounded as well, and is of values before theirs.
+        # One rounding to the dtype of the element; a norm is of values before their rounding, and is rounded itself.
         torch.testing.assert_close(t.double(), truth, rtol=2**-8 if t.dtype == torch.bfloat16 else 1e-6, atol=0)
         torch.testing.assert_close(norm.double(), t.double().norm(), rtol=1e-2, atol=0)
     distinct = {id(k.run) for g in groups(fusion) if isinstance(g, TritonExecutor) for k in g.kernels.kernels}

@@ -41,7 +41,7 @@ def lists(count: int, packed: bool) -> tuple[st.TensorList, ...]:
 
 
 class Graph:
-    """A backend that keeps what the compiler handed it."""
+    """A backend that keeps the graph that the compiler passed to it."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
@@ -56,7 +56,7 @@ class Graph:
         return aot_autograd(fw_compiler=keep)
 
 
-# Which branch of the math is taken is settled before inductor sees it.
+# The branch of the math is chosen before inductor sees it.
 @pytest.mark.parametrize(
     ("backend", "nesterov"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
@@ -131,7 +131,7 @@ def test_opcheck_accepts_both_ops() -> None:
 
 
 def test_two_functions_of_one_signature_have_different_names() -> None:
-    # A compiled graph is cached on disk under what it holds: a mere number would stand for another function tomorrow.
+    # Compiled graphs are cached on disk by their constants: a counter would name another function in the next process.
     def double(p: torch.Tensor) -> None:
         p.mul_(2)
 

@@ -1,4 +1,4 @@
-"""Fused math on parts of tensors, whose reductions an exchange brings together with those of other processes."""
+"""Fused math on parts of tensors, whose reductions an exchange combines with those of other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 
 class Doubled:
-    """As if one more process had the same parts: what it has been asked for is kept."""
+    """An exchange with one more process that has the same parts; it keeps the reductions that it was called with."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, torch.dtype, int]] = []
@@ -43,7 +43,7 @@ def test_math_continues_with_the_reductions_that_an_exchange_combined(lowering: 
         share = b / (2 * b.sum())
         exact = share + 2 * (b > 1).sum() * b.amax() / (2 * share.square().sum()).sqrt()
         torch.testing.assert_close(t.double(), exact, rtol=16 * torch.finfo(t.dtype).eps, atol=0)
-    # A round of the sums that come first, and one of the sum that depends on them, for all three tensors at once.
+    # One round for the first sums, and one for the sum that depends on them, for all three tensors at once.
     float_sum, int_sum, extreme = ("sum", torch.float64, 3), ("sum", torch.int64, 3), ("amax", torch.float64, 3)
     assert sorted(exchange.asked, key=str) == sorted([float_sum, int_sum, extreme, float_sum], key=str)
 

@@ -1,4 +1,4 @@
-"""Rows and columns of matrices, expanded to all of each, are read where they lie: nothing is copied."""
+"""Rows and columns that are expanded to matrices are read in place, without a copy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(shapes: list[tuple[int, ...]], device: str) -> None:
     returned = [factored(*args, scale=0.5) for args in zip(expected, row, column, strict=True)]
     with kernels_on_cpu():
         total, difference = factored(st.TensorList(x), st.TensorList(row), st.TensorList(column), scale=0.5)
-    # Small whole numbers and halves: every sum is exact.
+    # Small multiples of a half: every sum is exact.
     for i, (t, d) in enumerate(returned):
         assert torch.equal(x[i], expected[i])
         assert torch.equal(total[i], t)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: graph capture, no wait for the device, streams, launches, and more than 2**31 elements."""
+"""Fused calls on a GPU: graph capture, no synchronization, streams, launches, and more than 2**31 elements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normalised(p: Tensor, g: Tensor, lr: float) -> Tensor:
 
 
 class Run:
-    """Adam over lists of its own; `plain` does the same element by element."""
+    """Adam over new lists; `plain` does the same element by element."""
 
     def __init__(self, fusion: Callable[..., Any]) -> None:
         self.fusion = fusion
@@ -214,7 +214,7 @@ def test_a_number_that_changes_while_kernels_are_queued_reaches_each_in_turn() -
 
 
 def launches(call: Callable[[], Any]) -> list[str]:
-    """The kernels that a call runs, after calls that have warmed it up."""
+    """The kernels that a call runs, after warm-up calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -227,7 +227,7 @@ def launches(call: Callable[[], Any]) -> list[str]:
 
 def test_adam_is_two_kernels_with_step_counts_and_one_without() -> None:
     run = Run(FusedFunction(adam))
-    # Adam's 0-d element is a group apart, with one kernel over numbers.
+    # Adam's 0-d element is a separate group, with one kernel over numbers per tensor.
     sized = [i for i, t in enumerate(run.p) if t.dim()]
     run.p, run.g, run.m, run.v, run.step = (
         TensorColumn(x[i] for i in sized) for x in (run.p, run.g, run.m, run.v, run.step)

@@ -154,7 +154,7 @@ def test_overlapping_views_equal_the_map(lowering: Lowering) -> None:
 @each_lowering
 def test_overlap_between_elements_that_run_in_different_ways_equals_the_map(lowering: Lowering) -> None:
     def make() -> list[list[Tensor]]:
-        # The second has strides of its own: on a GPU it is copied, in a group apart from the others.
+        # The second has other strides: on a GPU it is a separate group, and copied.
         base = torch.arange(100.0, device=lowering.device)
         return [[base[:20], base[:40:2], base[10:30]], list(lists((20,), (20,), (20,), device=lowering.device))]
 

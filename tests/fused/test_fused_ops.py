@@ -25,7 +25,7 @@ NUMBERS = [*FLOATS, *INTEGERS]
 
 
 def special_values(dtype: torch.dtype) -> Tensor:
-    """Values of a dtype among which a wrong formula shows."""
+    """Values of a dtype that expose a wrong formula."""
     if dtype == torch.bool:
         return torch.tensor([False, True])
     if not dtype.is_floating_point:
@@ -34,7 +34,7 @@ def special_values(dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     plain = [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 7.0, 100.0, info.tiny, info.max / 64]
     if dtype != torch.bfloat16:
-        # The interpreter loses those of bfloat16.
+        # The interpreter flushes the denormal numbers of bfloat16.
         plain.append(info.smallest_normal * info.eps * 4)
     signed = [*plain, *(-v for v in plain), INF, -INF, NAN]
     random = torch.randn(15, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
@@ -42,18 +42,18 @@ def special_values(dtype: torch.dtype) -> Tensor:
 
 
 def all_pairs(dtype: torch.dtype, other: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Every special value beside every other."""
+    """All pairs of special values."""
     a, b = special_values(dtype), special_values(other)
     return a.repeat_interleave(len(b)), b.repeat(len(a))
 
 
 def moderate(values: Tensor) -> Tensor:
-    """Finite values whose sum loses little."""
+    """Finite values whose sum has a small rounding error."""
     return values if values.dtype == torch.bool else torch.where(values.abs() <= 100, values, 1)
 
 
 def divisor(values: Tensor) -> Tensor:
-    """No zero; nor -1, by which the least integer cannot be divided; nor what torch's own fmod gives NaN for."""
+    """Divisors without zero, -1 (which overflows with the smallest integer) and those whose fmod is NaN in torch."""
     return torch.where((values.abs() < 1e-3) | (values == -1), torch.full_like(values, 5), values)
 
 
@@ -215,7 +215,7 @@ REDUCTIONS: dict[str, tuple[Function, list[torch.dtype]]] = {
 }
 
 
-# What the compiler for a GPU does with a dtype is the same for its kin.
+# On a GPU one dtype of each kind is enough: the compiler treats the others alike.
 ON_A_GPU = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.bool]
 
 ONE_TILE = Tiling(block=4096, warps=4)
@@ -224,7 +224,7 @@ ONE_TILE = Tiling(block=4096, warps=4)
 def cases(
     operations: dict[str, tuple[Function, list[torch.dtype]]], together: int = 10, lowerings: list[Any] = KERNELS
 ) -> list[Any]:
-    """Formulas of one dtype, some of them together: a program of several costs hardly more than one of one.
+    """Formulas of one dtype, several in a program, since a program of several hardly costs more than one formula.
 
     On a GPU twice as many, as each program takes the compiler a second.
     """
@@ -242,14 +242,14 @@ def cases(
 
 
 def together(operations: dict[str, tuple[Function, list[torch.dtype]]], names: list[str]) -> Function:
-    """All of these formulas as one function; a dict, so that a complaint names its formula."""
+    """All of these formulas as one function; a dict, so that an error names its formula."""
     return lambda *operands: {name: operations[name][0](*operands) for name in names}
 
 
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(UNARY))
 def test_formulas_of_one_operand_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
     function, values = together(UNARY, names), special_values(dtype)
-    # As elements of a tensor, and as a number per tensor: those compute in float64.
+    # As elements of a tensor, and as numbers per tensor, which are computed in float64.
     assert check(lowering, function, TensorColumn([values]), tiling=ONE_TILE, per_element=True) is not None
     assert check(lowering, function, TensorColumn(values.unbind()), tiling=ONE_TILE) is not None
 
@@ -303,7 +303,7 @@ def test_operands_of_two_dtypes_are_promoted_as_torch_promotes_them(
         return a + b, a * b, a / b, torch.maximum(a, b), a > b, a == b, torch.where(a > 0, a, b)
 
     a, b = map(moderate, all_pairs(*dtypes))
-    # Both have elements, or one is a number per tensor, which gives way in promotion.
+    # Both have elements, or one is a number per tensor, which has lower priority in promotion.
     assert check(lowering, function, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE)
     assert check(lowering, function, TensorColumn([a, a]), TensorColumn([b[3], b[5]]), tiling=ONE_TILE)
     assert check(lowering, function, TensorColumn([a[3], a[5]]), TensorColumn([b, b]), tiling=ONE_TILE)
@@ -331,7 +331,7 @@ def test_reductions_equal_torch(lowering: Lowering, names: list[str], dtype: tor
 
 
 FEW_LANES = Tiling(block=16, warps=1)
-"""So that a chunk is 128 elements."""
+"""A tiling with chunks of 128 elements."""
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -350,7 +350,7 @@ def test_reductions_of_many_chunks_equal_torch(
         # A NaN in a later tile of the first chunk, and in the second.
         tensors += [values[:200].index_fill(0, torch.tensor([at]), NAN) for at in (40, 128)]
     assert check(lowering, function, TensorColumn(tensors), tiling=FEW_LANES) is not None
-    # Unaligned tensors, whose every tile is masked.
+    # Unaligned tensors, all of whose tiles are masked.
     assert check(lowering, function, TensorColumn([values[1:n] for n in (2, 259)]), tiling=FEW_LANES) is not None
 
 
@@ -361,7 +361,7 @@ def test_a_reduction_of_an_empty_tensor_equals_torch(dtype: torch.dtype, lowerin
     empty = torch.ones(0, dtype=dtype), torch.ones(0, 3, dtype=dtype)
     given = [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes]
     answered = [name for name in given if gives_a_number(REDUCTIONS[name][0], empty[0])]
-    # What torch refuses is refused, each for itself; the others are one program.
+    # Formulas that torch refuses are tested one by one; the others are one program.
     for name in set(given) - set(answered):
         assert check(lowering, REDUCTIONS[name][0], TensorColumn(empty)) is None
     assert check(lowering, together(REDUCTIONS, answered), TensorColumn(empty)) is not None
@@ -385,7 +385,7 @@ def test_every_formula_of_the_table_is_tested() -> None:
                 fusion(*[TensorColumn([special_values(dtype)])] * count)
                 (traced,) = fusion._traces.values()
                 recorded |= {step.name for step in traced.program.instructions}
-    # What in-place updates, st.stochastic_round_ and 8-bit state record is tested elsewhere.
+    # The formulas of in-place updates, st.stochastic_round_ and 8-bit state are tested elsewhere.
     assert names - recorded <= {"convert_element_type", "stochastic_round", *blockwise.OPS}
 
 

@@ -82,7 +82,7 @@ def assert_like_the_map(lowering: Lowering, call: tuple[SourceProgram, list[Any]
     function = written.function()
     fusion = check(lowering, function, *arguments, f0=f0, f1=0.9, n0=n0)
     if fusion is not None and lowering is Lowering.TORCH:
-        # New numbers, the same program.
+        # The same program with other numbers.
         traces = fusion.traces
         check(lowering, function, *arguments, f0=0.25, f1=0.75, n0=7, fusion=fusion)
         assert fusion.traces == traces
@@ -136,7 +136,7 @@ def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
 @each_lowering
 @pytest.mark.parametrize("number", [1e-30, 1e-3, 1e30])
 def test_a_root_keeps_what_the_logarithm_of_its_argument_leaves(lowering: Lowering, number: float) -> None:
-    # Torch takes the root of no sum of one element; the exponent 1/3 is rounded, and far from one that counts.
+    # For one element torch takes no root; the error of the rounded exponent 1/3 grows with the distance from one.
     x = TensorColumn([torch.tensor([number], dtype=torch.float64)])
     if lowering is Lowering.CUDA:
         x = TensorColumn(t.cuda() for t in x)

@@ -22,7 +22,7 @@ def triple(x: Tensor) -> None:
 
 
 def through_lists(tree: Any) -> Any:
-    """Three times a tensor, in place, and its cube."""
+    """Triple a tensor in place, and return its cube."""
     copies = st.TensorList(tree).clone()
     triple(copies)
     return (copies + cube(st.TensorList(tree))).tree()

@@ -24,14 +24,14 @@ def total_of(tensors: list[Tensor], device: str) -> float:
     total = torch.full((), math.nan, dtype=torch.float64, device=device)
     sweep = GradNormGrid([t.numel() for t in moved], [t.dtype for t in moved], total.device, total)
     table = to_device(sweep.rows([[t.data_ptr() for t in moved]]), total.device)
-    for _ in range(2):  # the second launch finds the counter as the first left it
+    for _ in range(2):  # the second launch needs the counter that the first one reset
         sweep.launch(table.data_ptr(), 0, 0, [], 0, 0)
     return total.item()
 
 
 def numbers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    # Off 16 bytes, as a slice of something is, for every other one.
+    # Every other tensor is misaligned, as a slice may be.
     return torch.randn(count + 1, generator=generator, dtype=torch.float64).to(dtype)[seed % 2 :][:count]
 
 
@@ -40,7 +40,7 @@ def numbers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
 def test_the_kernel_adds_up_all_elements(dtypes: list[torch.dtype], lowering: Lowering) -> None:
     sizes = [1, 0, 77, 2048, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 64]
     tensors = [numbers(n, dtypes[i % len(dtypes)], i) for i, n in enumerate(sizes)]
-    # In float64 nothing but the order of additions differs.
+    # In float64 only the order of additions differs.
     assert total_of(tensors, lowering.device) == pytest.approx(reference(tensors).item(), rel=1e-14)
 
 

@@ -1,4 +1,4 @@
-"""What fused calls keep from one to the next: traces, plans, tables, and no tensor."""
+"""The caches of fused calls: traces, plans and pointer tables, but no tensors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_only_a_tensor_at_a_new_address_gets_a_new_pointer_table(lowering: Lower
                 fusion(TensorColumn(p), TensorColumn(g), 0.5)
                 assert all(torch.allclose(a, e) for a, e in zip(p, expected, strict=True))
             assert tables(fusion) == moves
-            left.append(p[1].data)  # lest the next one gets its memory, of which there is a table
+            left.append(p[1].data)  # kept, or the next tensor could reuse the memory of a cached table
             p[1].data = p[1].data.clone()
     assert len(groups(fusion)) == 1
 
@@ -167,7 +167,7 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
             for e, t in zip(expected, g, strict=True):
                 e.sub_(0.5 * t)
         assert all(torch.equal(a, e) for a, e in zip(p, expected, strict=True))
-        # The same tensors in another list are another list.
+        # The same tensors in another list object are planned again.
         fusion(TensorColumn(p, is_fixed=True), g, 0.5)
         assert all(torch.equal(a, e.sub_(0.5 * t)) for a, e, t in zip(p, expected, g, strict=True))
     known = [weakref.ref(p), weakref.ref(p[0])]

@@ -17,7 +17,7 @@ INF = float("inf")
 
 
 def rounded(lowering: Lowering, *sources: Tensor) -> list[Tensor]:
-    """Each source, rounded by fused math."""
+    """Round each source in fused math."""
     targets = TensorColumn(torch.empty_like(s, dtype=torch.bfloat16, device=lowering.device) for s in sources)
     with lowering.running():
         FusedFunction(st.stochastic_round_, SMALL_TILES)(targets, TensorColumn(s.to(lowering.device) for s in sources))

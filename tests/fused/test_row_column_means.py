@@ -22,7 +22,7 @@ def check(shapes: list[tuple[int, int]], dtype: torch.dtype, device: str) -> Non
         for e, t, m in zip(exact, theirs, mine, strict=True):
             assert (m.shape, m.dtype) == (t.shape, t.dtype)
             error, allowed = (m - e).abs().max(), 1.5 * (t - e).abs().max()
-            # In float64 the truth is rounded too, as often as halves are added up.
+            # In float64 the truth is rounded too, once for each level of pairwise summation.
             roundings = 2 if dtype != torch.float64 else 2 * max(*t.shape, 8).bit_length() + 8
             assert error <= allowed + roundings * torch.finfo(m.dtype).eps * e.max()
 

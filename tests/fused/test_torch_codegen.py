@@ -36,7 +36,7 @@ def both(program: Program, tensors: list[Tensor], numbers: list[float]) -> tuple
 
 
 class Allocations(TorchDispatchMode):
-    """Counts results that are not the first operand itself."""
+    """Counts the ops whose result is not one of their operands."""
 
     count = 0
 
@@ -57,7 +57,7 @@ def test_memory_of_dead_values_is_reused() -> None:
     tensors = [torch.rand(5) for _ in range(4)]
     with Allocations() as mode:
         write_torch(program)(tensors, [0.1], scalar_operands([0.1], torch.device("cpu")))
-    # g * 0.1, g * g, lr * m and v.sqrt(); the first operand of any other op is dead, or is what it writes.
+    # g * 0.1, g * g, lr * m and v.sqrt(); the first operand of any other op is dead or written.
     assert mode.count == 4
 
 

@@ -1,4 +1,4 @@
-"""Tracing: what a program records, and what is refused with the line that asked for it."""
+"""Tracing: the recorded program, and refusals that name the source line."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_assignment_by_a_mask_is_right_or_refused() -> None:
     x = lists((3, 5), (4,))
     before, expected = [t.clone() for t in x], [torch.where(t > 0, 1.0, t) for t in x]
     try:
-        FusedFunction(function)(x)  # some versions of torch make it an index_put_, others a masked_fill_
+        FusedFunction(function)(x)  # an index_put_ in some versions of torch, a masked_fill_ in others
     except st.RuleError:
         expected = before
     assert all(map(torch.equal, x, expected))

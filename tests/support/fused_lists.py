@@ -1,4 +1,4 @@
-"""Lists for fused calls, and what a fusion has made of the calls that it has seen."""
+"""Lists for fused calls, and the executors and pointer tables of a fused function."""
 
 from __future__ import annotations
 

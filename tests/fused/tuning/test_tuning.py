@@ -1,4 +1,4 @@
-"""Tile sizes by measurement: what is chosen, and what a choice depends on."""
+"""Tile sizes by measurement: the choice, and the conditions that it depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused calls with tile sizes chosen by measurement, with made-up times and on a GPU."""
+"""Fused calls with tile sizes chosen by measurement, with fake times and on a GPU."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_measured_choice_is_a_candidate_and_later_processes_use_it(
     (path,) = folder.iterdir()
     row = json.loads(path.read_text())
     assert all(candidate["seconds"] > 0 for candidate in row["candidates"])
-    # Another choice than the default, to be sure that it is read.
+    # A choice other than the default, to test that it is read.
     path.write_text(json.dumps({**row, "block": 2048, "warps": 8}))
     another_process(monkeypatch)
     later = FusedFunction(adam)
