@@ -95,7 +95,7 @@ def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
 
 
 _TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
-tile_amin row_of column_of load_tile store_tile to_bits fold atomic_ticket combine""".split()
+tile_amin row_of column_of load_tile store_tile to_bits fold is_last_arrival combine""".split()
 _BLOCK_FUNCTIONS = "blockwise_absmax quantize_blockwise dequantize_blockwise load_blocks store_blocks".split()
 
 

@@ -4,7 +4,7 @@ matrices (`row_column_means`).
 
 from __future__ import annotations
 
-from subtensors.kernels.runtime.tile_math_kernel import atomic_ticket, combine, to_bits
+from subtensors.kernels.runtime.tile_math_kernel import combine, is_last_arrival, to_bits
 from subtensors.kernels.runtime.triton_compat import tl, triton
 
 # Rows of the table of matrices, a column a matrix: its address and shape, the addresses of its results, and the offset
@@ -94,7 +94,7 @@ def grad_norm(
         if IS_BRAIN and itemsize == -2:
             own += _squares(address, first, left, tl.bfloat16, ROUNDS, BLOCK)
     tl.store(partials + program, to_bits(tl.sum(own, 0)))
-    if atomic_ticket(counter, 0, programs):
+    if is_last_arrival(counter, 0, programs):
         combine(partials, programs, total, 0, "sum", True, BLOCK)
         if NEXT is not None:
             # The sum was stored by one thread, and all threads read it.

@@ -136,7 +136,7 @@ class TileWriter(SegmentWriter):
             rule = template(step.name, step.compute)
             assert rule is not None
             yield f"tl.store(partials + {order} * T + first + chunk, to_bits({rule(f'r{slot}')}))"
-        yield "if atomic_ticket(counters, tensor, count):"
+        yield "if is_last_arrival(counters, tensor, count):"
         for order, (slot, value) in enumerate(self.segment.reductions.items()):
             step = self.reduction(value)
             is_float = self.compute_register(step) in FLOATS

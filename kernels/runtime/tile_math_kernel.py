@@ -149,18 +149,18 @@ def tile_amin(x):
 
 
 @triton.jit
-def load_tile(pointer, lane, inside, FULL: tl.constexpr):
-    """A tile of a tensor; `FULL` when every lane is inside."""
-    if FULL:
+def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
+    """A tile of a tensor; `WHOLE` when every lane is inside."""
+    if WHOLE:
         return tl.load(pointer + lane)
     else:
         return tl.load(pointer + lane, mask=inside, other=0)
 
 
 @triton.jit
-def store_tile(pointer, lane, inside, value, FULL: tl.constexpr):
+def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
     """Write a tile of a tensor, as `load_tile` reads it."""
-    if FULL:
+    if WHOLE:
         tl.store(pointer + lane, value)
     else:
         tl.store(pointer + lane, value, mask=inside)
@@ -189,10 +189,10 @@ def fold(a, b, KIND: tl.constexpr):
 
 
 @triton.jit
-def atomic_ticket(counters, tensor, chunks):
-    """Count a chunk of this tensor as done; return whether it is the last one, which resets the counter to zero.
+def is_last_arrival(counters, tensor, chunks):
+    """Count a chunk of this tensor as done; return whether it is the last, and reset the counter then.
 
-    Release and acquire: everything that the other programs stored before is visible to the last one.
+    Release and acquire: what the other programs stored before they counted is visible to the last one.
     """
     done = tl.atomic_add(counters + tensor, 1, sem="acq_rel")
     if done == chunks - 1:
