@@ -1,4 +1,4 @@
-"""A fused call taken apart (tensors, dynamic scalars, static values), and the launch that it ended in.
+"""A fused call as tensors, dynamic scalars and static values, and the launch that it ended in.
 
 An optimizer step makes the same fused call as the step before, with new gradients and numbers. Its lists are the same
 objects, and by the promises of their holders (`tensor_columns.TensorColumn`) only the addresses of parameters and
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from subtensors.kernels.fused.launch import Prelude
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
-"""Set to run kernels on CPU tensors too: Triton interprets them there, slowly, to test that they are right."""
+"""Set to run kernels on CPU tensors too, in Triton's interpreter, to test them without a GPU."""
 
 
 def interprets_kernels() -> bool:
@@ -78,7 +78,7 @@ _signatures: dict[tuple[optree.PyTreeSpec, tuple[type, ...]], CallSignature] = {
 
 
 class FusedCall:
-    """One call: the leaves of its arguments, and what kind of call it is.
+    """One call: the leaves of its arguments, and the key under which its traces and plans are cached.
 
     Args:
         args: positional arguments; tensors, numbers and static values may sit in tuples, lists and dicts.
@@ -106,10 +106,10 @@ class FusedCall:
         self.statics: tuple[object, ...] = (signature, *[leaves[i] for i in signature.statics])
         """The part of the arguments that decides how the math is traced."""
         self.key: tuple[object, ...] = (self.statics, modes())
-        """All that decides how the math is traced: the static values and the modes of torch."""
+        """Everything that decides how the math is traced: the static values and the modes of torch."""
 
     def with_list(self, position: int, tensors: TensorColumn) -> FusedCall:
-        """The same call with another list, in the modes of torch now in force.
+        """The same call with another list, in the current modes of torch.
 
         Args:
             position: the leaf that the list replaces.
@@ -124,7 +124,7 @@ class FusedCall:
         return call
 
     def arguments(self) -> tuple[Args, Kwargs]:
-        """The arguments that were taken apart."""
+        """The arguments of the call, unflattened."""
         return self.signature.spec.unflatten(self.leaves)  # type: ignore[return-value]  # of (args, kwargs)
 
     def numbers(self) -> list[float]:

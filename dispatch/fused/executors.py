@@ -90,7 +90,7 @@ class EagerExecutor(Executor):
         return [list(leaf) for leaf in zip(*map(self.result_spec.flatten_up_to, results), strict=True)]
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the executor in one line."""
         return f"the function itself, element by element: {self.reason}"
 
 
@@ -131,7 +131,7 @@ class TorchExecutor(Executor):
         return self.fallback.describe() if overlaps else self.describe()
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the executor in one line."""
         return f"{len(self.trace.program.instructions)} torch ops an element{self.reason and ': ' + self.reason}"
 
 

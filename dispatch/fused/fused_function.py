@@ -110,7 +110,7 @@ class FusedFunction:
         return self.run(FusedCall(args, kwargs))
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> PyTree:
-        """Run a call that was taken apart before.
+        """Run a call whose arguments are flattened already.
 
         Args:
             call: the call.

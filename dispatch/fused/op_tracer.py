@@ -1,4 +1,4 @@
-"""Tracing of ops on proxies into instructions: directly, by an expansion or a decomposition, or refused."""
+"""Tracing of ops on proxies into instructions: one op as one instruction, by an expansion, or by a decomposition."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Trace:
     scalars: tuple[Callable[[Sequence[float]], float], ...]
     """For each of the program's dynamic scalars, the function that computes it from the numbers of the call."""
     expressions: tuple[str, ...]
-    """The same, as text."""
+    """The expressions of the dynamic scalars, as text."""
     results: PyTree
     """The result of the function: `Returned` leaves in a pytree of tuples, lists and dicts."""
     unlowered: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Returned:
-    """A leaf of the result: a parameter given back, or an output of the program."""
+    """A leaf of the result: a parameter that is returned, or an output of the program."""
 
     index: int
     is_parameter: bool
@@ -52,7 +52,7 @@ def trace(
     replace: Callable[[Sequence[object], Sequence[object]], tuple[Args, Kwargs]],
     device: torch.device,
 ) -> Trace:
-    """Record what `function` does to one element of every list.
+    """Trace `function` on one element of every list.
 
     Args:
         function: straight-line math on tensors and numbers.
@@ -90,7 +90,7 @@ def trace(
 
 @contextmanager
 def _errors_with_source() -> Iterator[None]:
-    """A context that adds the line of the user's source to errors: a dynamic scalar's value read, or the user's own."""
+    """A context that adds the line of the user's source to errors."""
     try:
         yield
     except ops.undecidable() as error:

@@ -43,7 +43,7 @@ class _StreamScalars:
     """The dynamic scalars on the device, as last written by the launches on one stream."""
 
     values: list[int]
-    """Their bits, which tell -0.0 from 0.0."""
+    """The bits of the scalars, which differ for -0.0 and 0.0."""
     scalars: Tensor
 
 
@@ -199,7 +199,7 @@ class TritonExecutor(Executor):
         return arenas
 
     def _increment_versions(self, columns: Columns) -> None:
-        """Increment the versions of what was written, as torch's ops do, so that autograd finds stale saved tensors."""
+        """Increment the versions of written tensors, as torch's ops do, so that autograd notices stale saved values."""
         for parameter in self.observed:
             torch.autograd.graph.increment_version(columns[parameter])
 

@@ -68,7 +68,7 @@ class Instruction:
     args: tuple[Operand, ...]
     dtype: torch.dtype
     compute: torch.dtype
-    """The dtype its operands are converted to before the formula is applied."""
+    """The dtype that the operands are converted to before the formula is applied."""
     shape: Shape
 
     @property
@@ -88,7 +88,7 @@ class Instruction:
 
 
 REDUCTIONS = frozenset({"sum", "prod", "amax", "amin"})
-"""Every other reduction is expanded into these before it gets here."""
+"""The reductions of programs; others are expanded into these."""
 
 # The operand of which an op reads the shape alone.
 _SHAPE_ONLY = dict.fromkeys(("zeros_like", "ones_like", "full_like", "copy", "fill", "zero", "numel"), 0)

@@ -40,7 +40,7 @@ class CompiledCall(NamedTuple):
 
 
 compiled_calls: dict[str, CompiledCall] = {}
-"""By the name that a graph holds; never dropped, and shared by all functions that do the same."""
+"""Calls by the name that a graph holds; never dropped, and shared by all functions that do the same."""
 
 
 def split_by_keyword(values: Sequence[PyTree], names: Sequence[str | None]) -> tuple[Args, Kwargs]:
@@ -127,7 +127,7 @@ def _fake_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor
 
 @RULES.register(torch.ops.subtensors.fused_lists.default)
 def _on_lists(call: ListCall) -> None:
-    """The call on lists: the math itself on packed ones, one op on all elements of others."""
+    """The call on lists: the math itself on packed lists, one op on all elements of other lists."""
     signature, writes, reads, numbers = call.args
     if compiled_calls[signature].is_traceable and all(x.arena is not None for x in call.lists):
         args, kwargs = _arguments(signature, 1, writes, reads, numbers, spread=False)
