@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import BroadcastColumn, ColumnGuard, Columns, TensorColumn, is_fixed
-from subtensors.dispatch.graphs.fused_graph import recording_now
+from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressLayoutGuard
 from subtensors.dispatch.graphs.released_tensors import Release
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -203,7 +203,7 @@ class CachedLaunch:
             call.key != self.key
             or edition is not self.edition
             or Release.count
-            or recording_now() is not None
+            or current_recording() is not None
             or not executor.is_on_current_device()
             or executor.is_capturing()
         ):
@@ -235,7 +235,7 @@ class LaunchCache:
         """Keep the launch of a call that this executor alone has run."""
         self.last = None
         table = executor.repeatable_table()
-        if table is None or recording_now() is not None:
+        if table is None or current_recording() is not None:
             return
         compared = []
         for position, column, guard in zip(call.signature.tensors, columns, guards, strict=True):

@@ -83,7 +83,7 @@ class EagerExecutor(Executor):
         """Call the function once an element."""
         if prelude is not None:
             prelude.launch()
-        if recording_now() is not None:
+        if current_recording() is not None:
             raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.result_spec = optree.tree_structure(results[0], none_is_leaf=True)
@@ -115,7 +115,7 @@ class TorchExecutor(Executor):
         """Run the program once an element."""
         if prelude is not None:
             prelude.launch()
-        if recording_now() is not None:
+        if current_recording() is not None:
             raise NotRecordable(self.describe())
         if written_overlap(columns, self.trace.program.stores):
             return self.fallback.run(columns, numbers)

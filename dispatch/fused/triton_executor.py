@@ -186,8 +186,8 @@ class TritonExecutor(Executor):
         if not is_capturing:
             self.stream = stream
         hosts = [columns[i][0].item() for i in self.hosts]
-        if is_capturing and (graph_scalars := graph_numbers()) is not None:
-            scalars = graph_scalars.take(self, numbers, hosts, self.device)
+        if is_capturing and (dynamic := current_scalars()) is not None:
+            scalars = dynamic.allocate(self, numbers, hosts, self.device)
         else:
             values = [evaluate(numbers) for evaluate in self.scalars]
             scalars = self._scalars(table, [*values, *hosts], is_capturing)

@@ -6,26 +6,14 @@ import functools
 import itertools
 import linecache
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from subtensors.kernels.fused.program import Program, Shape
 from subtensors.kernels.fused.segment_writer import ARGUMENTS, SegmentWriter, function_source
 from subtensors.kernels.fused.segments import Segment
 from subtensors.kernels.fused.tile_writer import TileWriter
-
-
-class JitFunction(Protocol):
-    """A function that `triton.jit` made."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """The launch of a grid of programs; called with the kernel's arguments, it returns the compiled kernel."""
-        ...
-
-    def warmup(self, *arguments: object, grid: tuple[int, ...], **options: object) -> object:
-        """Compile for such arguments, without a launch."""
-        ...
+from subtensors.kernels.runtime.launcher import JitKernel
 
 
 @dataclass(frozen=True)
@@ -33,12 +21,12 @@ class Kernel:
     """A compiled-on-first-use Triton kernel and the segment it runs."""
 
     segment: Segment
-    run: JitFunction
+    run: JitKernel
     source: str
     name: str
     block: int
     """Elements a tile, or tensors a program."""
-    lanes: JitFunction | None = None
+    lanes: JitKernel | None = None
     """For a tensor segment, the function of one program, which other kernels may call."""
 
 

@@ -150,7 +150,7 @@ def tile_amin(x):
 
 @triton.jit
 def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
-    """A tile of a tensor; `WHOLE` when every lane is inside."""
+    """Load a tile of a tensor; `WHOLE` if every lane is inside."""
     if WHOLE:
         return tl.load(pointer + lane)
     else:
@@ -159,7 +159,7 @@ def load_tile(pointer, lane, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, lane, inside, value, WHOLE: tl.constexpr):
-    """Write a tile of a tensor, as `load_tile` reads it."""
+    """Store a tile of a tensor; arguments as of `load_tile`."""
     if WHOLE:
         tl.store(pointer + lane, value)
     else:

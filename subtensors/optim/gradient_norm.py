@@ -90,7 +90,7 @@ class GradientNorm:
                 return prelude
             if prelude is not None:
                 prelude.launch()
-        elif recording_now() is not None:
+        elif current_recording() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
         else:
             total.copy_(reference(tensors))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subtensors.kernels.fused import grad_norm
 from subtensors.kernels.fused.grad_norm import GradNormGrid, reference
-from subtensors.kernels.runtime.transfer import to_device
+from subtensors.kernels.runtime.graph_lifetime import to_device
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 CHUNK = grad_norm.BLOCK * grad_norm.ROUNDS

@@ -16,8 +16,8 @@ import subtensors.kernels
 from subtensors.kernels.runtime import current_device
 from subtensors.kernels.runtime.current_device import launching_on, on_stream
 
-BY_THEIR_CALLER = {"launch.py", "launcher.py"}
-"""Of fused math, where `TritonExecutor` takes its device for the whole of a call; and what others launch with."""
+BY_THEIR_CALLER = {"launch.py", "prepare_launch"}
+"""A file and a function whose callers set the device of their launches: `TritonExecutor` and launchers."""
 
 
 def test_a_launch_makes_the_device_of_its_memory_current(monkeypatch: pytest.MonkeyPatch) -> None:

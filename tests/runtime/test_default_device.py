@@ -1,4 +1,4 @@
-"""Where tensors are made by default does not matter to lists, fused math and optimizers.
+"""The default device has no effect on lists, fused functions and optimizers.
 
 On a CPU the other device is "meta", whose tensors hold nothing: what were made there would be missed.
 """

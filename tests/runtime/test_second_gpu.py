@@ -1,4 +1,4 @@
-"""Lists, fused math and optimizers on a GPU that is not the current one, and over two of them."""
+"""Lists, fused functions and optimizers on a GPU that is not the current one, and over two of them."""
 
 from __future__ import annotations
 
