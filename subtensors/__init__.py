@@ -6,8 +6,8 @@ from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 from subtensors.dispatch.ops.errors import AddressError, RuleError, SizeError
 from subtensors.dispatch.torch_internals import requires as _internals
 from subtensors.explanation import explain
+from subtensors.fused.custom_ops import stochastic_round_
 from subtensors.fused.fuse import fused
-from subtensors.fused.rounding import stochastic_round_
 from subtensors.lists.norms import clip_grad_norm_, total_norm
 from subtensors.lists.tensor_list import TensorList
 from subtensors.padded import torch_function as _rules  # noqa: F401  (registers rules at import, not at the first call)

@@ -1,1 +1,1 @@
-"""Single-tensor math over many tensors: traced once, grouped by what can run alike, launched as few kernels."""
+"""Single-tensor math over many tensors: traced once, grouped by how they run, launched as few kernels."""

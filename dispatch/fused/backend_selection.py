@@ -1,6 +1,6 @@
-"""The choice of how each element can run (its route), from its tensors' types, devices, dtypes and layouts.
+"""The choice of how each element runs, from its tensors' types, devices, dtypes and layouts.
 
-Elements with the same route run together, in one group of a plan.
+Elements with the same key run together, in one group of a plan.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from subtensors.kernels.fused.lowering import DTYPES
 from subtensors.kernels.fused.program import Parameter, Shape
 
 _layout = attrgetter("layout")
-_look = attrgetter("device", "dtype", "layout", "shape")
+_properties = attrgetter("device", "dtype", "layout", "shape")
 
 
 @dataclass(frozen=True)
@@ -36,29 +35,29 @@ class ExecutionKey:
     copies: bool = False
 
 
-def routes_of(columns: Columns) -> dict[ExecutionKey, list[int]]:
-    """The indices of the elements by route, in order; elements that are alike are examined once."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, row in enumerate(zip(*map(_kinds, columns), strict=True)):
+def group_elements(columns: Columns) -> dict[ExecutionKey, list[int]]:
+    """The indices of the elements by execution key, in order; elements that are alike are examined once."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, row in enumerate(zip(*map(_metadata, columns), strict=True)):
         alike.setdefault(row, []).append(index)
-    routes: dict[ExecutionKey, list[int]] = {}
+    groups: dict[ExecutionKey, list[int]] = {}
     for indices in alike.values():
-        routes.setdefault(route_of([c[indices[0]] for c in columns], columns), []).extend(indices)
-    return {route: sorted(indices) for route, indices in routes.items()}
+        groups.setdefault(execution_key([c[indices[0]] for c in columns], columns), []).extend(indices)
+    return {key: sorted(indices) for key, indices in groups.items()}
 
 
-def _kinds(column: Sequence[Tensor]) -> list[Any]:
-    """For each tensor of a column, everything that its route depends on."""
+def _metadata(column: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    """For each tensor of a column, everything that its execution key depends on."""
     if isinstance(column, BroadcastColumn):
-        return _kinds(column[:1]) * len(column)
-    strides: Iterable[Any] = map(Tensor.stride, column)
+        return _metadata(column[:1]) * len(column)
+    strides: Iterable[tuple[int, ...]] = map(Tensor.stride, column)
     if set(map(_layout, column)) != {torch.strided}:
         strides = [t.stride() if t.layout is torch.strided else () for t in column]
-    return list(zip(map(type, column), map(_look, column), strides, strict=True))
+    return list(zip(map(type, column), map(_properties, column), strides, strict=True))
 
 
-def route_of(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
-    """The route of the element with these tensors."""
+def execution_key(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
+    """The execution key of the element with these tensors."""
     if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
         return ExecutionKey(reason="an element is not a plain strided tensor")
     on_host = [
@@ -72,7 +71,7 @@ def route_of(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
     sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
     if any(t.shape != sized[0].shape for t in sized):
         return ExecutionKey(reason="an element's tensors have several shapes")
-    expanded = _expanded(row, is_scales)
+    expanded = _expansions(row, is_scales)
     device = devices.pop()
     triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
     parameters = tuple(
@@ -91,14 +90,14 @@ def route_of(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
     return ExecutionKey("", str(device), parameters, triton, copies=triton and not alike)
 
 
-def _expanded(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
+def _expansions(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
     """The expansion of each tensor: "row", "column" or none; none for all unless the other tensors are contiguous."""
-    kinds = ["" if scales or t.dim() < 2 else _repeats(t) for t, scales in zip(row, is_scales, strict=True)]
-    others = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
-    return kinds if others and all(t.is_contiguous() for t in others) else [""] * len(row)
+    kinds = ["" if scales or t.dim() < 2 else _expanded_dim(t) for t, scales in zip(row, is_scales, strict=True)]
+    dense = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
+    return kinds if dense and all(t.is_contiguous() for t in dense) else [""] * len(row)
 
 
-def _repeats(t: Tensor) -> str:
+def _expanded_dim(t: Tensor) -> str:
     """The dim, "row" or "column", over which a tensor expands one value of contiguous matrices; "" for neither."""
     for kind, dim in (("row", -1), ("column", -2)):
         if t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():

@@ -1,48 +1,57 @@
 """Reductions and other composite ops, written in the few ops that have a formula of their own.
 
-Torch's decompositions cover most of what is not in the table of formulas; these are the ones it keeps
-whole because it has a kernel for them. Half precision is summed in float32, as torch's kernels do.
+Torch decomposes most ops that are not in the table of formulas; these are ops that it does not decompose, because it
+has kernels for them. Half precision is summed in float32, as torch's kernels do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
+
+Dims = int | list[int] | None
 
 
 class DimensionError(NotImplementedError):
     """A reduction over some dimensions only: elements of different ranks have none in common."""
 
 
-def _whole(dim: Any, keepdim: bool) -> None:
+def _check_is_full(dim: Dims, keepdim: bool) -> None:
+    """Raise DimensionError unless the reduction is over the whole tensor."""
     if (dim is not None and dim != []) or keepdim:
-        raise DimensionError(
-            "it reduces over named dimensions; inside fused maths a reduction is over the whole tensor"
-        )
+        raise DimensionError("it reduces over named dimensions; inside fused math a reduction is over the whole tensor")
 
 
-def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    _whole(dim, keepdim)
-    return aten.sum.default(x, dtype=dtype)
+def _add_up(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return aten.sum.default(x, dtype=dtype)  # type: ignore[no-any-return]
 
 
-def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    _whole(dim, keepdim)
+def _numel_of(x: Tensor) -> Tensor:
+    return torch.ops.subtensors.numel(x)  # type: ignore[no-any-return]
+
+
+def _sum(x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    _check_is_full(dim, keepdim)
+    return _add_up(x, dtype)
+
+
+def _mean(x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    _check_is_full(dim, keepdim)
     result = dtype or x.dtype
-    return (aten.sum.default(x.to(arithmetic_dtype(result))) / torch.ops.subtensors.numel(x)).to(result)
+    return (_add_up(x.to(arithmetic_dtype(result))) / _numel_of(x)).to(result)
 
 
 def _vector_norm(
-    x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    _whole(dim, keepdim)
+    x: Tensor, order: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    _check_is_full(dim, keepdim)
     result = dtype or x.dtype
     x = x.to(arithmetic_dtype(result))
     if order == 2:
@@ -60,32 +69,32 @@ def _vector_norm(
     return norm.to(result)
 
 
-def _variance(x: Tensor, *args: Any, **options: Any) -> Any:
-    return _wide_variance(x, *args, **options).to(x.dtype)
+def _variance(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _wide_variance(x, dim, correction, keepdim).to(x.dtype)
 
 
-def _deviation(x: Tensor, *args: Any, **options: Any) -> Any:
-    return _wide_variance(x, *args, **options).sqrt().to(x.dtype)
+def _deviation(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _wide_variance(x, dim, correction, keepdim).sqrt().to(x.dtype)
 
 
-def _wide_variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def _wide_variance(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> Tensor:
     """The variance in the dtype of sums: its square root may fit in float16 where the variance overflows."""
-    _whole(dim, keepdim)
+    _check_is_full(dim, keepdim)
     if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
         raise RuntimeError("std and var only support floating point and complex dtypes")
     wide = x.to(arithmetic_dtype(x.dtype))
-    count = torch.ops.subtensors.numel(x)
-    away = wide - wide.sum() / count
+    count = _numel_of(x)
+    deviation = wide - wide.sum() / count
     degrees = count - (1 if correction is None else correction)
-    return (away * away).sum() / degrees.clamp(min=0)
+    return (deviation * deviation).sum() / degrees.clamp(min=0)
 
 
-def _any(x: Tensor) -> Any:
-    return (aten.sum.default(x != 0) != 0).to(_truth(x.dtype))
+def _any(x: Tensor) -> Tensor:
+    return (_add_up(x != 0) != 0).to(_truth(x.dtype))
 
 
-def _all(x: Tensor) -> Any:
-    return (aten.sum.default(x == 0) == 0).to(_truth(x.dtype))
+def _all(x: Tensor) -> Tensor:
+    return (_add_up(x == 0) == 0).to(_truth(x.dtype))
 
 
 def _truth(dtype: torch.dtype) -> torch.dtype:
@@ -93,7 +102,7 @@ def _truth(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == torch.uint8 else torch.bool
 
 
-EXPANSIONS: dict[Any, Callable[..., Any]] = {
+EXPANSIONS: dict[OpOverload, Callable[..., Tensor]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
@@ -106,11 +115,11 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: lambda x, **options: aten.zeros_like.default(x, **options),
     aten.any.default: _any,
     aten.all.default: _all,
-    aten.count_nonzero.default: lambda x, dim=None: aten.sum.default(x != 0),
+    aten.count_nonzero.default: lambda x, dim=None: _add_up(x != 0),
 }
-"""Overload -> the same maths in simpler ops."""
+"""Overload -> the same math in simpler ops."""
 
-# How many elements the tensor has, as a number per tensor: the one fact about its shape that maths may use.
+# The number of elements of the tensor, as a number per tensor: the one fact about its shape that math may use.
 torch.library.define("subtensors::numel", "(Tensor x) -> Tensor")
 
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -20,8 +20,8 @@ _INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(traceback.
 
 
 ADVICE = {
-    OpClass.COPY: "it moves elements, and fused maths sees one at a time: call it on the TensorList itself",
-    OpClass.VIEW: "fused maths sees one element at a time: take the view before the call",
+    OpClass.COPY: "it moves elements, and fused math sees one at a time: call it on the TensorList itself",
+    OpClass.VIEW: "fused math sees one element at a time: take the view before the call",
     OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
     OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
     OpClass.SCATTER_GATHER: "choose with torch.where(condition, a, b), or call it on the TensorList itself",
@@ -45,8 +45,8 @@ def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function; of a partial, that of its function; of another callable, that of its type."""
+def name_of(function: Callable[..., object]) -> str:
+    """The name of a function: for a partial its function's, for another callable object its type's."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "__name__", type(function).__name__)
@@ -60,7 +60,7 @@ def refuse(reason: str, advice: str) -> NoReturn:
         advice: what to do instead.
     """
     frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
-    raise RuleError(f"this maths cannot be fused: {reason}\n  at {source_line(frames)}\n  instead: {advice}")
+    raise RuleError(f"this math cannot be fused: {reason}\n  at {source_line(frames)}\n  instead: {advice}")
 
 
 def refuse_op(op: OpOverload) -> NoReturn:

@@ -1,44 +1,66 @@
-"""Executors for the elements of one fused call: Triton kernels, torch op after op, or the function itself.
+"""The plan of a fused call, and the executors of its groups: Triton kernels, torch op after op, or the function itself.
 
 Each executor runs a group of elements that are alike (device, dtypes, which tensors are 0-d, memory layout) and answers
-`run(columns, numbers)`, a column being one argument's tensors in the order of the elements.
+`run(columns, numbers)`, a column being one argument's tensors in the order of the elements. Triton kernels are in
+`triton_executor`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.tensor_columns import Addresses, Columns, written_overlap
+from subtensors.dispatch.fused.tensor_columns import (
+    Addresses,
+    BroadcastColumn,
+    ColumnGuard,
+    Columns,
+    addresses_of,
+    written_overlap,
+)
 from subtensors.dispatch.fused.trace import Returned, Trace
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
-from subtensors.kernels.fused.torch_codegen import operands, write_torch
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
+from subtensors.kernels.fused.torch_codegen import write_torch
 
-Leaves = list[list[Any] | None]
+logger = logging.getLogger("subtensors.fused")
+
+Leaves = list[list[PyTree] | None]
 """For each leaf of the result, one value an element; None for a leaf that is None for all."""
 
 
-class Executor(ABC):
+class Executor:
     """Elements of one call that run in one way."""
 
     reason: str = ""
     """The reason not to run in a faster way; empty when there is none."""
-    returned: optree.PyTreeSpec
-    """The pytree of the function's result, known once the function has been traced or run."""
+    result_spec: optree.PyTreeSpec
+    """The structure of the function's result, known once the function has been traced or run."""
+    trace: Trace | None = None
+    """The traced program; None where the function itself runs."""
+    grid: Grid | None = None
+    """The tiles that Triton kernels sweep over; None where none run."""
 
-    @abstractmethod
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
-        """Apply the function to every element."""
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
+        """Apply the function to every element, after or with the prelude."""
+        raise NotImplementedError
 
-    @abstractmethod
     def describe(self) -> str:
         """Describe what runs, in a line or more."""
+        raise NotImplementedError
 
     def explain(self, columns: Columns) -> str:
         """Describe what runs on these tensors; where they overlap in memory, that may be another way."""
@@ -48,59 +70,151 @@ class Executor(ABC):
 class EagerExecutor(Executor):
     """The user's function, called on one element after the other: the reference for every other executor."""
 
-    def __init__(self, call: Callable[[list[Any], Sequence[float]], Any], reason: str) -> None:
+    def __init__(self, call: Callable[[Sequence[Tensor], Sequence[float]], PyTree], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
         """Call the function once an element."""
+        if prelude is not None:
+            prelude.launch()
         if current_recording() is not None:
             raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
-        self.returned = optree.tree_structure(results[0], none_is_leaf=True)
-        return [list(leaf) for leaf in zip(*map(self.returned.flatten_up_to, results), strict=True)]
+        self.result_spec = optree.tree_structure(results[0], none_is_leaf=True)
+        return [list(leaf) for leaf in zip(*map(self.result_spec.flatten_up_to, results), strict=True)]
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the executor in one line."""
         return f"the function itself, element by element: {self.reason}"
 
 
 class TorchExecutor(Executor):
     """The traced program, through torch's own ops."""
 
-    def __init__(self, trace: Trace, mapped: EagerExecutor, reason: str) -> None:
-        self.trace, self.mapped, self.reason = trace, mapped, reason
-        self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+    trace: Trace
+
+    def __init__(self, trace: Trace, fallback: EagerExecutor, reason: str) -> None:
+        self.trace, self.fallback, self.reason = trace, fallback, reason
+        self.result_spec = optree.tree_structure(trace.results, none_is_leaf=True)
         self.run_element = write_torch(trace.program)
 
     @torch.no_grad()
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
         """Run the program once an element."""
+        if prelude is not None:
+            prelude.launch()
         if current_recording() is not None:
             raise NotRecordable(self.describe())
         if written_overlap(columns, self.trace.program.stores):
-            return self.mapped.run(columns, numbers)
+            return self.fallback.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
-        wrapped = operands(scalars, columns[0][0].device)
-        rows = [self.run_element(row, scalars, wrapped) for row in zip(*columns, strict=True)]
+        operands = scalar_operands(scalars, columns[0][0].device)
+        rows = [self.run_element(row, scalars, operands) for row in zip(*columns, strict=True)]
         outputs = [list(column) for column in zip(*rows, strict=True)]
-        return leaves_of(self.trace, columns, outputs)
+        return result_leaves(self.trace, columns, outputs)
 
     def explain(self, columns: Columns) -> str:
         """Describe what runs: the function itself where memory that is written overlaps."""
         overlaps = written_overlap(columns, self.trace.program.stores)
-        return self.mapped.describe() if overlaps else self.describe()
+        return self.fallback.describe() if overlaps else self.describe()
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the executor in one line."""
         return f"{len(self.trace.program.instructions)} torch ops an element{self.reason and ': ' + self.reason}"
 
 
-def leaves_of(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
+def scalar_operands(numbers: Sequence[float], device: torch.device) -> Sequence[float | Tensor]:
+    """Dynamic scalars as operands in the place of tensors: on a CPU 0-d tensors, made once for all elements."""
+    if device.type != "cpu":
+        return numbers
+    kinds = [torch.float64 if isinstance(n, float) else torch.int64 for n in numbers]
+    return [torch.tensor(n, dtype=kind, device=device) for n, kind in zip(numbers, kinds, strict=True)]
+
+
+def result_leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
     """The results of a traced function: for each leaf, the tensors of an output, or of the argument it returns."""
 
-    def column(leaf: Returned | None) -> list[Any] | None:
+    def column(leaf: Returned | None) -> list[PyTree] | None:
         if leaf is None:
             return None
         return list(columns[leaf.index] if leaf.is_parameter else outputs[leaf.index])
 
     return [column(leaf) for leaf in optree.tree_leaves(trace.results, none_is_leaf=True)]
+
+
+@dataclass
+class ExecutionPlan:
+    """The groups of one call, good for every later call whose tensors are alike."""
+
+    guards: list[ColumnGuard]
+    groups: list[tuple[list[int], Executor]]
+    """The indices of the elements of each group, and their executor."""
+    fallback: EagerExecutor
+    """The executor that runs instead, element by element, when several groups share memory that is written."""
+    is_compiled: bool = False
+    """True once its kernels were compiled."""
+
+    def __post_init__(self) -> None:
+        self.executor = self.groups[0][1] if len(self.groups) == 1 else None
+        """The executor of all elements; None where there are several groups or no elements."""
+        traces = [executor.trace for _, executor in self.groups if executor.trace is not None]
+        # Where a group runs the function itself, the tensors that it writes are not known.
+        is_known = len(self.groups) == len(traces) > 1
+        self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
+        self._compared: tuple[list[int], bool] = [], False
+
+    def match(self, columns: Columns) -> Addresses | None:
+        """The addresses of these columns, as far as the check read them; None when the plan does not fit."""
+        addresses: Addresses = []
+        for guard, column in zip(self.guards, columns, strict=True):
+            if not guard.matches(column, addresses):
+                return None
+        return addresses
+
+    def compile(self) -> None:
+        """Compile the kernels of all groups at once, the first time."""
+        if not self.is_compiled:
+            self.is_compiled = True
+            compile_together([executor.grid for _, executor in self.groups if executor.grid is not None])
+
+    def groups_overlap(self, columns: Columns) -> bool:
+        """Return whether a group writes memory of another one, or an element that of another."""
+        if not self._written:
+            return False
+        addresses = [a for column in columns for a in addresses_of(column)]
+        if addresses != self._compared[0]:
+            self._compared = addresses, written_overlap(columns, self._written)
+            if self._compared[1]:
+                logger.info("runs as %s", self.fallback.describe())
+        return self._compared[1]
+
+    def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Run one group after the other; their results in the order of all elements."""
+        parts = [(indices, executor.run(select_rows(columns, indices), numbers)) for indices, executor in self.groups]
+        merged: Leaves = [None if leaf is None else [None] * len(columns[0]) for leaf in parts[0][1]]
+        for indices, leaves in parts:
+            for all_values, leaf in zip(merged, leaves, strict=True):
+                if all_values is not None and leaf is not None:
+                    for index, value in zip(indices, leaf, strict=True):
+                        all_values[index] = value
+        return merged
+
+
+def select_rows(columns: Columns, indices: list[int]) -> Columns:
+    """The columns of some elements."""
+    return [
+        BroadcastColumn(c[: len(indices)]) if isinstance(c, BroadcastColumn) else [c[i] for i in indices]
+        for c in columns
+    ]

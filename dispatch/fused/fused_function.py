@@ -1,8 +1,20 @@
 """One function of single-tensor math, run over many tensors at once.
 
-A call is taken apart into tensors, live numbers and static values. The function is traced once for each combination of
-static values, kinds of arguments and torch modes (`trace`), and planned once for each combination of shapes, dtypes and
-layouts (`plan`). Addresses are read from one small table at launch (`kernels.fused.launch`).
+A Python loop over a thousand tensors costs microseconds an op and tensor, and a compiler that is shown a thousand
+tensors takes minutes. So the function is traced once, with proxies for ONE tensor, however many there are:
+
+    call: columns of tensors, dynamic scalars, static values
+      | the last call's launch is still valid? -------> repeat it           `bound_call.CachedLaunch`
+      | the guards of an earlier plan pass? --------------------+           `tensor_columns.ColumnGuard`
+      v                                                         |
+    group the elements by device, dtypes and layout             |           `backend_selection`
+    trace the function with proxies -> expression graph         |           `trace`, `op_tracer`, `proxies`
+    graph -> Triton kernels over a table of pointers,           v
+             or straight-line torch code ------------> run the plan         `executors`, `triton_executor`
+
+A *column* is one argument's tensors, in the order of the elements. Traces are cached by static values, argument types
+and torch modes, plans by the metadata of the columns. A kernel reads all addresses from a table on the device, and the
+dynamic scalars from a few bytes beside it: a new learning rate or a gradient at a new address compiles nothing.
 """
 
 from __future__ import annotations
@@ -10,26 +22,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
-from subtensors.dispatch.fused.backend_selection import ExecutionKey, route_of, routes_of
+from subtensors.dispatch.fused.backend_selection import ExecutionKey, execution_key, group_elements
 from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.errors import name_of
-from subtensors.dispatch.fused.executors import EagerExecutor, Executor, TorchExecutor
-from subtensors.dispatch.fused.plan import ExecutionPlan, select_rows
+from subtensors.dispatch.fused.executors import (
+    EagerExecutor,
+    ExecutionPlan,
+    Executor,
+    Leaves,
+    TorchExecutor,
+    select_rows,
+)
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     BroadcastColumn,
     ColumnGuard,
     Columns,
     TensorColumn,
-    distinct,
+    unique_tensors,
 )
 from subtensors.dispatch.fused.trace import Trace, trace
 from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.kernels.fused.launch import Exchange, KernelSet, Prelude, Tiling
 from subtensors.kernels.fused.program import Scalar
@@ -46,8 +66,8 @@ class FusedFunction:
 
     Args:
         function: straight-line math on tensors and numbers.
-        tiling: how to cut up sweeps; None for the measured tiling, or the default.
-        exchange: combines the reductions of tensors that are spread over processes, of which each holds a part. Such
+        tiling: the tile sizes of sweeps; None for the measured tiling, or the default.
+        exchange: combines the reductions of tensors that are spread over processes, each of which holds a part. Such
             functions run as kernels, or not at all.
 
     Example:
@@ -59,24 +79,24 @@ class FusedFunction:
         tensor([0.5000, 0.5000, 0.5000])
     """
 
-    # The most plans kept for a key; lists of other shapes have to be planned again.
-    PLANS = 32
+    MAX_PLANS = 32
+    """Plans kept for a key; lists of other shapes are planned again."""
 
     def __init__(
-        self, function: Callable[..., Any], tiling: Tiling | None = None, exchange: Exchange | None = None
+        self, function: Callable[..., PyTree], tiling: Tiling | None = None, exchange: Exchange | None = None
     ) -> None:
         self.function = function
         self.name = name_of(function)
         self.tiling, self.exchange = tiling, exchange
         self.traces = 0
         """The number of times the function was traced."""
-        self._traces: dict[Any, Trace] = {}
-        self._kernels: dict[Any, KernelSet] = {}
-        self._plans: dict[Any, list[ExecutionPlan]] = {}
+        self._traces: dict[tuple[object, ...], Trace] = {}
+        self._kernels: dict[tuple[object, ...], KernelSet] = {}
+        self._plans: dict[tuple[object, ...], list[ExecutionPlan]] = {}
         self._edition = object()
         """A new object whenever kernels are replaced."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply the function to every element.
 
         Args:
@@ -85,66 +105,58 @@ class FusedFunction:
             kwargs: likewise.
 
         Returns:
-            The function's result, with `TensorColumn` in place of tensors; plain tensors when no argument
-            was a list.
+            The function's result, with `TensorColumn` in place of tensors; plain tensors when no argument was a list.
         """
         return self.run(FusedCall(args, kwargs))
 
-    def run(self, call: FusedCall, prelude: Prelude | None = None) -> Any:
-        """Run a call that was taken apart before.
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> PyTree:
+        """Run a call whose arguments are flattened already.
 
         Args:
             call: the call.
             prelude: a launch that the call depends on; where the call runs as kernels, the two may share a launch.
         """
         columns = call.columns(self.name)
-        ready = call.last.ready
-        if ready is not None and ready.repeat(call, self._edition, columns, prelude):
+        launch = call.launches.last
+        if launch is not None and launch.repeat(call, self._edition, columns, prelude):
             return None
         plan, addresses = self._plan(call, columns)
-        numbers = call.numbers()
-        group = plan.groups[0][1] if len(plan.groups) == 1 else None
-        if prelude is not None and not isinstance(group, TritonExecutor):
-            prelude.alone()
+        executor = plan.executor
+        if executor is not None:
+            if prelude is None:
+                plan.compile()
+            leaves = executor.run(columns, call.numbers(), addresses, prelude)
+            if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
+                call.launches.store(call, self._edition, columns, plan.guards, executor)
+            return _result(executor.result_spec, leaves, call)
+        if prelude is not None:
+            prelude.launch()
         if not plan.groups:
             return None
-        overlap = plan.groups_overlap(columns)
-        if not overlap and (prelude is None or group is None):
-            plan.compile()
-        if overlap:
-            leaves = plan.mapped.run(columns, numbers)
-        elif isinstance(group, TritonExecutor):
-            leaves = group.run(columns, numbers, addresses, prelude)
-            if group.returned.num_nodes == 1:
-                call.last.note(call, self._edition, columns, plan.guards, group)
-        elif group is not None:
-            leaves = group.run(columns, numbers, addresses)
+        if plan.groups_overlap(columns):
+            leaves = plan.fallback.run(columns, call.numbers())
         else:
-            leaves = plan.run_groups(columns, numbers)
-        result = plan.groups[0][1].returned
-        if not leaves:
-            return result.unflatten([None] * result.num_leaves)
-        if call.count is None:
-            return result.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
-        return result.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])
+            plan.compile()
+            leaves = plan.run_groups(columns, call.numbers())
+        return _result(plan.groups[0][1].result_spec, leaves, call)
 
-    def explain(self, *args: Any, **kwargs: Any) -> str:
+    def explain(self, *args: PyTree, **kwargs: PyTree) -> str:
         """Describe what a call with these arguments runs, without running it."""
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
         if plan.groups_overlap(columns):
-            return "\n".join([*lines, f"  {plan.mapped.describe()}"])
-        for indices, group in plan.groups:
-            lines.append("  " + group.explain(select_rows(columns, indices)).replace("\n", "\n  "))
+            return "\n".join([*lines, f"  {plan.fallback.describe()}"])
+        for indices, executor in plan.groups:
+            lines.append("  " + executor.explain(select_rows(columns, indices)).replace("\n", "\n  "))
         return "\n".join(lines)
 
-    def tune(self, *args: Any, **kwargs: Any) -> dict[str, Tiling]:
+    def tune(self, *args: PyTree, **kwargs: PyTree) -> dict[str, Tiling]:
         """Choose tile sizes for a call with these arguments by measurement, without running it.
 
         Measurements run on scratch tensors of their own. The choice is kept on disk (`kernels.fused.tuning_cache`),
-        and calls from now on use it. A tiling that was given to this object stays.
+        and later calls use it. A tiling that was given to this object stays.
 
         Returns:
             For each device and program that the call runs there, its tiling.
@@ -152,46 +164,45 @@ class FusedFunction:
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         chosen: dict[str, Tiling] = {}
-        for indices, group in self._plan(call, columns)[0].groups:
-            if not isinstance(group, TritonExecutor):
-                logger.info("%s: no tile sizes to choose: %s", self.name, group.describe())
-            if isinstance(group, EagerExecutor):
+        for indices, executor in self._plan(call, columns)[0].groups:
+            if not isinstance(executor, TritonExecutor):
+                logger.info("%s: no tile sizes to choose: %s", self.name, executor.describe())
+            if executor.trace is None:
                 continue
-            assert isinstance(group, TritonExecutor | TorchExecutor)
-            device = route_of([c[indices[0]] for c in columns], columns).device
-            label = f"{device}: {group.trace.program}"
+            program = executor.trace.program
+            label = f"{execution_key([c[indices[0]] for c in columns], columns).device}: {program}"
             if label in chosen:
                 continue
-            chosen[label] = self.tiling or default_tiling(group.trace.program)
-            if isinstance(group, TritonExecutor) and self.tiling is None:
-                chosen[label] = tune(group.trace.program, group.device)
-                if chosen[label] != group.kernels.tiling:
-                    self._forget(group.kernels)
+            chosen[label] = self.tiling or default_tiling(program)
+            if isinstance(executor, TritonExecutor) and self.tiling is None:
+                chosen[label] = tune(program, executor.device)
+                if chosen[label] != executor.kernels.tiling:
+                    self._drop(executor.kernels)
         return chosen
 
-    def _forget(self, kernels: KernelSet) -> None:
+    def _drop(self, kernels: KernelSet) -> None:
         """Drop kernels and every plan that launches them."""
         self._edition = object()
         self._kernels = {key: known for key, known in self._kernels.items() if known is not kernels}
         for plans in self._plans.values():
             plans[:] = [p for p in plans if all(getattr(g, "kernels", None) is not kernels for _, g in p.groups)]
 
-    def writes(self, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
+    def writes(self, *args: PyTree, **kwargs: PyTree) -> tuple[int, ...] | None:
         """The positions of the argument leaves that the function writes to; None when it returns new tensors."""
         call = FusedCall(args, kwargs)
         program = self._first_trace(call).program
-        return None if program.outputs else tuple(call.form.tensors[p] for p in program.stores)
+        return None if program.outputs else tuple(call.signature.tensors[p] for p in program.stores)
 
-    def digest(self, *args: Any, **kwargs: Any) -> str:
-        """The text of a call's program and of how its live numbers are computed."""
+    def digest(self, *args: PyTree, **kwargs: PyTree) -> str:
+        """The text of a call's program, and of the expressions of its dynamic scalars."""
         traced = self._first_trace(FusedCall(args, kwargs))
         return f"{traced.program} {traced.expressions}"
 
-    def reduces(self, *args: Any, **kwargs: Any) -> bool:
+    def reduces(self, *args: PyTree, **kwargs: PyTree) -> bool:
         """Return whether a value of the function depends on all elements of a tensor."""
         return any(step.is_reduction for step in self._first_trace(FusedCall(args, kwargs)).program.instructions)
 
-    def takes_parts(self, *args: Any, **kwargs: Any) -> bool:
+    def takes_parts(self, *args: PyTree, **kwargs: PyTree) -> bool:
         """Return whether kernels can run the function on parts of tensors, with an exchange that combines reductions.
 
         The number of elements of a full tensor is not known there, so the function must not read it.
@@ -199,8 +210,8 @@ class FusedFunction:
         traced = self._first_trace(FusedCall(args, kwargs))
         return not traced.unlowered and all(step.name != "numel" for step in traced.program.instructions)
 
-    def takes_tensors_for_numbers(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the function also takes 0-d tensors for its live numbers; an op's `alpha=` does not."""
+    def takes_tensors_for_numbers(self, *args: PyTree, **kwargs: PyTree) -> bool:
+        """Return whether the function also takes 0-d tensors for its dynamic scalars; an op's `alpha=` does not."""
         program = self._first_trace(FusedCall(args, kwargs)).program
         return all(
             isinstance(declared.type, torch.TensorType)
@@ -211,99 +222,109 @@ class FusedFunction:
 
     def _first_trace(self, call: FusedCall) -> Trace:
         columns = call.columns(self.name)
-        return self._trace(call, route_of([c[0] for c in columns], columns))
+        return self._trace(call, execution_key([c[0] for c in columns], columns))
 
     def _plan(self, call: FusedCall, columns: Columns) -> tuple[ExecutionPlan, Addresses]:
-        """The plan that fits, and the addresses of the columns as far as finding it read them."""
+        """The plan that fits, and the addresses of the columns as far as its guards read them."""
         plans = self._plans.setdefault(call.key, [])
         for plan in plans:
             addresses = plan.match(columns)
             if addresses is not None:
                 return plan, addresses
         plan = self._make_plan(call, columns)
-        if any(isinstance(group, TritonExecutor) and group.is_capturing() for _, group in plan.groups):
+        if any(isinstance(executor, TritonExecutor) and executor.is_capturing() for _, executor in plan.groups):
             # The memory that this plan puts on the device is filled at replay, so no eager call may use it.
             return plan, [None] * len(columns)
         plans.insert(0, plan)
-        del plans[self.PLANS :]
+        del plans[self.MAX_PLANS :]
         return plan, [None] * len(columns)
 
     @gc_paused()
     def _make_plan(self, call: FusedCall, columns: Columns) -> ExecutionPlan:
         reason = ""
         if dispatcher.is_transforming():
-            reason = "a transform of torch.func or forward-mode differentiation is under way"
-        elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in distinct(c)):
+            reason = "a transform of torch.func or forward-mode differentiation is active"
+        elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in unique_tensors(c)):
             reason = "autograd records it"
         count = len(columns[0])
-        routes = {ExecutionKey(reason): [*range(count)]} if reason and count else routes_of(columns)
+        elements = {ExecutionKey(reason): [*range(count)]} if reason and count else group_elements(columns)
         if self.exchange is not None:
             # Processes exchange group by group, and strides, which differ between them, must not make groups.
-            copies = any(route.copies for route in routes)
+            copies = any(key.copies for key in elements)
             merged: dict[ExecutionKey, list[int]] = {}
-            for route, indices in routes.items():
-                merged.setdefault(replace(route, copies=copies), []).extend(indices)
-            routes = {route: sorted(indices) for route, indices in merged.items()}
+            for key, indices in elements.items():
+                merged.setdefault(replace(key, copies=copies), []).extend(indices)
+            elements = {key: sorted(indices) for key, indices in merged.items()}
         groups: list[tuple[list[int], Executor]] = []
-        for route, indices in routes.items():
+        for key, indices in elements.items():
             part = columns if len(indices) == count else select_rows(columns, indices)
-            groups.append((indices, self._make_group(call, route, part)))
-            if groups[-1][1].reason:
-                logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, groups[-1][1].describe())
-        mapped = EagerExecutor(self._apply_to(call), "groups of elements overlap in memory")
-        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, mapped)
+            executor = self._make_executor(call, key, part)
+            groups.append((indices, executor))
+            if executor.reason:
+                logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, executor.describe())
+        fallback = EagerExecutor(self._function_of(call), "groups of elements overlap in memory")
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback)
 
-    def _make_group(self, call: FusedCall, route: ExecutionKey, columns: Columns) -> Executor:
-        mapped = EagerExecutor(
-            self._apply_to(call), route.reason or "tensors that are written overlap others in memory"
+    def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
+        fallback = EagerExecutor(
+            self._function_of(call), key.reason or "tensors that are written overlap others in memory"
         )
-        if self.exchange is not None and (route.reason or not route.triton):
-            raise RuleError(f"{self.name} of parts of tensors: {route.reason or f'no kernels on {route.device}'}")
-        if route.reason:
-            return mapped
-        traced = self._trace(call, route)
+        if self.exchange is not None and (key.reason or not key.triton):
+            raise RuleError(f"{self.name} of parts of tensors: {key.reason or f'no kernels on {key.device}'}")
+        if key.reason:
+            return fallback
+        traced = self._trace(call, key)
         for parameter in traced.program.stores:
             is_shared = isinstance(columns[parameter], BroadcastColumn) and len(columns[parameter]) > 1
-            if is_shared or route.parameters[parameter].on_host:
+            if is_shared or key.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
-        if any(route.parameters[parameter].expanded for parameter in traced.program.stores):
-            return mapped  # torch's own ops refuse that, each with its reason
+        if any(key.parameters[parameter].expanded for parameter in traced.program.stores):
+            return fallback  # torch's own ops refuse that, each with its reason
         if traced.unlowered:
-            return TorchExecutor(traced, mapped, f"no Triton formula for {', '.join(traced.unlowered)}")
-        if not route.triton:
-            return TorchExecutor(traced, mapped, "")
+            return TorchExecutor(traced, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
+        if not key.triton:
+            return TorchExecutor(traced, fallback, "")
         # By text too: Python finds 0.0 and -0.0 equal.
-        key = (traced.program, str(traced.program), route.device)
-        kernels = self._kernels.get(key)
+        kernel_key = (traced.program, str(traced.program), key.device)
+        kernels = self._kernels.get(kernel_key)
         if kernels is None:
-            kernels = self._kernels[key] = KernelSet(
-                traced.program, self.tiling or tuned_tiling(traced.program, torch.device(route.device))
-            )
-        return TritonExecutor(traced, kernels, columns, mapped, route.copies, self.exchange)
+            tiling = self.tiling or tuned_tiling(traced.program, torch.device(key.device))
+            kernels = self._kernels[kernel_key] = KernelSet(traced.program, tiling)
+        return TritonExecutor(traced, kernels, columns, fallback, key.copies, self.exchange)
 
-    def _trace(self, call: FusedCall, route: ExecutionKey) -> Trace:
-        key = (call.key, route.parameters, route.device)
-        if key not in self._traces:
-            self._traces[key] = trace(
-                self.function, route.parameters, call.form.number_types, call.place, torch.device(route.device)
+    def _trace(self, call: FusedCall, key: ExecutionKey) -> Trace:
+        trace_key = (call.key, key.parameters, key.device)
+        if trace_key not in self._traces:
+            self._traces[trace_key] = trace(
+                self.function, key.parameters, call.signature.number_types, call.replace, torch.device(key.device)
             )
             self.traces += 1
-            logger.debug("traced %s", self._traces[key].program)
-        return self._traces[key]
+            logger.debug("traced %s", self._traces[trace_key].program)
+        return self._traces[trace_key]
 
-    def _apply_to(self, call: FusedCall) -> Callable[[list[Any], Sequence[float]], Any]:
+    def _function_of(self, call: FusedCall) -> Callable[[Sequence[Tensor], Sequence[float]], PyTree]:
+        """The function of one element's tensors and the call's numbers, with the static values of this call."""
         # The plan outlives the call; its tensors must not.
         call = call.without_values()
 
-        def apply(tensors: list[Any], numbers: Sequence[float]) -> Any:
+        def apply(tensors: Sequence[Tensor], numbers: Sequence[float]) -> PyTree:
             if self.exchange is not None:
-                raise RuleError(f"{self.name} of parts of tensors, and what it writes overlaps others in memory")
-            args, kwargs = call.place(tensors, numbers)
+                raise RuleError(f"{self.name} of parts of tensors that are written and overlap others in memory")
+            args, kwargs = call.replace(tensors, numbers)
             return self.function(*args, **kwargs)
 
         return apply
 
 
-def _as_elements(leaf: list[Any]) -> Any:
+def _result(spec: optree.PyTreeSpec, leaves: Leaves, call: FusedCall) -> PyTree:
+    """The result of a call: `TensorColumn` as leaves, or plain tensors when no argument was a list."""
+    if not leaves:
+        return spec.unflatten([None] * spec.num_leaves)
+    if call.count is None:
+        return spec.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
+    return spec.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])
+
+
+def _as_elements(leaf: list[PyTree]) -> TensorColumn | None:
     """One leaf of the result over all elements; None where the function returned nothing."""
     return None if all(value is None for value in leaf) else TensorColumn(leaf)

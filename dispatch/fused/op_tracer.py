@@ -1,10 +1,10 @@
-"""Tracing of ops on stand-ins into instructions: directly, by an expansion or a decomposition, or refused."""
+"""Tracing of ops on proxies into instructions: one op as one instruction, by an expansion, or by a decomposition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,13 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.fused.decompositions import EXPANSIONS, DimensionError
 from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_value
-from subtensors.dispatch.fused.proxies import EXAMPLES, SHAPES, ProxySlot, ProxyTensor
+from subtensors.dispatch.fused.proxies import EXAMPLE_NUMBERS, EXAMPLE_SHAPES, ProxySlot, ProxyTensor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import ops
 from subtensors.kernels.fused import blockwise
 from subtensors.kernels.fused.lowering import INTEGERS, can_lower, may_exceed_dtype
-from subtensors.kernels.fused.program import REDUCTIONS, Instruction, Parameter, Ref, Scalar, Shape, call_form
+from subtensors.kernels.fused.program import (
+    REDUCTIONS,
+    Instruction,
+    Operand,
+    Parameter,
+    Ref,
+    Scalar,
+    Shape,
+    call_form,
+)
+
+if TYPE_CHECKING:
+    import sympy
 
 aten = torch.ops.aten
 
@@ -33,43 +46,45 @@ _OWN_SHAPE = "it makes a tensor of its own shape", "torch.zeros_like and the lik
 
 @dataclass
 class OpTracer(TorchDispatchMode):
-    """Records every op on the stand-ins as instructions.
+    """Records every op on the proxies as instructions.
 
     Args:
-        device: where the elements live.
-        parameters: what the stand-ins that it starts with are.
+        device: the device of the elements.
+        parameters: descriptions of the proxies that it starts with.
     """
 
     device: torch.device
     parameters: tuple[Parameter, ...]
     instructions: list[Instruction] = field(default_factory=list)
-    scalars: dict[Any, Scalar] = field(default_factory=dict)
+    scalars: dict[sympy.Expr, Scalar] = field(default_factory=dict)
     unlowered: list[str] = field(default_factory=list)
-    numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """Instruction -> the value it gave: the same maths is done once."""
+    values: dict[tuple[Instruction, str], int] = field(default_factory=dict)
+    """Instruction, and the text of its operands -> its value: the same math is done once."""
     depth: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         arguments = _schema_order(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:
             refuse_value("item(), float(), or an `if` on it")
         if func is aten.lift_fresh.default and not isinstance(arguments[0], ProxyTensor):
             return self._constant(arguments[0])
         if func in _IDENTITIES:
-            return self._stand_in(arguments[0])
+            return self._alias(arguments[0])
         if func._schema.is_mutable:
             return self._mutate(func, arguments)
         return self._apply(func, arguments)
 
-    def _apply(self, func: OpOverload, arguments: list[Any]) -> Any:
+    def _apply(self, func: OpOverload, arguments: list[PyTree]) -> PyTree:
         self._check_blocks(func, arguments)
         if not self.depth:
             self._check_kernel(func, arguments)
         if func in EXPANSIONS:
-            # Torch's own checks: an expansion may give an answer where the op refuses its arguments.
+            # Torch's own checks: an expansion may return a result where the op refuses its arguments.
             positional, keywords = call_form(func, [self._meta(a) for a in arguments])
             func(*positional, **keywords)
             return self._expand(func, EXPANSIONS[func], arguments)
@@ -90,7 +105,7 @@ class OpTracer(TorchDispatchMode):
             try:
                 return self._expand(func, decomposition, arguments)
             except RuntimeError as error:
-                # Also a RuleError, or a live number that must not be looked at: torch can run the op as it is.
+                # Also a RuleError, or a dynamic scalar whose value must not be read: torch can run the op as it is.
                 if isinstance(error, RuleError) and self.depth == 0 and op_class(func) is not OpClass.POINTWISE:
                     refuse_op(func)  # by the name that the user knows
                 if instruction is None:
@@ -101,11 +116,12 @@ class OpTracer(TorchDispatchMode):
         self.unlowered.append(str(func))
         return self._emit(instruction)
 
-    def _view(self, func: OpOverload, arguments: list[Any]) -> ProxyTensor:
-        """A view that keeps the shape is its input under another name."""
+    def _view(self, func: OpOverload, arguments: list[PyTree]) -> ProxyTensor:
+        """Return the input of a view that keeps the shape as another proxy of the same value; refuse other views."""
         source = arguments[0]
-        # A user's own view must keep any shape; one inside a decomposition was written for the stand-ins' shape.
-        for shape in [SHAPES[source.extent]] if source.extent is Shape.PER_TENSOR or self.depth else _VIEWED_SHAPES:
+        # A user's own view must keep any shape; one inside a decomposition was written for the proxies' shape.
+        is_inner = source.value_shape is Shape.PER_TENSOR or self.depth
+        for shape in [EXAMPLE_SHAPES[source.value_shape]] if is_inner else _VIEWED_SHAPES:
             viewed = torch.empty(shape, dtype=source.dtype, device="meta")
             positional, keywords = call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
             try:
@@ -116,33 +132,35 @@ class OpTracer(TorchDispatchMode):
                 refuse(f"{func} changes the shape of a tensor", ADVICE[OpClass.VIEW])
             if result.dtype != source.dtype:
                 refuse(f"{func} reads the bits of a tensor as {result.dtype}", ADVICE[OpClass.VIEW])
-        return ProxyTensor(source.cell, source.dtype, source.extent, self)
+        return ProxyTensor(source.slot, source.dtype, source.value_shape, self)
 
     def _is_simple(self, func: OpOverload) -> bool:
         """Return whether an op can be one instruction: one tensor out, no reduction over dims, a traceable class."""
         returns = func._schema.returns
-        one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-        whole = func._schema.name.rpartition("::")[2] not in REDUCTIONS or func._overloadname == "default"
-        return one and whole and (func.namespace in ("prims", "subtensors") or op_class(func) in _TRACEABLE)
+        has_one_result = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+        is_full = func._schema.name.rpartition("::")[2] not in REDUCTIONS or func._overloadname == "default"
+        return (
+            has_one_result and is_full and (func.namespace in ("prims", "subtensors") or op_class(func) in _TRACEABLE)
+        )
 
-    def _expand(self, func: OpOverload, written: Callable[..., Any], arguments: list[Any]) -> Any:
+    def _expand(self, func: OpOverload, expansion: Callable[..., PyTree], arguments: list[PyTree]) -> PyTree:
         positional, keywords = call_form(func, arguments)
         try:
             self.depth += 1
             with self:
-                return written(*positional, **keywords)
+                return expansion(*positional, **keywords)
         except DimensionError as error:
             refuse(f"{func}: {error}", ADVICE[OpClass.REDUCTION])
         finally:
             self.depth -= 1
 
-    def _mutate(self, func: OpOverload, arguments: list[Any]) -> Any:
+    def _mutate(self, func: OpOverload, arguments: list[PyTree]) -> PyTree:
         target = arguments[0]
         functional = functional_form(func)
         if op_class(func) is OpClass.RANDOM:
             refuse(f"{func} is random", ADVICE[OpClass.RANDOM])
         if functional is None or not isinstance(target, ProxyTensor):
-            refuse(f"{func} writes to a tensor in a way that is not followed here", "use the functional form")
+            refuse(f"{func} writes to a tensor in a way that has no rule here", "use the functional form")
         if func.namespace == "aten" and op_class(func) not in _WRITABLE:
             refuse_op(func)
         # Torch's own check that the result may be cast back, and that the shapes allow it.
@@ -154,53 +172,52 @@ class OpTracer(TorchDispatchMode):
             if not torch.can_cast(result.dtype, target.dtype):  # some ops' meta functions leave that to their kernels
                 raise RuntimeError(f"{func}: {result.dtype} can't be cast to {target.dtype}, which it writes to")
             result = self._convert(result, target.dtype)
-        target.cell.value = result.cell.value
+        target.slot.value = result.slot.value
         return target
 
     def _convert(self, tensor: ProxyTensor, dtype: torch.dtype) -> ProxyTensor:
-        instruction = Instruction(_TO, (Ref(tensor.cell.value), dtype), dtype, tensor.dtype, tensor.extent)
+        instruction = Instruction(_TO, (Ref(tensor.slot.value), dtype), dtype, tensor.dtype, tensor.value_shape)
         return self._emit(instruction)
 
-    def _instruction(self, func: OpOverload, arguments: list[Any]) -> Instruction | None:
+    def _instruction(self, func: OpOverload, arguments: list[PyTree]) -> Instruction | None:
         positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         result = func(*positional, **keywords)
-        shapes = {shape: extent for extent, shape in SHAPES.items()}
-        extent = shapes.get(tuple(result.shape))
-        if extent is None or (extent is Shape.PER_BLOCK and func._opname not in (*blockwise.OPS, "copy")):
+        shape = next((kind for kind, example in EXAMPLE_SHAPES.items() if example == tuple(result.shape)), None)
+        if shape is None or (shape is Shape.PER_BLOCK and func._opname not in (*blockwise.OPS, "copy")):
             return None
-        if extent is Shape.PER_ELEMENT and self.depth == 0 and not any(isinstance(a, ProxyTensor) for a in arguments):
+        if shape is Shape.PER_ELEMENT and self.depth == 0 and not any(isinstance(a, ProxyTensor) for a in arguments):
             refuse(*_OWN_SHAPE)
         operands = tuple(self._operand(a) for a in arguments)
         compute = result.dtype
         if compute == torch.bool and not func._schema.name.rpartition("::")[2].startswith("logical_"):
-            numbers = [
+            values = [
                 self._meta(a)
                 for a in arguments
                 if isinstance(a, ProxyTensor | int | float | torch.SymFloat | torch.SymInt)
             ]
-            compute = ops.computation_dtype(*numbers) if numbers else torch.bool
+            compute = ops.computation_dtype(*values) if values else torch.bool
         if func in _CONVERSIONS:
             compute = arguments[0].dtype
         if func._opname in blockwise.OPS:
             compute = torch.float32
-        return Instruction(func, operands, result.dtype, compute, extent)
+        return Instruction(func, operands, result.dtype, compute, shape)
 
     @staticmethod
-    def _check_blocks(func: OpOverload, arguments: list[Any]) -> None:
+    def _check_blocks(func: OpOverload, arguments: list[PyTree]) -> None:
         """Refuse to use numbers per block for anything but the quantization of elements."""
-        extents = {a.extent for a in arguments if isinstance(a, ProxyTensor)}
-        is_moved = func._opname == "copy" and extents == {Shape.PER_BLOCK}
-        is_quantization = func._opname in blockwise.OPS and Shape.PER_TENSOR not in extents
-        if Shape.PER_BLOCK in extents and not (is_moved or is_quantization):
+        shapes = {a.value_shape for a in arguments if isinstance(a, ProxyTensor)}
+        is_moved = func._opname == "copy" and shapes == {Shape.PER_BLOCK}
+        is_quantization = func._opname in blockwise.OPS and Shape.PER_TENSOR not in shapes
+        if Shape.PER_BLOCK in shapes and not (is_moved or is_quantization):
             refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
 
-    def _check_kernel(self, func: OpOverload, arguments: list[Any]) -> None:
-        """Refuse integers where torch has no kernel for them: a decomposition would give an answer all the same."""
+    def _check_kernel(self, func: OpOverload, arguments: list[PyTree]) -> None:
+        """Refuse integers where torch has no kernel for them, though a decomposition would return a result."""
         integral = INTEGERS | {torch.bool}
         if func.namespace != "aten" or not any(isinstance(a, ProxyTensor) and a.dtype in integral for a in arguments):
             return
         values = [
-            torch.ones(SHAPES[a.extent], dtype=a.dtype) if isinstance(a, ProxyTensor) else self._meta(a)
+            torch.ones(EXAMPLE_SHAPES[a.value_shape], dtype=a.dtype) if isinstance(a, ProxyTensor) else self._meta(a)
             for a in arguments
         ]
         positional, keywords = call_form(func, values)
@@ -209,62 +226,63 @@ class OpTracer(TorchDispatchMode):
         except NotImplementedError:
             raise
         except RuntimeError:
-            pass  # of these values, not of the dtype
+            pass  # the error is about these values, not the dtype
 
     def _emit(self, instruction: Instruction) -> ProxyTensor:
-        if instruction.is_reduction and self._extent(instruction.args[0]) is Shape.PER_TENSOR:
+        source = instruction.args[0] if instruction.args else None
+        if instruction.is_reduction and isinstance(source, Ref) and self._shape(source) is Shape.PER_TENSOR:
             # One number is its own sum, product, maximum and minimum.
-            instruction = replace(instruction, op=_TO, args=(instruction.args[0], instruction.dtype))
+            instruction = replace(instruction, op=_TO, args=(source, instruction.dtype))
         if instruction.name == "stochastic_round":
-            # Each rounding draws bits of its own.
+            # Each rounding draws different bits.
             salt = sum(earlier.name == "stochastic_round" for earlier in self.instructions)
-            instruction = replace(instruction, args=(instruction.args[0], salt))
+            instruction = replace(instruction, args=(source, salt))
         # Python finds 1, 1.0 and True equal, and 0.0 and -0.0; their texts differ.
         key = (instruction, repr(instruction.args))
-        number = self.numbers.get(key)
-        if number is None:
+        value = self.values.get(key)
+        if value is None:
             self.instructions.append(instruction)
-            number = self.numbers[key] = len(self.parameters) + len(self.instructions) - 1
-        return ProxyTensor(ProxySlot(number), instruction.dtype, instruction.extent, self)
+            value = self.values[key] = len(self.parameters) + len(self.instructions) - 1
+        return ProxyTensor(ProxySlot(value), instruction.dtype, instruction.shape, self)
 
     def _forget(self, recorded: int) -> None:
-        """Take back the instructions after the first `recorded` ones."""
+        """Drop the instructions after the first `recorded` ones."""
         del self.instructions[recorded:]
         last = len(self.parameters) + recorded
-        self.numbers = {key: number for key, number in self.numbers.items() if number < last}
+        self.values = {key: value for key, value in self.values.items() if value < last}
 
-    def _extent(self, ref: Ref) -> Shape:
+    def _shape(self, ref: Ref) -> Shape:
         first = len(self.parameters)
         value = self.parameters[ref.index] if ref.index < first else self.instructions[ref.index - first]
-        return value.extent
+        return value.shape
 
-    def _constant(self, tensor: Tensor) -> Any:
+    def _constant(self, tensor: Tensor) -> PyTree:
         if tensor.dim() != 0:
             refuse("it makes a tensor of its own shape", "pass it as an argument")
         func = aten.scalar_tensor.default
         return self._apply(func, _schema_order(func, (tensor.item(),), {"dtype": tensor.dtype}))
 
-    def _stand_in(self, tensor: Any) -> ProxyTensor:
+    def _alias(self, tensor: PyTree) -> ProxyTensor:
         if not isinstance(tensor, ProxyTensor):
-            self._foreign()
-        return ProxyTensor(tensor.cell, tensor.dtype, tensor.extent, self)
+            self._refuse_foreign()
+        return ProxyTensor(tensor.slot, tensor.dtype, tensor.value_shape, self)
 
-    def _foreign(self) -> NoReturn:
+    def _refuse_foreign(self) -> NoReturn:
         refuse("it uses a tensor from outside that is not one of its arguments", "pass the tensor as an argument")
 
-    def _meta(self, argument: Any) -> Any:
-        """The argument without values: what torch needs to say the result's dtype and shape."""
+    def _meta(self, argument: PyTree) -> PyTree:
+        """The argument without values, from which torch infers the result's dtype and shape."""
         if isinstance(argument, ProxyTensor):
-            return torch.empty(SHAPES[argument.extent], dtype=argument.dtype, device="meta")
+            return torch.empty(EXAMPLE_SHAPES[argument.value_shape], dtype=argument.dtype, device="meta")
         if isinstance(argument, Tensor):
-            self._foreign()
-        if type(argument) in EXAMPLES:
-            return EXAMPLES[type(argument)]
+            self._refuse_foreign()
+        if type(argument) in EXAMPLE_NUMBERS:
+            return EXAMPLE_NUMBERS[type(argument)]
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
-    def _operand(self, argument: Any) -> Any:
+    def _operand(self, argument: PyTree) -> Operand:
         if isinstance(argument, ProxyTensor):
-            return Ref(argument.cell.value)
+            return Ref(argument.slot.value)
         if isinstance(argument, torch.SymFloat | torch.SymInt):
             expression = ops.expression_of(argument)
             kind: type[float] | type[int] = float if isinstance(argument, torch.SymFloat) else int
@@ -277,7 +295,7 @@ _TO = torch.ops.prims.convert_element_type.default
 _CONVERSIONS = {aten._to_copy.default, _TO}
 
 
-def _schema_order(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _schema_order(func: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> list[PyTree]:
     """Every argument of the schema in order, defaults filled in."""
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs

@@ -1,27 +1,28 @@
-"""Stand-ins for one element of a list: a dtype and an extent, but no values, and no shape that may be read."""
+"""Proxies of one element of a list: tensors with a dtype and a granularity, but no values and no readable shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.fused.errors import refuse, refuse_value
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.kernels.fused import blockwise
 from subtensors.kernels.fused.program import Shape
 
 aten = torch.ops.aten
 
-# Any shape would do; an odd one shows up in an error that should have been caught here.
-SHAPES = {Shape.PER_ELEMENT: (3, 5), Shape.PER_TENSOR: (), Shape.PER_BLOCK: (blockwise.block_count(3 * 5),)}
+# Arbitrary shapes; odd ones are easy to recognize in an error message.
+EXAMPLE_SHAPES = {Shape.PER_ELEMENT: (3, 5), Shape.PER_TENSOR: (), Shape.PER_BLOCK: (blockwise.block_count(3 * 5),)}
 
 
 class Tracer(Protocol):
-    """The part of a trace that its stand-ins use."""
+    """The part of a trace that its proxies use."""
 
     device: torch.device
     depth: int
@@ -30,32 +31,36 @@ class Tracer(Protocol):
 
 @dataclass
 class ProxySlot:
-    """The number of the value a tensor holds now; aliases share it, so an in-place write reaches them all."""
+    """The number of the value that a tensor holds now; aliases share it, so that all of them see an in-place write."""
 
     value: int
 
 
 class ProxyTensor(torch.Tensor):
-    """A stand-in for one element of a list."""
+    """A proxy of one element of a list."""
 
-    cell: ProxySlot
-    extent: Shape
+    slot: ProxySlot
+    value_shape: Shape
     tracer: Tracer
 
     @staticmethod
-    def __new__(cls, cell: ProxySlot, dtype: torch.dtype, extent: Shape, tracer: Tracer) -> ProxyTensor:
-        """A stand-in for what `cell` holds."""
+    def __new__(cls, slot: ProxySlot, dtype: torch.dtype, value_shape: Shape, tracer: Tracer) -> ProxyTensor:
+        """A proxy of the value in `slot`."""
         self: ProxyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, SHAPES[extent], dtype=dtype, device=tracer.device
+            cls, EXAMPLE_SHAPES[value_shape], dtype=dtype, device=tracer.device
         )
-        self.cell, self.extent, self.tracer = cell, extent, tracer
+        self.slot, self.value_shape, self.tracer = slot, value_shape, tracer
         return self
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse to speak of shapes; let `torch.where` take live numbers."""
+        cls,
+        func: Callable[..., PyTree],
+        types: Sequence[type],
+        args: Sequence[PyTree] = (),
+        kwargs: Kwargs | None = None,
+    ) -> PyTree:
+        """Refuse to read shapes; let `torch.where` take dynamic scalars."""
         if func in _SHAPE_READERS and isinstance(args[0], ProxyTensor) and args[0].tracer.depth == 0:
             refuse(
                 f"it reads the shape of a tensor ({_SHAPE_READERS[func]}), and elements differ in shape",
@@ -63,7 +68,9 @@ class ProxyTensor(torch.Tensor):
             )
         if func in _VALUE_READERS:
             refuse_value(f"{func.__name__}()")
-        if func in _LIKE_ANOTHER and all(isinstance(a, ProxyTensor) and a.extent is args[0].extent for a in args):
+        if func in _LIKE_ANOTHER and all(
+            isinstance(a, ProxyTensor) and a.value_shape is args[0].value_shape for a in args
+        ):
             return aten.alias.default(args[0])
         if func is torch.where and len(args) == 3:
             args = [args[0], _wrapped(args[1], args[2]), _wrapped(args[2], args[1])]
@@ -71,34 +78,35 @@ class ProxyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> NoReturn:
-        """Raise RuleError: no op may reach a stand-in outside its trace."""
-        raise RuleError(f"{func}: a tensor of fused maths outlived the call that made it")
+        """Raise RuleError: no op may reach a proxy outside its trace."""
+        raise RuleError(f"{func}: a tensor of fused math outlived the call that made it")
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Its number and dtype."""
-        return f"Traced(v{self.cell.value}, {self.dtype}, {self.extent.value})"
+        return f"ProxyTensor(v{self.slot.value}, {self.dtype}, {self.value_shape.value})"
 
 
-EXAMPLES: dict[type, float] = {torch.SymFloat: 0.5, torch.SymInt: 2}
-"""A plain number for each type of live number, for where only the type matters."""
+EXAMPLE_NUMBERS: dict[type, float] = {torch.SymFloat: 0.5, torch.SymInt: 2}
+"""A plain number for each type of dynamic scalar, for where only the type matters."""
 
 
-def _wrapped(value: Any, other: Any) -> Any:
-    """A live number as the tensor `torch.where` makes of a plain one beside `other`."""
-    if type(value) not in EXAMPLES:
+def _wrapped(value: PyTree, other: PyTree) -> PyTree:
+    """A dynamic scalar as the tensor that `torch.where` makes of a plain number beside `other`."""
+    if type(value) not in EXAMPLE_NUMBERS:
         return value
-    dtype = torch.result_type(EXAMPLES.get(type(other), other), EXAMPLES[type(value)])
+    example: PyTree = EXAMPLE_NUMBERS.get(type(other), other)
+    dtype = torch.result_type(example, EXAMPLE_NUMBERS[type(value)])
     return torch.scalar_tensor(value, dtype=dtype)
 
 
-# Views whose new shape is that of another tensor.
+# Views that take the shape of another tensor.
 _LIKE_ANOTHER = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as})
 
 _VALUE_READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
 
-_SHAPE_READERS: dict[Any, str] = {
+_SHAPE_READERS: dict[object, str] = {
     torch.Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
     torch.Tensor.nbytes.__get__: "nbytes",  # type: ignore[attr-defined]

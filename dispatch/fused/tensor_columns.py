@@ -1,6 +1,6 @@
 """The tensors of one argument over all elements, and guards that recognize them in the next call.
 
-A step over a thousand tensors takes as long as checking each of them, so a column is checked only as far as the
+Checking each of a thousand tensors takes as long as a step over them, so a column is checked only as far as the
 promises of its holder require: by identity, by addresses, or by everything that a plan depends on.
 """
 
@@ -22,17 +22,17 @@ _nbytes = attrgetter("nbytes")
 class TensorColumn(list[Tensor]):
     """One tensor for each element of a list, never changed once made: the form in which lists are dispatched.
 
-    A promise of its holder saves checks of every tensor in every call.
+    Promises of the list's holder save checks of every tensor in every call.
 
     Args:
         tensors: the tensors.
-        is_fixed: neither the tensors nor their memory change while this object lives, and autograd has saved
-            none of them that does not require grad. Then the list is recognized by identity, and not even
-            addresses are read again. The memory is kept for as long.
-        keeps_layout: a tensor whose address is what it was in the last call with this list has the shape and dtype it
-            had then, as parameters do. Then only addresses, and the layout of matrices there, are read again.
-        like: the list that promises so for this one, as a list of parameters does for their gradients, of which
-            there is a new list in each step.
+        is_fixed: promises that neither the tensors nor their memory change while this object lives, and that autograd
+            has saved none of them that does not require grad. Then the list is recognized by identity, and not even
+            addresses are read again. The list keeps the memory alive.
+        keeps_layout: promises that a tensor at an unchanged address has an unchanged shape and dtype, as parameters
+            have. Then only addresses, and the layouts of matrices, are read again.
+        like: the list whose `keeps_layout` holds for this one too, as a list of parameters has for their gradients, of
+            which there is a new list in each step.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ Addresses = list[list[int] | None]
 """For each column the addresses of its tensors; None where this call did not read them, [] for a fixed column."""
 
 
-def distinct(column: Sequence[Tensor]) -> Sequence[Tensor]:
+def unique_tensors(column: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors of a column, a shared one once."""
     return column[:1] if isinstance(column, BroadcastColumn) else column
 
@@ -81,7 +81,7 @@ def is_fixed(column: Sequence[Tensor]) -> bool:
 
 def addresses_of(column: Sequence[Tensor]) -> list[int]:
     """The addresses of the tensors of a column; an empty list for a fixed one."""
-    return [] if is_fixed(column) else list(map(Tensor.data_ptr, distinct(column)))
+    return [] if is_fixed(column) else list(map(Tensor.data_ptr, unique_tensors(column)))
 
 
 class ImmutableColumns:
@@ -108,11 +108,11 @@ class ColumnGuard:
 
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if is_fixed(column) else None
-        self._metadata = MetadataGuard(distinct(column))
-        self._places: weakref.WeakKeyDictionary[TensorColumn, AddressLayoutGuard] = weakref.WeakKeyDictionary()
+        self._metadata = MetadataGuard(unique_tensors(column))
+        self._known: weakref.WeakKeyDictionary[TensorColumn, AddressLayoutGuard] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: Addresses) -> bool:
-        """Return whether every tensor is like the one in its place.
+        """Return whether every tensor is like the one at its position.
 
         Args:
             column: the tensors.
@@ -121,42 +121,42 @@ class ColumnGuard:
         if self._list is not None and self._list() is column:
             addresses.append([])
             return True
-        holder = _promising(column)
+        holder = _promise_holder(column)
         if holder is None:
             addresses.append(None)
-            return self._metadata.matches(distinct(column))
-        # Each promise is good for the addresses seen under it, and ends with the list that made it.
-        places = self._places.get(holder)
-        if places is None or not places.matches(column):
+            return self._metadata.matches(unique_tensors(column))
+        # A promise holds for the addresses seen under it, and ends with the list that made it.
+        known = self._known.get(holder)
+        if known is None or not known.matches(column):
             if not self._metadata.matches(column):
                 return False
-            places = self._places[holder] = AddressLayoutGuard(column)
-        addresses.append(places.addresses)
+            known = self._known[holder] = AddressLayoutGuard(column)
+        addresses.append(known.addresses)
         return True
 
-    def places(self, column: Sequence[Tensor]) -> AddressLayoutGuard | None:
-        """The addresses last seen under this column's promise; None where it has none, or gradients are recorded."""
-        holder = _promising(column)
-        return None if holder is None else self._places.get(holder)
+    def known_addresses(self, column: Sequence[Tensor]) -> AddressLayoutGuard | None:
+        """The addresses last seen under this column's promise; None where it has none, or in grad mode."""
+        holder = _promise_holder(column)
+        return None if holder is None else self._known.get(holder)
 
 
-def _promising(column: Sequence[Tensor]) -> TensorColumn | None:
-    """The list by whose promise addresses alone identify the tensors of this column; None without one.
+def _promise_holder(column: Sequence[Tensor]) -> TensorColumn | None:
+    """The list whose promise lets addresses alone identify the tensors of this column; None without one.
 
-    While gradients are recorded there is none: whether each tensor requires grad matters, too.
+    In grad mode there is none: `requires_grad` of each tensor matters, too.
     """
     return column.holder if isinstance(column, TensorColumn) and not torch.is_grad_enabled() else None
 
 
-def _reaches(tensors: Sequence[Tensor]) -> list[int]:
-    """For each tensor, the bytes from its first element to behind its last."""
+def _byte_spans(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor, the number of bytes from its first element to the end of its last."""
     if all(map(Tensor.is_contiguous, tensors)):
         return list(map(_nbytes, tensors))
-    return [_reach(t) * t.element_size() for t in tensors]
+    return [_span(t) * t.element_size() for t in tensors]
 
 
-def _reach(tensor: Tensor) -> int:
-    """The number of elements from the first to behind the last in memory."""
+def _span(tensor: Tensor) -> int:
+    """The number of elements in memory from the first to the last, gaps included."""
     count = tensor.numel()
     if tensor.is_contiguous() or not count:
         return count
@@ -175,9 +175,9 @@ def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
     ends: list[int] = []
     written: list[bool] = []
     for index, column in enumerate(columns):
-        begins = list(map(Tensor.data_ptr, distinct(column)))
+        begins = list(map(Tensor.data_ptr, unique_tensors(column)))
         starts += begins
-        ends += map(add, begins, _reaches(distinct(column)))
+        ends += map(add, begins, _byte_spans(unique_tensors(column)))
         written += [index in stored] * len(begins)
     order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
     start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]

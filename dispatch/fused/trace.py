@@ -1,6 +1,6 @@
-"""Tracing of straight-line math once, on stand-ins for one element of every list, into a program.
+"""Tracing of straight-line math once, on proxies of one element of every list, into a program.
 
-The stand-ins have a dtype and an extent but no values, so reading a value or a shape is refused with the line of the
+The proxies have a dtype and a granularity but no values, so reading a value or a shape is refused with the line of the
 user's source that asked for it.
 """
 
@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from subtensors.dispatch.fused.errors import name_of, source_line
 from subtensors.dispatch.fused.op_tracer import OpTracer
 from subtensors.dispatch.fused.proxies import ProxySlot, ProxyTensor
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import ops
 from subtensors.kernels.fused.program import Parameter, Program, Shape
 
@@ -28,10 +28,10 @@ class Trace:
 
     program: Program
     scalars: tuple[Callable[[Sequence[float]], float], ...]
-    """For each of the program's live numbers, the function that computes it from the numbers of the call."""
+    """For each of the program's dynamic scalars, the function that computes it from the numbers of the call."""
     expressions: tuple[str, ...]
-    """The same, as text."""
-    results: Any
+    """The expressions of the dynamic scalars, as text."""
+    results: PyTree
     """The result of the function: `Returned` leaves in a pytree of tuples, lists and dicts."""
     unlowered: tuple[str, ...] = ()
     """Ops with no Triton formula: the program then runs through torch."""
@@ -39,70 +39,70 @@ class Trace:
 
 @dataclass(frozen=True)
 class Returned:
-    """A leaf of the result: a parameter given back, or an output of the program."""
+    """A leaf of the result: a parameter that is returned, or an output of the program."""
 
     index: int
     is_parameter: bool
 
 
 def trace(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     parameters: Sequence[Parameter],
     numbers: Sequence[type[float] | type[int]],
-    call: Callable[[list[Any], list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    replace: Callable[[Sequence[object], Sequence[object]], tuple[Args, Kwargs]],
     device: torch.device,
 ) -> Trace:
-    """Record what `function` does to one element of every list.
+    """Trace `function` on one element of every list.
 
     Args:
         function: straight-line math on tensors and numbers.
         parameters: descriptions of the tensors.
-        numbers: the kinds of the Python numbers whose values stay live.
-        call: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
-        device: where the elements live.
+        numbers: the kinds of the dynamic scalars.
+        replace: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
+        device: the device of the elements.
 
     Returns:
-        The program, how its live numbers are computed, and the result of the function.
+        The program, the functions that compute its dynamic scalars, and the result of the function.
 
     Raises:
         RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """
     tracer = OpTracer(device, tuple(parameters))
-    live = ops.LiveNumbers()
-    stand_ins = [ProxyTensor(ProxySlot(i), p.dtype, p.extent, tracer) for i, p in enumerate(parameters)]
-    args, kwargs = call(list(stand_ins), [live.new(kind) for kind in numbers])
-    with torch.no_grad(), tracer, _explained():
+    scalars = ops.LiveNumbers()
+    proxies = [ProxyTensor(ProxySlot(i), p.dtype, p.shape, tracer) for i, p in enumerate(parameters)]
+    args, kwargs = replace(proxies, [scalars.new(kind) for kind in numbers])
+    with torch.no_grad(), tracer, _errors_with_source():
         result = function(*args, **kwargs)
     outputs: list[int] = []
-    results = _map_nest(lambda leaf: _returned(leaf, stand_ins, outputs, function), result)
+    results = _map_tree(lambda leaf: _returned(leaf, proxies, outputs, function), result)
     program = Program(
         name=name_of(function),
         parameters=tuple(parameters),
         instructions=tuple(tracer.instructions),
         scalars=tuple(s.type for s in tracer.scalars.values()),
-        stores={i: s.cell.value for i, s in enumerate(stand_ins) if s.cell.value != i},
+        stores={i: s.slot.value for i, s in enumerate(proxies) if s.slot.value != i},
         outputs=tuple(outputs),
     )
-    evaluators = tuple(live.compile(expression) for expression in tracer.scalars)
+    evaluators = tuple(scalars.compile(expression) for expression in tracer.scalars)
     expressions = tuple(map(str, tracer.scalars))
     return Trace(program, evaluators, expressions, results, tuple(dict.fromkeys(tracer.unlowered)))
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """A context that adds the line of the user's source to errors: a live number's value read, or the user's own."""
+def _errors_with_source() -> Iterator[None]:
+    """A context that adds the line of the user's source to errors."""
     try:
         yield
     except ops.undecidable() as error:
         raise RuleError(
-            "this maths cannot be fused: it needs the value of a Python number while it is traced "
+            "this math cannot be fused: it needs the value of a Python number while it is traced "
             f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {_line_of(error)}\n"
             "  instead: compute with ** and torch functions, or pass a bool, which is part of the signature"
         ) from None
     except RuleError:
         raise
     except Exception as error:
-        error.add_note(f"while the maths was traced, on stand-ins with a shape of their own\n  at {_line_of(error)}")
+        error.add_note(f"while the math was traced, on proxies with a shape of their own\n  at {_line_of(error)}")
         raise
 
 
@@ -111,27 +111,27 @@ def _line_of(error: Exception) -> str:
 
 
 def _returned(
-    leaf: Any, stand_ins: Sequence[ProxyTensor], outputs: list[int], function: Callable[..., Any]
+    leaf: PyTree, proxies: Sequence[ProxyTensor], outputs: list[int], function: Callable[..., PyTree]
 ) -> Returned | None:
     """Classify a leaf of the result as a parameter or an output; append an output's value number to `outputs`."""
     if leaf is None:
         return None
-    for i, stand_in in enumerate(stand_ins):
-        if leaf is stand_in:
+    for i, proxy in enumerate(proxies):
+        if leaf is proxy:
             return Returned(i, is_parameter=True)
     if not isinstance(leaf, ProxyTensor):
-        raise RuleError(f"fused maths returns tensors, got {type(leaf).__name__} from {name_of(function)}")
-    if leaf.extent is Shape.PER_BLOCK:
-        raise RuleError(f"fused maths returns tensors, and {name_of(function)} numbers per block: store them instead")
-    outputs.append(leaf.cell.value)
+        raise RuleError(f"fused math returns tensors, got {type(leaf).__name__} from {name_of(function)}")
+    if leaf.value_shape is Shape.PER_BLOCK:
+        raise RuleError(f"fused math returns tensors, and {name_of(function)} numbers per block: store them instead")
+    outputs.append(leaf.slot.value)
     return Returned(len(outputs) - 1, is_parameter=False)
 
 
-def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
-    """`function` of every leaf of nested tuples, lists and dicts."""
-    if isinstance(nest, dict):
-        return {key: _map_nest(function, value) for key, value in nest.items()}
-    if isinstance(nest, list | tuple):
-        mapped = [_map_nest(function, value) for value in nest]
-        return type(nest)(*mapped) if hasattr(nest, "_fields") else type(nest)(mapped)
-    return function(nest)
+def _map_tree(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Return nested tuples, lists and dicts with each leaf replaced."""
+    if isinstance(tree, dict):
+        return {key: _map_tree(function, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        mapped = [_map_tree(function, value) for value in tree]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    return function(tree)

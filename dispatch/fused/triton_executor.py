@@ -1,4 +1,4 @@
-"""The group whose traced program runs as Triton kernels over a pointer table."""
+"""The executor whose traced program runs as Triton kernels over a pointer table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, leaves_of
+from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, result_leaves
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
@@ -39,11 +39,11 @@ _requires_grad = attrgetter("requires_grad")
 
 
 @dataclass
-class _OnStream:
-    """The live numbers on the device, as last written by the launches on one stream."""
+class _StreamScalars:
+    """The dynamic scalars on the device, as last written by the launches on one stream."""
 
     values: list[int]
-    """Their bits, which tell -0.0 from 0.0."""
+    """The bits of the scalars, which differ for -0.0 and 0.0."""
     scalars: Tensor
 
 
@@ -53,12 +53,13 @@ class PointerTable:
 
     fixed: ImmutableColumns
     addresses: list[list[int]]
-    """Where the tensors of the other lists start."""
+    """The addresses of the tensors of the other columns; an empty list for a fixed one."""
     table: Tensor
     address: int
-    """The table's."""
+    """The address of `table`."""
     overlaps: bool
-    streams: dict[int, _OnStream] = field(default_factory=dict)
+    """True if memory that is written overlaps other memory of the call."""
+    streams: dict[int, _StreamScalars] = field(default_factory=dict)
 
 
 class TritonExecutor(Executor):
@@ -68,28 +69,31 @@ class TritonExecutor(Executor):
         trace: the program; every instruction has a formula.
         kernels: its kernels.
         columns: the tensors of the first call; later calls have the same shapes, dtypes and strides.
-        mapped: what to run instead when the tensors overlap in memory.
-        copies: do some elements have strides of their own? Then those are copied in and out.
-        exchange: what brings reductions together, where other processes have other parts of the tensors.
+        fallback: the executor to run instead when the tensors overlap in memory.
+        copies: True to copy elements with strides of their own in and out.
+        exchange: combines the reductions, where other processes have other parts of the tensors.
     """
 
     # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
-    BINDINGS = 8
+    MAX_TABLES = 8
+
+    trace: Trace
+    grid: Grid
 
     def __init__(
         self,
         trace: Trace,
         kernels: KernelSet,
         columns: Columns,
-        mapped: EagerExecutor,
+        fallback: EagerExecutor,
         copies: bool,
         exchange: Exchange | None = None,
     ) -> None:
-        self.trace, self.kernels, self.mapped, self.copies = trace, kernels, mapped, copies
-        self.returned = optree.tree_structure(trace.results, none_is_leaf=True)
+        self.trace, self.kernels, self.fallback, self.copies = trace, kernels, fallback, copies
+        self.result_spec = optree.tree_structure(trace.results, none_is_leaf=True)
         self.parameters = trace.program.parameters
-        whole = [p.extent is Shape.PER_ELEMENT and not p.expanded for p in self.parameters]
-        pattern = next(itertools.compress(columns, whole), columns[0])
+        is_full_size = [p.shape is Shape.PER_ELEMENT and not p.expanded for p in self.parameters]
+        pattern = next(itertools.compress(columns, is_full_size), columns[0])
         self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
         self.is_cuda = self.device.type == "cuda"
         matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
@@ -103,15 +107,13 @@ class TritonExecutor(Executor):
         """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
         outputs = [trace.program.value(v) for v in trace.program.outputs]
-        is_tiled = any(v.extent is Shape.PER_ELEMENT for v in outputs)
+        is_tiled = any(v.shape is Shape.PER_ELEMENT for v in outputs)
         self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern] if is_tiled else []
-        """Of each element what an output has that is as large."""
-        self.arenas = [
-            (self.grid.arena if v.extent is Shape.PER_ELEMENT else self.grid.count, v.dtype) for v in outputs
-        ]
+        """For each element, the shape and strides of an output of its size; empty without such outputs."""
+        self.arenas = [(self.grid.arena if v.shape is Shape.PER_ELEMENT else self.grid.count, v.dtype) for v in outputs]
         self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
-        self.bindings: list[PointerTable] = []
-        self.tables = 0
+        self.tables: list[PointerTable] = []
+        self.tables_built = 0
         self.stream = 0
         """The stream of the last eager call."""
         self.reason = "elements with strides of their own are copied in and out" if copies else ""
@@ -120,7 +122,7 @@ class TritonExecutor(Executor):
 
     def _refuse_empty_extremes(self) -> None:
         if (self.grid.sizes > 0).all() or self.grid.exchange is not None:
-            return  # of a part without elements, another process has the rest
+            return  # of a part without elements, another process has the other elements
         for step in self.trace.program.instructions:
             if step.name in ("amax", "amin"):
                 raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
@@ -147,29 +149,29 @@ class TritonExecutor(Executor):
         if self.copies:
             originals = columns
             columns = [
-                [t.contiguous() if p.extent is Shape.PER_ELEMENT else t for t in column]
+                [t.contiguous() if p.shape is Shape.PER_ELEMENT else t for t in column]
                 for column, p in zip(columns, self.parameters, strict=True)
             ]
             addresses = None
         is_capturing = self.is_capturing()
-        binding = self._bind(columns, addresses, is_capturing)
-        if binding.overlaps:
+        table = self._pointer_table(columns, addresses, is_capturing)
+        if table.overlaps:
             if prelude is not None:
-                prelude.alone()
-            return self.mapped.run(originals if self.copies else columns, numbers)
-        arenas = self.launch(binding, columns, numbers, is_capturing, prelude)
+                prelude.launch()
+            return self.fallback.run(originals if self.copies else columns, numbers)
+        arenas = self.launch(table, columns, numbers, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
                     if original is not copy:
                         original.copy_(copy)
             columns = originals
-            self._tell_autograd(columns)
+            self._increment_versions(columns)
         return self._results(columns, arenas)
 
     def launch(
         self,
-        binding: PointerTable,
+        table: PointerTable,
         columns: Columns,
         numbers: Sequence[float],
         is_capturing: bool,
@@ -188,35 +190,35 @@ class TritonExecutor(Executor):
             scalars = dynamic.allocate(self, numbers, hosts, self.device)
         else:
             values = [evaluate(numbers) for evaluate in self.scalars]
-            scalars = self._scalars(binding, [*values, *hosts], is_capturing)
+            scalars = self._scalars(table, [*values, *hosts], is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(binding.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
         if not self.copies:
-            self._tell_autograd(columns)
+            self._increment_versions(columns)
         return arenas
 
-    def _tell_autograd(self, columns: Columns) -> None:
-        """Torch's ops tell autograd that they wrote, lest it use what it saved; so must a kernel it does not know."""
+    def _increment_versions(self, columns: Columns) -> None:
+        """Increment the versions of written tensors, as torch's ops do, so that autograd notices stale saved values."""
         for parameter in self.observed:
             torch.autograd.graph.increment_version(columns[parameter])
 
     def is_on_current_device(self) -> bool:
-        """Return whether it can launch without a change of device."""
+        """Return whether the executor can launch without a change of device."""
         return not self.is_cuda or self.device.index == torch.cuda.current_device()
 
-    def repeatable_binding(self) -> PointerTable | None:
+    def repeatable_table(self) -> PointerTable | None:
         """The pointer table of the last eager launch, if that launch may be repeated without any other check."""
-        if self.copies or self.returns or not self.bindings or self.bindings[0].overlaps or self.is_capturing():
+        if self.copies or self.returns or not self.tables or self.tables[0].overlaps or self.is_capturing():
             return None
-        return self.bindings[0]
+        return self.tables[0]
 
     def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Give the launch to a recording."""
         if self.copies:
             raise NotRecordable(self.reason)
         if written_overlap(columns, self.trace.program.stores):
-            raise NotRecordable(self.mapped.reason)
+            raise NotRecordable(self.fallback.reason)
         return self._results(columns, recording.launch(self, columns, numbers))
 
     def new_arenas(self) -> list[Tensor]:
@@ -224,21 +226,21 @@ class TritonExecutor(Executor):
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
 
     def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """None: it is a launch by itself."""
+        """Return None: no other launch follows in this one."""
         return None
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:
             return []
-        return leaves_of(
+        return result_leaves(
             self.trace,
             columns,
             [self._outputs(arena, v) for arena, v in zip(arenas, self.trace.program.outputs, strict=True)],
         )
 
     def _outputs(self, arena: Tensor, value: int) -> list[Tensor]:
-        is_tiled = self.trace.program.value(value).extent is Shape.PER_ELEMENT
-        # `.data`: tensors in their own right, whose versions autograd counts one by one.
+        is_tiled = self.trace.program.value(value).shape is Shape.PER_ELEMENT
+        # `.data`: tensors whose versions autograd counts one by one.
         return [part.data for part in (self._parts(arena) if is_tiled else arena.unbind())]
 
     def _parts(self, arena: Tensor) -> list[Tensor]:
@@ -247,19 +249,20 @@ class TritonExecutor(Executor):
             return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
         return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
 
-    def _bind(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> PointerTable:
-        addresses = list(map(_place, known, columns)) if known else list(map(addresses_of, columns))
+    def _pointer_table(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> PointerTable:
+        """The pointer table of these columns: an earlier one where no address has changed, else a new one."""
+        addresses = list(map(_known_addresses, known, columns)) if known else list(map(addresses_of, columns))
         for host in self.hosts:
             addresses[host] = []
-        for position, binding in enumerate(self.bindings):
-            if binding.addresses == addresses and binding.fixed.matches(columns):
-                # The lists that a guard will hand over again: those compare by identity.
-                binding.addresses = addresses
+        for position, pointer_table in enumerate(self.tables):
+            if pointer_table.addresses == addresses and pointer_table.fixed.matches(columns):
+                # A guard returns the same list objects each time, and those compare by identity.
+                pointer_table.addresses = addresses
                 if position:
-                    self.bindings.insert(0, self.bindings.pop(position))
+                    self.tables.insert(0, self.tables.pop(position))
                 if is_capturing:
-                    graph_lifetime.keep_with_graph((self, binding))
-                return binding
+                    graph_lifetime.keep_with_graph((self, pointer_table))
+                return pointer_table
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
         nowhere = [0] * self.grid.count
         pointers = [
@@ -267,58 +270,58 @@ class TritonExecutor(Executor):
         ]
         overlaps = written_overlap(columns, self.trace.program.stores)
         if overlaps:
-            logger.info("%s: runs as %s", self.trace.program.name, self.mapped.describe())
+            logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
         table = self.grid.table(pointers)
-        binding = PointerTable(ImmutableColumns(columns), addresses, table, table.data_ptr(), overlaps)
-        self.tables += 1
+        pointer_table = PointerTable(ImmutableColumns(columns), addresses, table, table.data_ptr(), overlaps)
+        self.tables_built += 1
         if is_capturing:
-            # Its table is filled at replay, so no eager call may use it.
-            graph_lifetime.keep_with_graph((self, binding))
-            return binding
-        self.bindings.insert(0, binding)
-        del self.bindings[self.BINDINGS :]
-        return binding
+            # The table is filled at replay, so no eager call may use it.
+            graph_lifetime.keep_with_graph((self, pointer_table))
+            return pointer_table
+        self.tables.insert(0, pointer_table)
+        del self.tables[self.MAX_TABLES :]
+        return pointer_table
 
     def is_capturing(self) -> bool:
         """Return whether this call is being captured into a CUDA graph rather than run."""
         return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _scalars(self, binding: PointerTable, numbers: list[float], is_capturing: bool) -> Tensor:
+    def _scalars(self, table: PointerTable, numbers: list[float], is_capturing: bool) -> Tensor:
         """The numbers on the device; written again only when one has changed.
 
         A graph captured with the numbers of the eager call before it reads what later eager calls write, so
-        they stay live; one captured with others has numbers of its own.
+        they stay current; one captured with other numbers has memory of its own for them.
         """
         values = bits(numbers, self.kinds)
-        state = binding.streams.get(self.stream)
+        state = table.streams.get(self.stream)
         if state is not None and state.values == values:
             return state.scalars
         fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
         if is_capturing:
             return fresh
         if state is None:
-            binding.streams[self.stream] = state = _OnStream(values, fresh)
+            table.streams[self.stream] = state = _StreamScalars(values, fresh)
         else:
             state.values = values
             state.scalars.copy_(fresh)
         return state.scalars
 
     def explain(self, columns: Columns) -> str:
-        """The kernels, and how many tensors they read and write in a slower way."""
+        """Describe the kernels, and how many tensors they read and write in a slower way."""
         if not self.copies and written_overlap(columns, self.trace.program.stores):
-            return self.mapped.describe()
+            return self.fallback.describe()
         pointers = [[0] * self.grid.count if i in self.hosts else addresses_of(c) for i, c in enumerate(columns)]
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())
         note = f"\n  {masked} of them not at multiples of {ALIGNMENT} bytes: with narrower loads and stores, masked"
         return self.describe() + (note if masked else "")
 
     def describe(self) -> str:
-        """The kernels, a line each."""
+        """Describe the kernels, in a line each."""
         elements, tiles = self.grid.sizes.sum(), self.grid.tiles.total
         lines = [f"{self.grid.count} tensors, {elements} elements, {tiles} tiles on {self.device}"]
         for kernel in self.kernels.kernels:
-            what = "elements" if kernel.segment.extent is Shape.PER_ELEMENT else "numbers per tensor"
-            lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {what}")
+            over = "elements" if kernel.segment.shape is Shape.PER_ELEMENT else "numbers per tensor"
+            lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {over}")
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
 
 
@@ -327,8 +330,8 @@ def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
 
 
 def _bytes_written(parameter: Parameter) -> int:
-    return parameter.dtype.itemsize * (1 if parameter.extent is Shape.PER_ELEMENT else -1)
+    return parameter.dtype.itemsize * (1 if parameter.shape is Shape.PER_ELEMENT else -1)
 
 
-def _place(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:
+def _known_addresses(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:
     return addresses_of(column) if known is None else known

@@ -1,1 +1,1 @@
-"""Lists of tensors: programs over their elements, the kernels that these become, and sums over all of them."""
+"""Programs over the elements of tensor lists, the Triton kernels and torch code generated from them, and norms."""

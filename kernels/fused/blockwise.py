@@ -4,13 +4,12 @@
     signed     : code = sign(x) round(127 (|x| / absmax)^(1/2))      x ~ sign(code) (code / 127)^2 absmax
     unsigned   : code = round(255 (x / absmax)^(1/4))                x ~ (code / 255)^4 absmax
 
-The roots spend codes where the numbers of an optimizer's state are: the smallest signed magnitude that is not zero is
-6e-5 of the largest, the smallest unsigned one 2e-10. A second moment that was rounded to zero would make a step of the
-first one without bound; with linear codes training ends in NaN.
+The roots give more codes to small numbers, as most of an optimizer's state are: the smallest signed magnitude above
+zero is 6e-5 of the largest, the smallest unsigned one 2e-10. A second moment rounded to zero would make a step of
+unbounded size; with linear codes training ends in NaN.
 
-The largest element of a block has the last code and is kept exactly, so that numbers that were read from codes are
-given the same codes again. Blocks whose largest magnitude is below 1e-37 are zero; a NaN or infinity makes its whole
-block NaN.
+The largest element of a block has the last code and is kept exactly, so that decoded numbers are encoded to the same
+codes again. Blocks whose largest magnitude is below 1e-37 are zero; a NaN or infinity makes its whole block NaN.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), for blocks and their scales.
 """
@@ -24,7 +23,7 @@ SIZE = 256
 """Elements a block."""
 
 SMALLEST = 1e-37
-"""Below this the reciprocal of a block's scale is no finite float32."""
+"""The smallest scale of a block: below it the reciprocal overflows float32."""
 
 
 def block_count(elements: int) -> int:
@@ -66,7 +65,7 @@ def quantize(x: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     Args:
         x: any shape; not negative where codes are unsigned.
         scales: `absmax(x)`.
-        is_signed: which of the two codes.
+        is_signed: True for the signed code.
 
     Returns:
         int8 or uint8, of the shape of `x`, contiguous.
@@ -86,12 +85,12 @@ def quantize(x: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 
 def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
-    """The numbers that codes stand for.
+    """Decode codes to numbers.
 
     Args:
         codes: int8 where they are signed, else uint8; any shape.
         scales: (block_count(codes.numel()),) float32.
-        is_signed: which of the two codes.
+        is_signed: True for the signed code.
 
     Returns:
         float32, of the shape of `codes`.
@@ -108,7 +107,7 @@ def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     return (ratio * ratio) * (ratio * ratio) * scale
 
 
-# The same as ops, which a trace records and whose kernels are in `blockwise_tiles`.
+# The same as custom ops, which a trace records; their Triton functions are in `blockwise_kernel`.
 torch.library.define("subtensors::blockwise_absmax", "(Tensor x) -> Tensor")
 torch.library.define("subtensors::quantize_blockwise", "(Tensor x, Tensor scales, bool is_signed) -> Tensor")
 torch.library.define("subtensors::dequantize_blockwise", "(Tensor codes, Tensor scales, bool is_signed) -> Tensor")
@@ -134,4 +133,4 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 
 OPS = frozenset({"blockwise_absmax", "quantize_blockwise", "dequantize_blockwise"})
-"""The operations on numbers per block, besides moving them."""
+"""The ops on numbers per block, other than copies."""

@@ -1,7 +1,7 @@
-"""The formulas of `blockwise` on tiles, as Triton functions the generated kernels call.
+"""The formulas of `blockwise` on tiles, as Triton functions that generated kernels call.
 
-A tile holds whole blocks, so that a block's scale is a reduction within the tile: codes are read and written where the
-maths is done, and nothing of a tensor's size is kept between.
+A tile holds whole blocks, so that a block's scale is a reduction within the tile: codes are read and written inside the
+kernel that computes with the numbers, and no decoded tensor is stored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _per_element(scales, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def blockwise_absmax(x, inside, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def blockwise_absmax(x, inside, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """The scale of each block of a tile: `blockwise.absmax`."""
     x = tl.abs(x)
-    if not WHOLE:
+    if not FULL:
         x = tl.where(inside, x, 0)
     largest = tl.reduce(tl.reshape(x, [BLOCK // SIZE, SIZE]), 1, _largest)
     return tl.where(largest < SMALLEST, 0, largest)
@@ -47,7 +47,7 @@ else:
 
     @triton.jit
     def _root(x):
-        """The square root in one instruction; of what is no normal number, that is 0."""
+        """The square root in one instruction; 0 for a denormal number."""
         return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
@@ -66,7 +66,7 @@ def approximate_sqrt(x):
 
 @triton.jit
 def approximate_div(a, b):
-    """a / b within two units in the last place; a divisor that is no normal number is 0."""
+    """a / b within two units in the last place; a denormal divisor counts as 0."""
     if b.dtype == tl.float64:
         return a / b
     else:
@@ -77,8 +77,8 @@ def approximate_div(a, b):
 def quantize_blockwise(x, scales, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The code of each element, in the low byte of an int32: `blockwise.quantize`.
 
-    The scale goes under the root, and the root of an unsigned number is that which Adam divides by. Added to
-    1.5 * 2^23, a small number is rounded to the nearest integer, which the last bits of the sum then are.
+    The scale goes under the root, and the root of an unsigned number is also the divisor of Adam. Adding 1.5 * 2^23 to
+    a small number rounds it to the nearest integer, which is then in the last bits of the sum.
     """
     if SIGNED:
         unit = tl.where(scales > 0, 127 * 127 * _reciprocal(scales), 0)
@@ -104,20 +104,20 @@ def dequantize_blockwise(codes, scales, SIGNED: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def load_blocks(pointer, left, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def load_blocks(pointer, left, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """The scales of a tile's blocks; `left` elements of the tensor are in this tile and after it."""
     block = tl.arange(0, BLOCK // SIZE)
-    if WHOLE:
+    if FULL:
         return tl.load(pointer + block)
     else:
         return tl.load(pointer + block, mask=block * SIZE < left, other=0)
 
 
 @triton.jit
-def store_blocks(pointer, left, value, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def store_blocks(pointer, left, value, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Write the scales of a tile's blocks, as `load_blocks` reads them."""
     block = tl.arange(0, BLOCK // SIZE)
-    if WHOLE:
+    if FULL:
         tl.store(pointer + block, value)
     else:
         tl.store(pointer + block, value, mask=block * SIZE < left)

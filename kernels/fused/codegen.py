@@ -1,18 +1,19 @@
-"""Writing a segment of a program as a Triton kernel over pointer tables (`segment_writer` says what is in them)."""
+"""Code generation: a segment of a program as a Triton kernel over pointer tables (laid out in `segment_writer`)."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import linecache
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from subtensors.kernels.fused.program import Program, Shape
 from subtensors.kernels.fused.segment_writer import ARGUMENTS, SegmentWriter, function_source
 from subtensors.kernels.fused.segments import Segment
-from subtensors.kernels.fused.text import renumbered
 from subtensors.kernels.fused.tile_writer import TileWriter
+from subtensors.kernels.runtime.launcher import JitKernel
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,13 @@ class Kernel:
     """A compiled-on-first-use Triton kernel and the segment it runs."""
 
     segment: Segment
-    run: Any
-    """The `triton.jit` function."""
+    run: JitKernel
     source: str
     name: str
     block: int
     """Elements a tile, or tensors a program."""
-    lanes: Any = None
-    """For a tensor segment, the `triton.jit` function of one program, which other kernels may call."""
+    lanes: JitKernel | None = None
+    """For a tensor segment, the function of one program, which other kernels may call."""
 
 
 def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
@@ -35,18 +35,28 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
 
     Args:
         program: the program the segment is cut from.
-        segment: what to read, compute and write.
-        name: what the kernel is called in profiles.
+        segment: the segment to run.
+        name: the kernel's name in profiles.
         block: elements a tile, or tensors a program of a tensor segment.
 
     Returns:
         The kernel; its source can be read in tracebacks and with `st.explain`.
     """
-    writer = TileWriter if segment.extent is Shape.PER_ELEMENT else LaneWriter
+    writer = TileWriter if segment.shape is Shape.PER_ELEMENT else LaneWriter
     source = renumbered(writer(program, segment, name).source())
-    has_codes = any(program.parameters[p].extent is Shape.PER_BLOCK for p in segment.memory.values())
+    has_codes = any(program.parameters[p].shape is Shape.PER_BLOCK for p in segment.memory.values())
     names = _compile(source, name, has_codes)
     return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
+
+
+def renumbered(source: str) -> str:
+    """The source with its values numbered as they appear: the same math is the same text in every program.
+
+    >>> renumbered("v7 = a + b; v9 = v7 * v7")
+    'v0 = a + b; v1 = v0 * v0'
+    """
+    numbers: dict[str, int] = {}
+    return re.sub(r"\bv(\d+)\b", lambda value: f"v{numbers.setdefault(value[1], len(numbers))}", source)
 
 
 _serial = itertools.count()
@@ -66,7 +76,7 @@ def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
     names |= {f: getattr(tile_math_kernel, f) for f in _TILE_FUNCTIONS}
     names |= {f: getattr(blockwise_kernel, f) for f in _BLOCK_FUNCTIONS}
     if has_codes:
-        # Beside codes of 8 bits, the last bit of a quotient is nothing; that of the parameter is rounded afterwards.
+        # The last bit of a quotient does not matter beside 8-bit codes.
         names |= {"sqrt": blockwise_kernel.approximate_sqrt, "div": blockwise_kernel.approximate_div}
     exec(compile(source, filename, "exec"), names)
     return names

@@ -2,22 +2,22 @@
 
     total = sum_t sum_i x_t[i]^2        in float64
 
-The tensors are cut into chunks. As many programs as the device holds share them, and each adds up in registers what it
-comes by; so there are few partial sums, which the program that finishes last adds up. What another program computes
-first, a number per tensor that may depend on the sum, can follow in the same kernel (`FusedGradNorm`).
+The tensors are cut into chunks. As many programs as the device holds share them, and each adds up its chunks in
+registers; so there are few partial sums, which the program that finishes last adds up. The first kernel of another
+program, over numbers per tensor that may depend on the sum, can follow in the same launch (`FusedGradNorm`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from subtensors.kernels.fused.codegen import Kernel
+from subtensors.kernels.fused.launch import Integers
 from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
 from subtensors.kernels.runtime.graph_lifetime import to_device
 
@@ -30,9 +30,9 @@ PROGRAMS = 4
 """Programs a multiprocessor: as many as its registers hold."""
 
 LANES = 256
-"""Tensors that a kernel which follows takes at a time."""
+"""Tensors that a following kernel takes at a time."""
 
-# What the table says of a dtype; bfloat16 has the size of float16.
+# The entry of a dtype in the table: its size; negative for bfloat16, which is as large as float16.
 _KINDS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: -2}
 
 DTYPES = frozenset(_KINDS)
@@ -56,14 +56,14 @@ def reference(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-class SquareSum:
-    """The sum over tensors of these sizes and dtypes, wherever they are; depends on no address.
+class GradNormGrid:
+    """The chunks of tensors of these sizes and dtypes, and their sum of squares. Depends on no address.
 
     Args:
         sizes: elements of each.
         dtypes: of each, from `DTYPES`.
         device: where they are.
-        total: 0-d float64 there, for the sum.
+        total: 0-d float64 on the device, written with the sum.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SquareSum:
         counts = -(-self.sizes // (BLOCK * ROUNDS))
         tensor = np.repeat(np.arange(self.count, dtype=np.int64), counts)
         within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Without elements there is one chunk of none.
+        # Without elements there is one empty chunk.
         entries = tensor << 32 | within if len(tensor) else np.zeros(1, np.int64)
         self.chunks = to_device(entries, device)
         self.programs = min(len(entries), PROGRAMS * multiprocessors(device))
@@ -87,7 +87,7 @@ class SquareSum:
         self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
 
     def workspace(self, key: int) -> tuple[Tensor, Tensor]:
-        """Partial sums, and the arrival counter, which launches leave at zero; one pair a stream."""
+        """Partial sums, and the atomic counter, which launches leave at zero; one pair a stream."""
         if key not in self._workspaces:
             self._workspaces[key] = (
                 torch.empty(self.programs, dtype=torch.int64, device=self.device),
@@ -104,7 +104,7 @@ class SquareSum:
         """The number of integers that `rows` returns."""
         return 3 * self.count
 
-    def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def rows(self, pointers: Sequence[Sequence[int]] | Integers) -> Integers:
         """The table: sizes, dtypes, addresses.
 
         Args:
@@ -122,24 +122,25 @@ class SquareSum:
         workspace: int,
         prelude: object = None,
     ) -> None:
-        """Add up, on the current stream of the device.
+        """Compute the sum, on the current stream of the device.
 
         Args:
-            table: address of what `rows` gave, on the device.
-            scalars: nothing; `launch.Grid` has numbers there, and what follows.
-            seed: nothing.
-            outputs: nothing.
-            stream: nothing.
-            workspace: which workspace to use; launches that may run at the same time want different ones.
-            prelude: nothing.
+            table: address of the result of `rows`, on the device.
+            scalars: unused, as are the other arguments that only `launch.Grid` reads.
+            seed: unused.
+            outputs: unused.
+            stream: unused.
+            workspace: which workspace to use; launches that may run at the same time need different ones.
+            prelude: unused.
         """
-        from subtensors.kernels.fused.grad_norm_kernel import square_sum
+        from subtensors.kernels.fused.squares_kernel import grad_norm
 
+        nothing = (None,) * 7
         with launching_on(self.device):
-            square_sum[(self.programs,)](*self.arguments(table, workspace), *self.constants, num_warps=WARPS)
+            grad_norm[(self.programs,)](*self.arguments(table, workspace), *nothing, *self.constants, num_warps=WARPS)
 
     def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
-        """Return the arguments of the kernels, which their constants follow."""
+        """The first arguments of the kernel: the addresses and counts of the sum."""
         partials, counter = self.workspace(workspace)
         addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
         return (table, *addresses, self.count, self._chunk_count)
@@ -147,32 +148,32 @@ class SquareSum:
 
 @dataclass(frozen=True)
 class FusedGradNorm:
-    """A launch that has yet to be made, so that the first kernel of a program may follow in the same one."""
+    """A launch that is still to be made, so that the first kernel of a program can be fused into it."""
 
-    sweep: SquareSum
+    sweep: GradNormGrid
     table: Tensor | int
-    """The result of `SquareSum.rows` on the device, or its address."""
+    """The result of `GradNormGrid.rows` on the device, or its address."""
     workspace: int
 
-    def alone(self) -> None:
-        """Launch the sum."""
+    def launch(self) -> None:
+        """Launch the sum by itself."""
         self.sweep.launch(self._address, 0, 0, [], 0, self.workspace)
 
-    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
-        """Launch the sum, and a kernel of a lane a tensor after it.
+    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch the sum, and a kernel of a lane a tensor after it, as one launch.
 
         Args:
-            kernel: of a tensor segment, without outputs.
-            table: and what follows, its arguments (`codegen.ARGUMENTS`).
-            scalars: addresses.
-            slots: addresses.
-            seed: addresses.
-            count: how many tensors it takes.
+            kernel: the kernel of a tensor segment, without outputs.
+            table: address of its table, as in `segment_writer.ARGUMENTS`.
+            scalars: address of its dynamic scalars.
+            slots: address of its slots.
+            seed: address of its seed.
+            count: the number of its tensors.
         """
-        from subtensors.kernels.fused.grad_norm_kernel import square_sum_then
+        from subtensors.kernels.fused.squares_kernel import grad_norm
 
         with launching_on(self.sweep.device):
-            square_sum_then[(self.sweep.programs,)](
+            grad_norm[(self.sweep.programs,)](
                 *self.sweep.arguments(self._address, self.workspace),
                 *(table, scalars, slots, seed, count, kernel.lanes, LANES),
                 *self.sweep.constants,

@@ -1,11 +1,13 @@
-"""Running a program's kernels over many tensors at once: tiles, pointer tables, and the launch itself."""
+"""Launches of a program's kernels over many tensors at once: tiles, pointer tables, compilation, the launch itself."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,30 +27,32 @@ LANES = 128
 """Tensors a program of a tensor segment."""
 
 ROUNDS = 8
-"""Tiles that a program takes, one after another, where it adds up what it reads: the programs of a tensor wait for each
-other's arrival, so there had better be few of them."""
+"""Tiles that a program sweeps, one after another, in a kernel with reductions: the programs of a tensor synchronize
+through an atomic counter, so few programs are better."""
 
-PROGRAMS = 16
-"""With fewer programs a multiprocessor than this, each of them takes one tile instead."""
+MIN_PROGRAMS = 16
+"""Programs a multiprocessor; where there would be fewer, each program sweeps one tile instead of `ROUNDS`."""
 
 ALIGNMENT = 16
 """Bytes an address must be a multiple of for the widest loads, and elements between parts of an output arena."""
 
 
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
 Exchange = Callable[[Tensor, str], None]
-"""Makes one result out of what several processes have for each tensor: float64 or int64 to be written in place, and how
-they go together: "sum", "prod", "amax" or "amin"."""
+"""Combines the partial results of several processes for each tensor: float64 or int64 to be written in place, and the
+reduction: "sum", "prod", "amax" or "amin"."""
 
 
 class Prelude(Protocol):
-    """A launch to be made before those of a program; its first kernel, of a lane a tensor, may follow in the same."""
+    """A launch that a program depends on; the program's first kernel may be fused into it if it has a lane a tensor."""
 
-    def alone(self) -> None:
-        """Launch it."""
+    def launch(self) -> None:
+        """Launch it by itself."""
         ...
 
-    def followed_by(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
-        """Launch it, and the kernel after it, for so many tensors."""
+    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch it, and the kernel over `count` tensors after it, as one launch."""
         ...
 
 
@@ -65,16 +69,16 @@ class KernelSet:
 
     def __init__(self, program: Program, tiling: Tiling) -> None:
         self.program, self.tiling = program, tiling
-        if any(p.extent is Shape.PER_BLOCK for p in program.parameters):
-            # Blocks are whole in a tile.
+        if any(p.shape is Shape.PER_BLOCK for p in program.parameters):
+            # A tile holds whole blocks.
             self.tiling = tiling = replace(tiling, block=max(tiling.block, blockwise.SIZE))
         self.segments = plan_segments(program)
         self.kernels: list[Kernel] = [
             write_kernel(
                 program,
                 segment,
-                name=f"{_identifier(program.name)}_{segment.extent.value}_{segment.round}",
-                block=tiling.block if segment.extent is Shape.PER_ELEMENT else LANES,
+                name=f"{_identifier(program.name)}_{segment.shape.value}_{segment.round}",
+                block=tiling.block if segment.shape is Shape.PER_ELEMENT else LANES,
             )
             for segment in self.segments
         ]
@@ -82,7 +86,7 @@ class KernelSet:
         self.reductions = max((len(s.reductions) for s in self.segments), default=0)
         self.is_seeded = any(step.name == "stochastic_round" for step in program.instructions)
         self.are_compiled = False
-        """Whether `compile_together` has handled these kernels."""
+        """True once `compile_together` has handled these kernels."""
 
 
 def _identifier(name: str) -> str:
@@ -91,31 +95,32 @@ def _identifier(name: str) -> str:
 
 @dataclass(frozen=True)
 class TileMap:
-    """Tensors in parts of so many elements, a part a program."""
+    """Tensors cut into parts of equal size, a part a program."""
 
     entries: Tensor
     """(total,) int64: tensor << 32 | part of the tensor."""
     address: int
-    first: np.ndarray[Any, Any]
+    """The address of `entries`."""
+    first: Integers
     """The number of each tensor's first part."""
     total: int
 
     @staticmethod
-    def of(sizes: np.ndarray[Any, Any], part: int, least: int, device: torch.device) -> TileMap:
-        """Cut up tensors.
+    def of(sizes: Integers, part: int, min_parts: int, device: torch.device) -> TileMap:
+        """Cut tensors into parts.
 
         Args:
             sizes: elements of each.
             part: elements a part.
-            least: parts of a tensor without elements.
-            device: where the entries are to be.
+            min_parts: parts of a tensor without elements.
+            device: where to put the entries.
         """
-        parts = np.maximum(-(-sizes // part), least)
+        parts = np.maximum(-(-sizes // part), min_parts)
         first = np.cumsum(parts) - parts
         total = int(parts.sum())
         tensor = np.repeat(np.arange(len(sizes), dtype=np.int64), parts)
         within = np.arange(total, dtype=np.int64) - np.repeat(first, parts)
-        # At least one entry, though nothing may read it: Triton's interpreter takes no empty tensor.
+        # At least one entry, which may be unused: Triton's interpreter accepts no empty tensor.
         entries = to_device((tensor << 32 | within) if total else np.zeros(1, np.int64), device)
         return TileMap(entries, entries.data_ptr(), first, total)
 
@@ -124,11 +129,11 @@ class Grid:
     """The tiles of a list of tensor sizes, on the device. Depends on no address.
 
     Args:
-        kernels: that run over them.
+        kernels: the kernels that run over them.
         sizes: elements of each tensor.
         device: where they are.
         matrices: the last two dimensions of each, for programs with expanded parameters; a row each by default.
-        exchange: where other processes have other parts of the tensors, what brings reductions together.
+        exchange: combines the reductions, where other processes have other parts of the tensors.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class Grid:
         self.tiles = TileMap.of(self.sizes, block, 0, device)
         self.rounds, self.chunks = 1, self.tiles
         if kernels.reductions:
-            is_large = self.tiles.total >= ROUNDS * PROGRAMS * _multiprocessors(device)
+            is_large = self.tiles.total >= ROUNDS * MIN_PROGRAMS * _multiprocessors(device)
             self.rounds = ROUNDS if is_large else 1
             # Where there are no elements, reductions must come out as the identity.
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
@@ -158,15 +163,15 @@ class Grid:
         self.arena = int(rounded.sum())
 
     def _matrix_rows(self, sizes: Sequence[int], matrices: Sequence[tuple[int, int]] | None) -> list[list[int]]:
-        """The rows of the table that say where rows and columns of matrices are, if the program asks for them."""
+        """The rows of the table with the shapes of matrices; none for a program without expanded parameters."""
         if not any(p.expanded for p in self.kernels.program.parameters):
             return []
         matrices = matrices or [(1, size) for size in sizes]
-        # Never 0: they divide, also where there is nothing to divide.
+        # Never 0, since kernels divide by them.
         return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
 
     def workspace(self, key: int) -> list[int]:
-        """Addresses of slots, of partial results of chunks, and of the arrival counters, which launches leave at zero.
+        """Addresses of slots, of partial results of chunks, and of atomic counters, which launches leave at zero.
 
         Launches on one stream follow each other and share them; those on several streams do not.
         """
@@ -180,9 +185,9 @@ class Grid:
         self._workspaces[key] = addresses, _ = [b.data_ptr() for b in buffers], buffers
         return addresses
 
-    def forget(self, stream: int) -> None:
+    def forget(self, key: int) -> None:
         """Free the workspace of this number."""
-        self._workspaces.pop(stream, None)
+        self._workspaces.pop(key, None)
 
     @property
     def table_size(self) -> int:
@@ -193,8 +198,8 @@ class Grid:
         """The pointer table on the device: `rows` of these pointers."""
         return to_device(self.rows(pointers), self.device)
 
-    def rows(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The pointer table (`codegen` says what is in it).
+    def rows(self, pointers: Sequence[Sequence[int]] | Integers) -> Integers:
+        """The pointer table (`segment_writer` documents its rows).
 
         Args:
             pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
@@ -206,10 +211,12 @@ class Grid:
             [self.sizes[None], aligned[None], self.chunks.first[None], self.offsets[None], addresses, matrices]
         )
 
-    def is_aligned(self, pointers: Sequence[Sequence[int]] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """For each tensor, may full tiles of it be read and written without a mask? Pointers as in `rows`."""
+    def is_aligned(
+        self, pointers: Sequence[Sequence[int]] | Integers
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """For each tensor, True if full tiles of it can be read and written without a mask; pointers as in `rows`."""
         parameters = self.kernels.program.parameters
-        elements = [i for i, p in enumerate(parameters) if p.extent is Shape.PER_ELEMENT and not p.expanded]
+        elements = [i for i, p in enumerate(parameters) if p.shape is Shape.PER_ELEMENT and not p.expanded]
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
         return (addresses[elements] % ALIGNMENT == 0).all(axis=0)  # type: ignore[no-any-return]
 
@@ -226,8 +233,8 @@ class Grid:
         """Run every kernel of the program once.
 
         Args:
-            table: address of what `table` made.
-            scalars: address of the live numbers' bits, (n,) int64.
+            table: address of the result of `table`.
+            scalars: address of the dynamic scalars' bits, (n,) int64.
             seed: address of a 0-d int64; read only by programs that round stochastically.
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: the CUDA stream to launch on, the current one, as a number.
@@ -236,18 +243,15 @@ class Grid:
         """
         rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
         for number, kernel in enumerate(self.kernels.kernels):
-            cut, constants = self._cut(kernel)
+            tile_map, constants = self._tile_map(kernel)
             arenas = [outputs[k] for k in kernel.segment.outputs]
             if prelude is not None:
-                is_followed = kernel.lanes is not None and not arenas
-                if is_followed:
-                    prelude.followed_by(kernel, table, scalars, rest[1], seed, self.count)
-                else:
-                    prelude.alone()
-                prelude = None
-                if is_followed:
+                pending, prelude = prelude, None
+                if kernel.lanes is not None and not arenas:
+                    pending.launch_with(kernel, table, scalars, rest[1], seed, self.count)
                     continue
-            arguments = (table, cut.address, *rest, *arenas, *constants)
+                pending.launch()
+            arguments = (table, tile_map.address, *rest, *arenas, *constants)
             launch = self._launchers.get(number)
             if launch is not None:
                 launch(*arguments, stream=stream)
@@ -256,7 +260,7 @@ class Grid:
             if self.exchange is not None:
                 self._exchange(self.exchange, kernel, workspace)
 
-    def _cut(self, kernel: Kernel) -> tuple[TileMap, tuple[int, ...]]:
+    def _tile_map(self, kernel: Kernel) -> tuple[TileMap, tuple[int, ...]]:
         """Return the tile map that a kernel sweeps over, and the constants that it is compiled for."""
         return (
             (self.chunks, (self.rounds, kernel.block)) if kernel.segment.reductions else (self.tiles, (kernel.block,))
@@ -264,12 +268,12 @@ class Grid:
 
     def programs(self, kernel: Kernel) -> int:
         """Return the number of programs in a launch of a kernel; 0 where there are no elements."""
-        return self._cut(kernel)[0].total if kernel.segment.extent is Shape.PER_ELEMENT else -(-self.count // LANES)
+        return self._tile_map(kernel)[0].total if kernel.segment.shape is Shape.PER_ELEMENT else -(-self.count // LANES)
 
     def compile(self, kernel: Kernel) -> None:
         """Compile a kernel for the arguments that `launch` will pass, without launching it."""
-        cut, constants = self._cut(kernel)
-        addresses = [cut.address] * len(ADDRESSED)  # one is like another
+        tile_map, constants = self._tile_map(kernel)
+        addresses = [tile_map.address] * len(ADDRESSED)  # Triton sees only their type
         outputs = [self.kernels.program.value(self.kernels.program.outputs[k]).dtype for k in kernel.segment.outputs]
         arguments = (*addresses, self.count, self.chunks.total, *outputs, *constants)
         kernel.run.warmup(*arguments, grid=(1,), num_warps=self.kernels.tiling.warps, **self._options())
@@ -278,7 +282,7 @@ class Grid:
         return _PRECISE if self.device.type == "cuda" else {}
 
     def _exchange(self, exchange: Exchange, kernel: Kernel, workspace: int) -> None:
-        """Bring together what this sweep and those of other processes have reduced to."""
+        """Combine the reductions of this sweep with those of other processes."""
         slots = self._workspaces[workspace][1][0]
         for slot, value in kernel.segment.reductions.items():
             step = self.kernels.program.value(value)
@@ -288,8 +292,8 @@ class Grid:
             exchange(results.view(torch.float64) if is_float else results, step.name)
 
     @gc_paused()
-    def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
-        """Compile and launch; later calls have arguments of the same types, so they skip Triton's look at them."""
+    def _first_launch(self, number: int, kernel: Kernel, arguments: tuple[object, ...]) -> None:
+        """Compile and launch; later calls have arguments of the same types, so they skip Triton's checks of them."""
         programs = self.programs(kernel)
         if not programs:
             return
@@ -298,12 +302,40 @@ class Grid:
             self._launchers[number] = prepare_launch(compiled, programs)
 
 
-# Torch's kernels keep denormal numbers; libdevice as Triton links it by default takes them for zero.
+@gc_paused()
+def compile_together(grids: Sequence[Grid]) -> None:
+    """Compile the kernels of grids that are not compiled yet, in parallel; do nothing where only one kernel is new.
+
+    Triton releases Python's lock for most of the 0.2 s that a kernel takes, so a step over parameters of several dtypes
+    is ready nearly as soon as one over a single dtype.
+
+    Args:
+        grids: the grids of one call.
+    """
+    grids = [grid for grid in grids if grid.device.type == "cuda" and not grid.kernels.are_compiled]
+    kernels = [(grid, kernel) for grid in grids for kernel in grid.kernels.kernels if grid.programs(kernel)]
+    for grid in grids:
+        grid.kernels.are_compiled = True
+
+    def compile_all() -> None:
+        from subtensors.kernels.runtime.triton_compat import triton
+
+        with ThreadPoolExecutor(len(kernels)) as pool, triton.AsyncCompileMode(pool):
+            for grid, kernel in kernels:
+                with torch.cuda.device(grid.device):
+                    grid.compile(kernel)
+
+    if len(kernels) > 1:
+        # In a context without the caller's own AsyncCompileMode: Triton refuses a nested one.
+        Context().run(compile_all)
+
+
+# Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
 _PRECISE = {"enable_reflect_ftz": False}
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """None on a CPU, where the interpreter runs one program after another."""
+    """The number of multiprocessors; 0 on a CPU, where the interpreter runs one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 

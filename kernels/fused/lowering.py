@@ -1,8 +1,7 @@
 """The Triton formula of each functional op: tables from op name to formula.
 
-Every operand is already converted to the op's compute type, so an entry is the bare formula.
-Transcendental functions come from `libdevice`, CUDA's own math library, because torch's kernels call the
-same one: the results agree to the last bits.
+Every operand is already converted to the op's compute type, so an entry is the bare formula. Transcendental functions
+come from `libdevice`, CUDA's own math library, because torch's kernels call it too: the results agree to the last bits.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def _clamp(x: Text, low: Text = ABSENT, high: Text = ABSENT) -> str:
     return x
 
 
-# The exponents torch's own kernels special-case, so that both round alike.
-_EASY_POWERS: dict[float | None, str] = {
+# The exponents that torch's kernels special-case, so that both round alike.
+_SPECIAL_POWERS: dict[float | None, str] = {
     -2: "div(1.0, {0} * {0})",
     -1: "div(1.0, {0})",
     -0.5: "libdevice.rsqrt({0})",
@@ -98,8 +97,8 @@ _EASY_POWERS: dict[float | None, str] = {
 
 
 def _power(base: Text, exponent: Text) -> str:
-    easy = _EASY_POWERS.get(exponent.literal)
-    return easy.format(base) if easy else f"power({base}, {exponent})"
+    special = _SPECIAL_POWERS.get(exponent.literal)
+    return special.format(base) if special else f"power({base}, {exponent})"
 
 
 def _divide(a: Text, b: Text, rounding: Text = ABSENT) -> str:
@@ -132,7 +131,7 @@ _SHARED: dict[str, Template] = {
     "gt": _format("({0} > {1})"),
     "ge": _format("({0} >= {1})"),
     "addcmul": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'({a} * {b})', value)})",
-    # A change of type or of nothing: the conversion around the expression does all there is to do.
+    # Conversions and copies: the cast around the expression does everything.
     **dict.fromkeys(("_to_copy", "clone", "convert_element_type"), lambda x, *_: x),
     "copy": lambda _, source, *__: source,
     "fill": lambda _, value: value,
@@ -149,7 +148,7 @@ _FLOAT: dict[str, Template] = {
     "div": _divide,
     "reciprocal": lambda x: f"div(1.0, {x})",
     "addcdiv": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'div({a}, {b})', value)})",
-    # Torch's own two-sided form: exact at both ends.
+    # Torch's two-sided form, exact at both ends.
     "lerp": _format("tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}), {1} - ({1} - {0}) * (1.0 - {2}))"),
     "sqrt": _call("sqrt"),
     "rsqrt": _libdevice("rsqrt"),
@@ -162,7 +161,7 @@ _FLOAT: dict[str, Template] = {
     "isinf": _format("(tl.abs({0}) == float('inf'))"),
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
-    "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, WHOLE, BLOCK)",
+    "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, FULL, BLOCK)",
     "quantize_blockwise": lambda x, scales, signed: f"quantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "dequantize_blockwise": lambda x, scales, signed: f"dequantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "stochastic_round": lambda x, salt: f"stochastic_round({x}, seed, tile, which, {salt.literal}, BLOCK)",
@@ -185,18 +184,18 @@ _INTEGER: dict[str, Template] = {
     "bitwise_or": _format("({0} | {1})"),
     "bitwise_xor": _format("({0} ^ {1})"),
     "bitwise_not": _format("(~{0})"),
-    "pow": lambda base, exponent: _EASY_POWERS[exponent.literal].format(base),
+    "pow": lambda base, exponent: _SPECIAL_POWERS[exponent.literal].format(base),
 }
 
 # Booleans compute as int8, but for these.
-_TRUTH: dict[str, Template] = {
+_LOGICAL: dict[str, Template] = {
     "logical_and": _format("(({0}.to(tl.int8) & {1}.to(tl.int8)) != 0)"),
     "logical_or": _format("(({0}.to(tl.int8) | {1}.to(tl.int8)) != 0)"),
     "logical_xor": _format("({0} != {1})"),
     "logical_not": _format("({0} == 0)"),
 }
 
-# What differs for truths: -2, the bitwise complement of 1, is as true as 1.
+# Booleans differ: -2, the bitwise complement of 1, is as true as 1.
 _BOOL: dict[str, Template] = {"bitwise_not": _format("({0} == 0)")}
 
 _REDUCE = {"sum": "tile_sum", "prod": "tile_prod", "amax": "tile_amax", "amin": "tile_amin"}
@@ -211,7 +210,7 @@ def identity(name: str, dtype: torch.dtype) -> str:
     return str(torch.iinfo(dtype).min if name == "amax" else torch.iinfo(dtype).max)
 
 
-# Which operand is a condition rather than a number.
+# The operand that is a condition rather than a number.
 CONDITIONS = {"where": 0, "masked_fill": 1}
 
 
@@ -219,8 +218,8 @@ def template(name: str, compute: torch.dtype) -> Template | None:
     """The formula of op `name` on operands of dtype `compute`; None when there is none."""
     if name in _REDUCE:
         return _call(_REDUCE[name])
-    if name in _TRUTH:
-        return _TRUTH[name]
+    if name in _LOGICAL:
+        return _LOGICAL[name]
     if compute == torch.bool and name in _BOOL:
         return _BOOL[name]
     return _SHARED.get(name) or (_FLOAT if compute in FLOATS else _INTEGER).get(name)
@@ -232,7 +231,7 @@ def can_lower(instruction: Instruction) -> bool:
     if not DTYPES.issuperset((compute, instruction.dtype)) or template(name, compute) is None:
         return False
     if name == "round" and len(instruction.args) > 1:
-        # To a number of decimals.
+        # The second argument is a number of decimals.
         return False
     if name == "pow" and compute in INTEGERS:
         exponent = instruction.args[1]
@@ -241,7 +240,7 @@ def can_lower(instruction: Instruction) -> bool:
 
 
 def may_exceed_dtype(instruction: Instruction) -> bool:
-    """Return whether integers are clamped to a bound that their dtype may not hold.
+    """Return whether integers are clamped to a bound that may not fit their dtype.
 
     Some versions of torch ignore such a bound, some wrap it around, and some raise an error.
     """
@@ -256,12 +255,12 @@ def may_exceed_dtype(instruction: Instruction) -> bool:
     return False
 
 
-def register(dtype: torch.dtype, extent: Shape) -> torch.dtype:
+def register(dtype: torch.dtype, shape: Shape) -> torch.dtype:
     """The dtype a value of `dtype` has in registers.
 
     Half precision computes in float32; a number per tensor computes in float64, once for the whole tile,
-    so that `1 - beta ** step` loses nothing.
+    so that `1 - beta ** step` keeps its precision.
     """
     if dtype not in FLOATS:
         return dtype
-    return torch.float64 if extent is Shape.PER_TENSOR or dtype == torch.float64 else torch.float32
+    return torch.float64 if shape is Shape.PER_TENSOR or dtype == torch.float64 else torch.float32

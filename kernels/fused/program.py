@@ -1,6 +1,6 @@
 """A straight-line program over the elements of several tensor lists, in static single assignment form.
 
-A program says what happens to ONE element of every list; the kernels say how it happens to all of them.
+A program describes the computation on ONE element of every list; the kernels run it on all elements.
 Values are numbered: first the parameters, then the results of the instructions in order.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch._ops import OpOverload
+
+T = TypeVar("T")
 
 
 class Shape(Enum):
@@ -35,27 +37,27 @@ class Ref:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A live Python number: the `index`-th entry of what is handed over at each call."""
+    """A dynamic scalar: the `index`-th of the Python numbers that are passed at each call."""
 
     index: int
     type: type[float] | type[int]
 
 
-Operand = Any
-"""`Ref`, `Scalar`, a literal (bool, int, float, None, str) or a `torch.dtype`."""
+Operand: TypeAlias = "Ref | Scalar | bool | int | float | str | torch.dtype | torch.device | tuple[object, ...] | None"
+"""A value, a dynamic scalar, or a literal."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of each element: where it is read from and, when the program stores to it, written to."""
+    """One tensor of each element, which the program reads and may store to."""
 
     name: str
     dtype: torch.dtype
-    extent: Shape
+    shape: Shape
     expanded: str = ""
     """For "row" or "column": one value per row or column of its last two dimensions, repeated along the other."""
     on_host: bool = False
-    """A 0-d CPU tensor given to elements on a GPU: its value is handed over with the live numbers."""
+    """A 0-d CPU tensor given to elements on a GPU: its value is passed with the dynamic scalars."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Instruction:
     args: tuple[Operand, ...]
     dtype: torch.dtype
     compute: torch.dtype
-    """The dtype its operands are converted to before the formula is applied."""
-    extent: Shape
+    """The dtype that the operands are converted to before the formula is applied."""
+    shape: Shape
 
     @property
     def name(self) -> str:
@@ -80,15 +82,15 @@ class Instruction:
         return self.name in REDUCTIONS
 
     def reads(self) -> list[int]:
-        """The numbers of the values whose contents it needs (a `zeros_like` needs none)."""
+        """The numbers of the values whose contents the instruction needs (a `zeros_like` needs none)."""
         shape_only = _SHAPE_ONLY.get(self.name)
         return [a.index for i, a in enumerate(self.args) if isinstance(a, Ref) and i != shape_only]
 
 
 REDUCTIONS = frozenset({"sum", "prod", "amax", "amin"})
-"""Every other reduction is expanded into these before it gets here."""
+"""The reductions of programs; others are expanded into these."""
 
-# The operand that only lends its shape.
+# The operand of which an op reads the shape alone.
 _SHAPE_ONLY = dict.fromkeys(("zeros_like", "ones_like", "full_like", "copy", "fill", "zero", "numel"), 0)
 
 
@@ -105,7 +107,7 @@ class Program:
     outputs: tuple[int, ...] = ()
 
     def value(self, index: int) -> Parameter | Instruction:
-        """The parameter or instruction that gives value `index`."""
+        """The parameter or instruction of value `index`."""
         first = len(self.parameters)
         return self.parameters[index] if index < first else self.instructions[index - first]
 
@@ -122,7 +124,7 @@ class Program:
 
 def _declaration(index: int, value: Parameter | Instruction) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"v{index}: {dtype}{_SUFFIXES[value.extent]}"
+    return f"v{index}: {dtype}{_SUFFIXES[value.shape]}"
 
 
 _SUFFIXES = {Shape.PER_ELEMENT: "", Shape.PER_TENSOR: " 0-d", Shape.PER_BLOCK: " a block"}
@@ -142,16 +144,16 @@ def interpret(program: Program, tensors: Sequence[torch.Tensor], scalars: Sequen
     """Run the program on one element of every list with plain torch ops: the oracle of every kernel.
 
     Args:
-        program: what to do.
+        program: the program.
         tensors: one tensor a parameter; those the program stores to are updated in place.
-        scalars: the live numbers, in order.
+        scalars: the dynamic scalars, in order.
 
     Returns:
         The outputs.
     """
     values: list[torch.Tensor] = list(tensors)
 
-    def resolve(operand: Operand) -> Any:
+    def resolve(operand: Operand) -> object:
         match operand:
             case Ref(index):
                 return values[index]
@@ -162,7 +164,7 @@ def interpret(program: Program, tensors: Sequence[torch.Tensor], scalars: Sequen
 
     for step in program.instructions:
         values.append(_run(step.op, step.dtype, [resolve(a) for a in step.args]))
-    # An output is a tensor of its own, also where it equals a parameter, another output or a stored value.
+    # Each output is a separate tensor, even where it equals a parameter, another output or a stored value.
     shared = {*range(len(tensors)), *program.stores.values()}
     outputs = []
     for v in program.outputs:
@@ -175,13 +177,13 @@ def interpret(program: Program, tensors: Sequence[torch.Tensor], scalars: Sequen
     return outputs
 
 
-def _run(op: OpOverload, dtype: torch.dtype, args: list[Any]) -> torch.Tensor:
+def _run(op: OpOverload, dtype: torch.dtype, args: Sequence[object]) -> torch.Tensor:
     positional, keywords = call_form(op, args)
     result: torch.Tensor = op(*positional, **keywords)
     return result if result.dtype == dtype else result.to(dtype)
 
 
-def call_form(op: OpOverload, args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def call_form(op: OpOverload, args: Sequence[T]) -> tuple[list[T], dict[str, T]]:
     """Schema-ordered arguments as positional and keyword-only ones."""
     schema = op._schema.arguments
     positional = [a for a, s in zip(args, schema, strict=False) if not s.kwarg_only]

@@ -3,7 +3,7 @@
     rows[i]    = sum_j x[i, j]^2 / C            x: (R, C), row after row
     columns[j] = sum_i x[i, j]^2 / R
 
-A program of the first kernel takes some rows of one matrix: it writes what they are, and the column sums of its rows
+A program of the first kernel takes some rows of one matrix: it writes their means, and the column sums of its rows
 alone. The second kernel adds those up, some columns a program. So results do not depend on the order of programs.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.kernels.fused.launch import Integers
 from subtensors.kernels.fused.lowering import TRITON_TYPES
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
@@ -23,7 +24,7 @@ from subtensors.kernels.runtime.graph_lifetime import to_device
 ROWS = 32
 """Rows a program of the first kernel."""
 COLUMNS = 128
-"""Columns that it takes at a time."""
+"""Columns that a program takes at a time."""
 
 
 def reference(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -44,7 +45,7 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
         (rows, 1) tensors and (1, columns) tensors, in float64 for float64 and otherwise in float32. Those of all
         matrices follow each other in memory.
     """
-    from subtensors.kernels.fused.row_column_kernel import mean_columns, mean_rows
+    from subtensors.kernels.fused.squares_kernel import mean_columns, mean_rows
     from subtensors.kernels.runtime.triton_compat import tl
 
     device, dtype = matrices[0].device, matrices[0].dtype
@@ -61,27 +62,27 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
     table[3] = rows.data_ptr() + _before(heights) * kind.itemsize
     table[4] = columns.data_ptr() + _before(widths) * kind.itemsize
     table[5] = _before(blocks * widths)
-    # One copy to the device holds the table and what each program does.
+    # One copy to the device holds the table and the tiles of both kernels.
     by_rows, by_columns = _tiles(blocks), _tiles(-(-widths // COLUMNS))
     words = to_device(np.concatenate([table.reshape(-1), by_rows, by_columns]), device)
-    places, first, second = words.split([table.size, len(by_rows), len(by_columns)])
+    addresses, first, second = words.split([table.size, len(by_rows), len(by_columns)])
     sum_kind = getattr(tl, TRITON_TYPES[kind].removeprefix("tl."))
     element_kind = getattr(tl, TRITON_TYPES[dtype].removeprefix("tl."))
     with launching_on(device):
-        mean_rows[(len(by_rows),)](places, first, partials, len(matrices), element_kind, sum_kind, ROWS, COLUMNS)
-        mean_columns[(len(by_columns),)](places, second, partials, len(matrices), sum_kind, ROWS, COLUMNS)
+        mean_rows[(len(by_rows),)](addresses, first, partials, len(matrices), element_kind, sum_kind, ROWS, COLUMNS)
+        mean_columns[(len(by_columns),)](addresses, second, partials, len(matrices), sum_kind, ROWS, COLUMNS)
     return (
         [part.unsqueeze(1) for part in rows.split(heights.tolist())],
         [part.unsqueeze(0) for part in columns.split(widths.tolist())],
     )
 
 
-def _before(sizes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _before(sizes: Integers) -> Integers:
     """The sum of all sizes before each."""
     return np.cumsum(sizes) - sizes
 
 
-def _tiles(counts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _tiles(counts: Integers) -> Integers:
     """For each program, matrix << 32 | its number within the matrix."""
     matrix = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return matrix << 32 | (np.arange(len(matrix), dtype=np.int64) - np.repeat(_before(counts), counts))

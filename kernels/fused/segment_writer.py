@@ -1,11 +1,11 @@
-"""The parts of a segment's source that all its kernels share: values in order, their formulas, loads and conversions.
+"""The source that all kinds of segments share: values in order, their formulas, loads, conversions and constants.
 
 The table has one column per tensor and these rows, all int64::
 
     0 SIZE        elements of the tensor
     1 ALIGNED     1 when every pointer below is a multiple of 16 bytes
     2 FIRST_CHUNK number of its first chunk
-    3 OUTPUT      where its part of an output arena starts, in elements
+    3 OUTPUT      the start of its part of an output arena, in elements
     4 ...         the address of each parameter, in order
 
 and, where a parameter is expanded, two more: the columns of each tensor's matrices, and the elements of one matrix.
@@ -18,8 +18,8 @@ per tensor pass between segments in slots, as int64 bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -27,15 +27,15 @@ from subtensors.kernels.fused.lowering import (
     ABSENT,
     CONDITIONS,
     FLOATS,
+    HALF,
     INTEGERS,
     TRITON_TYPES,
     Text,
     register,
     template,
 )
-from subtensors.kernels.fused.program import Instruction, Parameter, Program, Ref, Scalar, Shape
+from subtensors.kernels.fused.program import Instruction, Operand, Parameter, Program, Ref, Scalar, Shape
 from subtensors.kernels.fused.segments import Segment
-from subtensors.kernels.fused.text import arithmetic, cast, constant, wrapped
 
 SIZE, ALIGNED, FIRST_CHUNK, OUTPUT, POINTERS = range(5)
 
@@ -48,7 +48,7 @@ ADDRESSED = dict.fromkeys("table tiles scalars slots partials seed_pointer".spli
 
 
 class SegmentWriter:
-    """Writes the body of a segment; the two subclasses know how it reads and writes memory."""
+    """The writer of a segment's body; its two subclasses write the accesses to memory."""
 
     def __init__(self, program: Program, segment: Segment, name: str) -> None:
         self.program, self.segment, self.name = program, segment, name
@@ -60,10 +60,10 @@ class SegmentWriter:
 
     def register(self, index: int) -> torch.dtype:
         """The dtype in which a kernel computes this value."""
-        return register(self.value(index).dtype, self.value(index).extent)
+        return register(self.value(index).dtype, self.value(index).shape)
 
     def steps(self) -> Iterator[str]:
-        """One line a live number and a value, in order."""
+        """One line a dynamic scalar and a value, in order."""
         computed = [i for i in self.segment.steps if i not in self.segment.memory and i not in self.segment.slots]
         operands = [a for i in computed for a in getattr(self.value(i), "args", ())]
         for scalar in dict.fromkeys(a for a in operands if isinstance(a, Scalar)):
@@ -100,10 +100,10 @@ class SegmentWriter:
         """The expression of an instruction, in the register type of its result."""
         compute = self.compute_register(step)
         operands = [self.operand(step, i, a, compute) for i, a in enumerate(step.args)]
-        if step.name in _FREE:
+        source = step.args[0] if step.args else None
+        if step.name in _FREE and isinstance(source, Ref):
             # Nothing to compute: the operand's own register converts straight to the result's.
-            source = self.register(step.args[0].index)
-            return cast(f"v{step.args[0].index}", source, self.register(index))
+            return cast(f"v{source.index}", self.register(source.index), self.register(index))
         rule = template(step.name, step.compute)
         assert rule is not None
         arity = _ARITY.get(step.name, len(operands))
@@ -111,31 +111,31 @@ class SegmentWriter:
         made = torch.bool if step.name in _COMPARISONS else compute
         if step.name == "numel":
             made = torch.int64
-            if self.value(step.args[0].index).extent is Shape.PER_TENSOR:
+            if isinstance(source, Ref) and self.value(source.index).shape is Shape.PER_TENSOR:
                 text = "tl.full([], 1, tl.int64)"
         if text.isdigit():
             text = f"tl.full([], {text}, {TRITON_TYPES[arithmetic(made)]})"
         text = cast(text, made, self.register(index))
-        if step.extent is Shape.PER_ELEMENT and not any(self.is_tile(r) for r in step.reads()):
+        if step.shape is Shape.PER_ELEMENT and not any(self.is_tile(r) for r in step.reads()):
             kind = arithmetic(self.register(index))
             text = cast(f"tl.full([BLOCK], {text}, {TRITON_TYPES[kind]})", kind, self.register(index))
         return text
 
     def is_tile(self, index: int) -> bool:
         """Return whether a program holds one number per lane of this value, rather than a single number."""
-        return self.value(index).extent is Shape.PER_ELEMENT
+        return self.value(index).shape is Shape.PER_ELEMENT
 
     def compute_register(self, step: Instruction) -> torch.dtype:
         """The dtype in which an instruction is computed."""
-        dtype = register(step.compute, step.extent)
+        dtype = register(step.compute, step.shape)
         if step.is_reduction:
             dtype = register(step.compute, Shape.PER_ELEMENT)
         return torch.int8 if dtype == torch.bool and not step.name.startswith("logical_") else dtype
 
-    def operand(self, step: Instruction, position: int, operand: Any, compute: torch.dtype) -> Text:
-        """An operand of an instruction, converted to what it computes in."""
+    def operand(self, step: Instruction, position: int, operand: Operand, compute: torch.dtype) -> Text:
+        """An operand of an instruction, converted to the dtype of the computation."""
         wanted = torch.bool if CONDITIONS.get(step.name) == position else compute
-        # Truths compute as int8, where 0.5 would be 0: it is true first.
+        # Booleans compute as int8, where 0.5 would be 0: so it is converted to a boolean first.
         through = torch.bool if step.compute == torch.bool else wanted
 
         def converted(text: str, source: torch.dtype) -> Text:
@@ -168,7 +168,7 @@ class SegmentWriter:
         raise NotImplementedError
 
     def from_bits(self, bits: str, index: int) -> str:
-        """The bits of a slot or a live number as this value."""
+        """The bits of a slot or a dynamic scalar as this value."""
         kind = self.register(index)
         if kind in FLOATS:
             return f"{bits}.to(tl.float64, bitcast=True)"
@@ -199,15 +199,51 @@ _FREE = frozenset({"_to_copy", "convert_element_type", "clone"})
 _CONVERSIONS = frozenset({"_to_copy", "convert_element_type", "copy"})
 _COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not".split())
 
-# Ops whose last arguments say where or how the result is stored, which is already known.
+# The number of arguments that matter; the others are dtype, device and layout, which are known.
 _ARITY = {"full_like": 2, "copy": 2, "full": 2}
 _ARITY |= dict.fromkeys(("scalar_tensor", "zeros_like", "ones_like", "sum", "prod", "amax", "amin", "numel"), 1)
 
 
 def function_source(name: str, arguments: str, body: list[str], kernel: bool = False) -> str:
-    """A `triton.jit` function; as a kernel it is given addresses, which it takes for pointers."""
+    """The source of a `triton.jit` function; a kernel casts its arguments, which are addresses, to pointers."""
     decorator = f"@triton.jit(do_not_specialize={ARGUMENTS.split(', ')})" if kernel else "@triton.jit"
     if kernel:
         body = [f"{name} = {name}.to(tl.pointer_type({kind}))" for name, kind in ADDRESSED.items()] + body
     lines = "".join(f"    {line}\n" for line in body)
     return f"{decorator}\ndef {name}({arguments}, BLOCK: tl.constexpr):\n{lines}\n\n"
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of this dtype are computed in: int8 for booleans."""
+    return torch.int8 if dtype == torch.bool else dtype
+
+
+def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
+    """An expression of one dtype as another; float64 reaches half precision by way of float32."""
+    if source == target:
+        return text
+    if target == torch.bool:
+        return f"({text} != 0)"
+    if source == torch.float64 and target in HALF:
+        return f"{text}.to(tl.float32).to({TRITON_TYPES[target]})"
+    return f"{text}.to({TRITON_TYPES[target]})"
+
+
+def wrapped(number: int, info: torch.iinfo) -> int:
+    """The number wrapped to the range of an integer dtype: -1 is 255 in uint8."""
+    return (number - info.min) % (1 << info.bits) + info.min
+
+
+def constant(number: float, dtype: torch.dtype) -> str:
+    """A scalar of this dtype; -0.0 by its bits, as Triton makes every zero 0.0."""
+    if number == 0 and math.copysign(1, number) < 0 and dtype in (torch.float32, torch.float64):
+        bits = torch.finfo(dtype).bits
+        return f"tl.full([], {-(2 ** (bits - 1))}, tl.int{bits}).to({TRITON_TYPES[dtype]}, bitcast=True)"
+    return f"tl.full([], {literal(number)}, {TRITON_TYPES[dtype]})"
+
+
+def literal(number: float) -> str:
+    """A Python number as Triton source."""
+    if isinstance(number, float) and not math.isfinite(number):
+        return f"float('{number}')"
+    return repr(int(number) if isinstance(number, bool) else number)

@@ -1,11 +1,10 @@
 """Cutting a program into kernels: one sweep over the elements between reductions.
 
-Time goes T0 E0 T1 E1 ... where Tk works on numbers per tensor (one lane a tensor) and Ek on elements and
-their blocks (one tile at a time), each after k rounds of reductions. A value is computed again in every
-segment that needs it, from memory, rather than kept: registers are free and memory is not. So the one
-question is what memory holds by then, because a store may have overwritten what a later segment reads. Then
-the store is put off until that segment (`_Overwritten`), or, for a number per tensor, the value is kept in a
-slot.
+Segments run in the order T0 E0 T1 E1 ..., where Tk computes numbers per tensor (one lane a tensor) and Ek elements and
+blocks (one tile at a time), each after k rounds of reductions. A value that several segments need is recomputed from
+memory in each of them: arithmetic is free and memory traffic is not. A store may overwrite a tensor that a later
+segment reads. Then the store is postponed to that segment (`_Overwritten`) or, for a number per tensor, the old value
+is kept in a slot of the workspace.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from dataclasses import dataclass, field
 from subtensors.kernels.fused.program import Instruction, Program, Shape
 
 
-def _time(round_: int, extent: Shape) -> int:
+def _time(round_: int, shape: Shape) -> int:
     """The position of Tk or Ek in T0 E0 T1 E1 ..."""
-    return 2 * round_ + (extent is not Shape.PER_TENSOR)
+    return 2 * round_ + (shape is not Shape.PER_TENSOR)
 
 
 @dataclass
 class Segment:
     """One kernel: what it reads, computes in order, and writes."""
 
-    extent: Shape
+    shape: Shape
     round: int
     steps: list[int] = field(default_factory=list)
-    """Values in the order they become available, however they do."""
+    """Values in the order in which they are loaded or computed."""
     memory: dict[int, int] = field(default_factory=dict)
     """Value -> the parameter whose memory holds it."""
     slots: dict[int, int] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Segment:
     keeps: dict[int, int] = field(default_factory=dict)
     """Slot -> value (number per tensor) written to the workspace."""
     reductions: dict[int, int] = field(default_factory=dict)
-    """Slot -> reduction instruction finished here."""
+    """Slot -> the reduction instruction that this segment completes."""
 
     @property
     def writes(self) -> bool:
@@ -49,16 +48,20 @@ class Segment:
 
 
 class _Overwritten(Exception):
+    """A parameter is overwritten before a segment of this round reads it."""
+
     def __init__(self, parameter: int, round_: int) -> None:
         self.parameter, self.round = parameter, round_
 
 
 class _Unkept(Exception):
+    """A number per tensor is overwritten, and no tensor segment of this round can keep it."""
+
     def __init__(self, round_: int) -> None:
         self.round = round_
 
 
-# A number per tensor is computed again in every tile unless it takes one of these.
+# A number per tensor is recomputed in every tile unless it takes one of these ops.
 _COSTLY = frozenset("pow exp exp2 expm1 log log10 log1p log2 sin cos tan tanh sinh cosh erf erfc erfinv lgamma".split())
 
 
@@ -78,15 +81,15 @@ class _Planner:
             self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
         stored, returned = self.program.stores, self.program.outputs
         self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
-        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].extent is Shape.PER_TENSOR]
-        per_tensor += [v for v in returned if self.program.value(v).extent is Shape.PER_TENSOR]
+        per_tensor = [v for p, v in stored.items() if self.program.parameters[p].shape is Shape.PER_TENSOR]
+        per_tensor += [v for v in returned if self.program.value(v).shape is Shape.PER_TENSOR]
         self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
         self.tensor_rounds.update(self.rounds[v] for v in self._costly())
 
     def _costly(self) -> Iterable[int]:
         first = len(self.program.parameters)
         for index, step in enumerate(self.program.instructions, first):
-            if step.extent is Shape.PER_TENSOR and step.name in _COSTLY:
+            if step.shape is Shape.PER_TENSOR and step.name in _COSTLY:
                 yield index
 
     def plan(self) -> list[Segment]:
@@ -104,15 +107,15 @@ class _Planner:
         for parameter, value in self.program.stores.items():
             segments[self._store_time(parameter)].stores[parameter] = value
         for number, value in enumerate(self.program.outputs):
-            segments[_time(self.rounds[value], self.program.value(value).extent)].outputs[number] = value
-        # Later segments ask earlier ones to keep or reduce, so plan from the last to the first.
+            segments[_time(self.rounds[value], self.program.value(value).shape)].outputs[number] = value
+        # Later segments make earlier ones keep or reduce values, so plan from the last to the first.
         for segment in reversed(segments):
             self._fill(segments, segment)
         return [s for s in segments if s.writes]
 
     def _store_time(self, parameter: int) -> int:
         round_ = max(self.rounds[self.program.stores[parameter]], self.postponed.get(parameter, 0))
-        return _time(round_, self.program.parameters[parameter].extent)
+        return _time(round_, self.program.parameters[parameter].shape)
 
     def _fill(self, segments: list[Segment], segment: Segment) -> None:
         for wanted in [*segment.stores.values(), *segment.outputs.values(), *segment.keeps.values()]:
@@ -130,7 +133,7 @@ class _Planner:
             return
         value = self.program.value(index)
         home = self._home(index, segment)
-        # Only what no memory holds is kept: a number per tensor that is never stored has no time to be kept at.
+        # Keep a value only if no memory holds it; one that is never stored may have no segment that can keep it.
         kept = self._kept_in(index, segment) if home is None else None
         if home is not None:
             segment.memory[index] = home
@@ -138,35 +141,35 @@ class _Planner:
             slot = self.slots.setdefault(index, len(self.slots))
             segment.slots[index] = slot
             keeper = segments[kept]
-            (keeper.keeps if keeper.extent is Shape.PER_TENSOR else keeper.reductions)[slot] = index
+            (keeper.keeps if keeper.shape is Shape.PER_TENSOR else keeper.reductions)[slot] = index
         elif isinstance(value, Instruction):
             for read in value.reads():
                 self._obtain(segments, segment, read)
-        elif _time(segment.round, value.extent) == _time(segment.round, segment.extent):
+        elif _time(segment.round, value.shape) == _time(segment.round, segment.shape):
             raise _Overwritten(index, segment.round)
         else:
             raise _Unkept(self._store_time(index) // 2)
         segment.steps.append(index)
 
     def _home(self, index: int, segment: Segment) -> int | None:
-        """The parameter whose memory holds this value when `segment` reads."""
-        now = _time(segment.round, segment.extent)
+        """The parameter whose memory holds this value when `segment` reads it; None without one."""
+        now = _time(segment.round, segment.shape)
         if index < len(self.program.parameters):
             return index if index not in self.program.stores or self._store_time(index) >= now else None
-        extent = self.program.value(index).extent
+        shape = self.program.value(index).shape
         for parameter, value in self.program.stores.items():
             if value == index and self._store_time(parameter) < now:
-                return parameter if self.program.parameters[parameter].extent is extent else None
+                return parameter if self.program.parameters[parameter].shape is shape else None
         return None
 
     def _kept_in(self, index: int, segment: Segment) -> int | None:
-        """The time of the earlier segment that keeps this number per tensor in a slot."""
+        """The position of the earlier segment that keeps this number per tensor in a slot; None without one."""
         value = self.program.value(index)
-        if value.extent is not Shape.PER_TENSOR:
+        if value.shape is not Shape.PER_TENSOR:
             return None
         if isinstance(value, Instruction) and value.is_reduction:
             return _time(self.rounds[index] - 1, Shape.PER_ELEMENT)
-        if segment.extent is Shape.PER_TENSOR:
+        if segment.shape is Shape.PER_TENSOR:
             return None
         made = self.rounds[index] if isinstance(value, Instruction) else self._store_time(index) // 2
         return _time(made, Shape.PER_TENSOR) if made in self.tensor_rounds and made <= segment.round else None
@@ -176,10 +179,10 @@ def plan_segments(program: Program) -> list[Segment]:
     """The kernels of a program, in the order they run.
 
     Args:
-        program: what happens to one element of every list.
+        program: the computation on one element of every list.
 
     Returns:
-        The segments; those without effect are left out.
+        The segments; those that write nothing are left out.
     """
     return _Planner(program).plan()
 

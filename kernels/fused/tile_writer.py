@@ -1,7 +1,7 @@
 """The source of an element segment: a tile of a tensor a program, or a few of them where it ends in reductions.
 
-What a lane comes by is folded in registers from tile to tile. A program reduces that once, and leaves one partial
-result a reduction; the last program of a tensor to arrive combines them, always in the same order.
+Each lane accumulates in registers from tile to tile. At its end a program reduces its lanes to one partial result a
+reduction; the last program of a tensor to finish combines the partial results, always in the same order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TileWriter(SegmentWriter):
         if self.program.parameters[parameter].on_host:
             return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
         if expanded := self.program.parameters[parameter].expanded:
-            return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, WHOLE)", parameter, index)
+            return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, FULL)", parameter, index)
         if self.is_tile(index):
-            return self.loaded(f"load_tile(p{parameter}, lane, inside, WHOLE)", parameter, index)
-        if self.value(index).extent is Shape.PER_BLOCK:
-            return f"load_blocks(p{parameter}, left, WHOLE, BLOCK)"
+            return self.loaded(f"load_tile(p{parameter}, lane, inside, FULL)", parameter, index)
+        if self.value(index).shape is Shape.PER_BLOCK:
+            return f"load_blocks(p{parameter}, left, FULL, BLOCK)"
         return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
 
     def load_slot(self, index: int) -> str:
@@ -59,30 +59,30 @@ class TileWriter(SegmentWriter):
         for p in sorted(touched):
             if self.program.parameters[p].expanded:
                 body.append(f"p{p} = {self.pointer(p)}")
-            elif self.program.parameters[p].extent is Shape.PER_ELEMENT:
+            elif self.program.parameters[p].shape is Shape.PER_ELEMENT:
                 start = self.aligned(f"{self.pointer(p)} + start", self.program.parameters[p].dtype)
                 body.append(f"p{p} = {start}")
-            elif self.program.parameters[p].extent is Shape.PER_BLOCK:
+            elif self.program.parameters[p].shape is Shape.PER_BLOCK:
                 body.append(f"p{p} = {self.pointer(p)} + start // {blockwise.SIZE}")
         body += self.steps()
         for parameter, value in self.segment.stores.items():
             text = self.in_memory(value, self.program.parameters[parameter].dtype)
-            if self.program.parameters[parameter].extent is Shape.PER_BLOCK:
-                body.append(f"store_blocks(p{parameter}, left, {text}, WHOLE, BLOCK)")
+            if self.program.parameters[parameter].shape is Shape.PER_BLOCK:
+                body.append(f"store_blocks(p{parameter}, left, {text}, FULL, BLOCK)")
             else:
-                body.append(f"store_tile(p{parameter}, lane, inside, {text}, WHOLE)")
+                body.append(f"store_tile(p{parameter}, lane, inside, {text}, FULL)")
         if self.segment.outputs:
             body.append(f"offset = tl.load(table + {OUTPUT} * N + tensor) + start")
         for number, value in self.segment.outputs.items():
             text = self.in_memory(value, self.value(value).dtype)
             start = self.aligned(f"out{number} + offset", self.value(value).dtype)
-            body.append(f"store_tile({start}, lane, inside, {text}, WHOLE)")
+            body.append(f"store_tile({start}, lane, inside, {text}, FULL)")
         for slot, value in self.segment.reductions.items():
             body.append(f"r{slot} = {self.contribution(value)}")
         body.append(f"return {self.names('r') or 'tile'}")
         kernel = [*(self.sweep() if self.segment.reductions else self.tile())]
         more = ", ROUNDS: tl.constexpr" if self.segment.reductions else ""
-        return function_source(f"{self.name}_tile", f"{arguments}, WHOLE: tl.constexpr", body) + function_source(
+        return function_source(f"{self.name}_tile", f"{arguments}, FULL: tl.constexpr", body) + function_source(
             self.name, f"{ARGUMENTS}{self.outputs}{more}", kernel, kernel=True
         )
 
@@ -91,7 +91,7 @@ class TileWriter(SegmentWriter):
         return ", ".join(f"{prefix}{slot}" for slot in self.segment.reductions)
 
     def one_tile(self, target: str) -> list[str]:
-        """One tile, in the way that suits it."""
+        """The lines that run one tile: without masks where it is full and aligned."""
         arguments = "table, scalars, slots, seed_pointer, N, tensor, tile, start, left, size" + self.outputs
         call = f"{target} = {self.name}_tile({arguments}, {{}}, BLOCK)"
         return [
@@ -104,7 +104,7 @@ class TileWriter(SegmentWriter):
         ]
 
     def tile(self) -> Iterator[str]:
-        """The kernel where nothing is reduced."""
+        """The kernel of a segment without reductions."""
         yield from self.entry("tile")
         yield from self.one_tile("done")
 
@@ -117,7 +117,7 @@ class TileWriter(SegmentWriter):
         yield f"aligned = tl.load(table + {ALIGNED} * N + tensor) != 0"
 
     def sweep(self) -> Iterator[str]:
-        """The kernel where the tiles of a chunk are folded, and the last chunk of a tensor combines what all left."""
+        """The kernel of a segment with reductions: a program folds the tiles of a chunk, the last one combines all."""
         yield from self.entry("chunk")
         for slot, value in self.segment.reductions.items():
             step = self.reduction(value)
@@ -147,7 +147,7 @@ class TileWriter(SegmentWriter):
             )
 
     def reduction(self, value: int) -> Instruction:
-        """The instruction that a reduction is finished for."""
+        """The reduction instruction of this value."""
         step = self.value(value)
         assert isinstance(step, Instruction)
         return step
@@ -157,19 +157,19 @@ class TileWriter(SegmentWriter):
         step = self.reduction(value)
         kind = self.compute_register(step)
         operand = self.operand(step, 0, step.args[0], kind)
-        return f"({operand} if WHOLE else tl.where(inside, {operand}, {identity(step.name, kind)}))"
+        return f"({operand} if FULL else tl.where(inside, {operand}, {identity(step.name, kind)}))"
 
     def aligned(self, pointer: str, dtype: torch.dtype) -> str:
-        """The start of a tile, with what a whole one promises: as many elements of each tensor fill 16 bytes or less.
+        """The start of a tile, with an alignment hint for a full one: 16 bytes for the widest dtype, less for others.
 
-        Were it 16 bytes of each, a thread would hold other elements of a narrow tensor than of a wide one, and values
-        would change threads on their way. The promise is made where the address is computed: one made of a function's
-        argument is lost where the function is inlined.
+        With 16 bytes for each, a thread would hold other elements of a narrow tensor than of a wide one, and values
+        would have to move between threads. The hint is given where the address is computed: Triton loses a hint on a
+        function's argument when it inlines the function.
         """
         touched = [self.program.parameters[p] for p in (*self.segment.memory.values(), *self.segment.stores)]
         written = [self.value(value) for value in self.segment.outputs.values()]
-        widest = max(t.dtype.itemsize for t in (*touched, *written) if t.extent is Shape.PER_ELEMENT)
-        return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if WHOLE else {pointer}"
+        widest = max(t.dtype.itemsize for t in (*touched, *written) if t.shape is Shape.PER_ELEMENT)
+        return f"tl.multiple_of({pointer}, {16 * dtype.itemsize // widest}) if FULL else {pointer}"
 
     def seeded(self) -> bool:
         """Return whether the segment draws random bits."""

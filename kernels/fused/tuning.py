@@ -1,8 +1,8 @@
-"""Tile sizes by measurement: what is fastest for one program on one kind of device, kept on disk.
+"""Tile sizes by measurement: the fastest for one program on one kind of device, kept on disk.
 
 Elementwise kernels are bound by memory, so one tiling is good for nearly all of them (`Tiling()`); a program with many
 live values, narrow dtypes or another GPU may gain a few percent from another one. A choice is made on request only,
-because measuring compiles every candidate, and it holds for every later process on a device of the same kind
+because measuring compiles every candidate, and it is kept for later processes on a device of the same kind
 (`kernels.fused.tuning_cache`).
 """
 
@@ -33,27 +33,27 @@ CANDIDATES = tuple(
 )
 """The candidates that `tune` compares; each thread gets 2 to 16 elements."""
 
-BYTES = 2**30
-"""Scratch memory of a measurement: so much that caches do not matter."""
+MAX_SCRATCH_BYTES = 2**30
+"""Scratch memory of a measurement: enough that caches do not matter."""
 
-CACHES = 4
+MIN_CACHES = 4
 """Scratch memory is at least this many times the L2 cache; with less, nothing is measured."""
 
 ROUNDS, LAUNCHES = 7, 10
 """Timings of each candidate, and launches a timing."""
 
 _chosen: dict[str, Tiling] = {}
-"""Signature -> what this process has measured or read."""
+"""Key -> the tiling that this process has measured or read."""
 
 
 def tuned_tiling(program: Program, device: torch.device) -> Tiling:
-    """Return the tiling of a program's sweeps: as measured before on such a device, or the default.
+    """Return the tiling of a program's sweeps: the one measured earlier on this kind of device, or the default.
 
     With `SUBTENSORS_TUNE=1` in the environment, a program that was never measured is measured now.
 
     Args:
-        program: what happens to one element of every list.
-        device: where it will run.
+        program: the computation on one element of every list.
+        device: the device that it will run on.
 
     Returns:
         The tiling.
@@ -75,14 +75,14 @@ def default_tiling(program: Program) -> Tiling:
 
     A block's scale is then found within one warp, which waits for no other.
     """
-    has_blocks = any(p.extent is Shape.PER_BLOCK for p in program.parameters)
+    has_blocks = any(p.shape is Shape.PER_BLOCK for p in program.parameters)
     return Tiling(SIZE, 1) if has_blocks else Tiling()
 
 
 def _known(program: Program, device: torch.device) -> Tiling | None:
-    signature = tuning_cache.signature_of(program, device)
-    known = _chosen.get(signature) or tuning_cache.read(tuning_cache.file_of(signature))
-    return known and _chosen.setdefault(signature, known)
+    key = tuning_cache.tuning_key(program, device)
+    known = _chosen.get(key) or tuning_cache.read(tuning_cache.tiling_file(key))
+    return known and _chosen.setdefault(key, known)
 
 
 def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = CANDIDATES) -> Tiling:
@@ -91,34 +91,34 @@ def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = 
     Without a GPU to measure on, or while a CUDA graph is being captured, nothing happens but a line in the log.
 
     Args:
-        program: what happens to one element of every list.
-        device: where to measure.
+        program: the computation on one element of every list.
+        device: the device to measure on.
         candidates: the tilings to compare.
 
     Returns:
-        The fastest; where none was measured, what is in use: an earlier choice or the default.
+        The fastest; without a measurement the current tiling: an earlier choice or the default.
 
     Example:
         >>> tune(Program("nothing", (), ()), torch.device("cpu"))
         Tiling(block=512, warps=2)
     """
-    obstacle = _obstacle(program, device)
+    reason = _why_not_measurable(program, device)
     times: dict[Tiling, float] = {}
-    if not obstacle:
+    if not reason:
         try:
             times = measure(program, device, candidates)
         except torch.OutOfMemoryError:
-            obstacle = "not enough free device memory"
-    if obstacle:
-        stays = (_known(program, device) if _is_gpu(device) else None) or default_tiling(program)
-        logger.info("%s: tile sizes not measured, %s stays: %s", program.name, stays, obstacle)
-        return stays
+            reason = "not enough free device memory"
+    if reason:
+        current = (_known(program, device) if _is_gpu(device) else None) or default_tiling(program)
+        logger.info("%s: tile sizes not measured, %s stays: %s", program.name, current, reason)
+        return current
     best = min(times, key=times.__getitem__)
-    signature = tuning_cache.signature_of(program, device)
-    _chosen[signature] = best
-    tuning_cache.write(tuning_cache.file_of(signature), tuning_cache.row_of(program, device, best, times))
+    key = tuning_cache.tuning_key(program, device)
+    _chosen[key] = best
+    tuning_cache.write(tuning_cache.tiling_file(key), tuning_cache.tiling_row(program, device, best, times))
     compared = ", ".join(f"{t.block}/{t.warps} {seconds * 1e3:.3f} ms" for t, seconds in times.items())
-    logger.info("%s: %s is the fastest on %s (%s)", program.name, best, tuning_cache.kind_of(device), compared)
+    logger.info("%s: %s is the fastest on %s (%s)", program.name, best, tuning_cache.device_kind(device), compared)
     return best
 
 
@@ -126,7 +126,7 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _obstacle(program: Program, device: torch.device) -> str:
+def _why_not_measurable(program: Program, device: torch.device) -> str:
     """Return the reason why nothing can be measured; empty when measuring is possible."""
     if not _is_gpu(device):
         return f"{device} is no CUDA device"
@@ -134,7 +134,7 @@ def _obstacle(program: Program, device: torch.device) -> str:
         return "a CUDA graph is being captured"
     if not _element_bytes(program):
         return "it has no sweep over elements"
-    if _budget(device) < CACHES * torch.cuda.get_device_properties(device).L2_cache_size:
+    if _budget(device) < MIN_CACHES * torch.cuda.get_device_properties(device).L2_cache_size:
         return "not enough free device memory"
     return ""
 
@@ -145,8 +145,8 @@ def measure(program: Program, device: torch.device, candidates: Sequence[Tiling]
     The candidates take turns, so that a drifting clock slows all of them down alike.
 
     Args:
-        program: what happens to one element of every list.
-        device: where to run it, on tensors made for the purpose.
+        program: the computation on one element of every list.
+        device: the device to run it on, with scratch tensors.
         candidates: the tilings.
 
     Returns:
@@ -172,11 +172,11 @@ def seconds(launch: Callable[[], None]) -> float:
 
 
 def _launches(program: Program, device: torch.device, candidates: Sequence[Tiling]) -> list[Callable[[], None]]:
-    """For each tiling what runs the program once, on tensors that all of them share and that nobody else has."""
+    """For each tiling a function that runs the program once; all of them share one set of scratch tensors."""
     count = _budget(device) // _element_bytes(program)
     # Four large tensors and one of odd size, whose last tile is masked.
     sizes = [*[count // 5] * 4, count // 5 | 1]
-    # A generator of its own: the user's random numbers must not depend on whether something was tuned.
+    # A generator of its own: tuning must not change the user's random numbers.
     generator = torch.Generator(device).manual_seed(0)
     columns = [[] if p.on_host else _values(p, sizes, generator) for p in program.parameters]
     hosts = [p for p in program.parameters if p.on_host]
@@ -187,7 +187,7 @@ def _launches(program: Program, device: torch.device, candidates: Sequence[Tilin
     pointers = [[t.data_ptr() for t in column] or [0] * len(sizes) for column in columns]
     tables = [grid.table(pointers) for grid in grids]
     outputs = [
-        torch.empty(grids[0].arena if v.extent is Shape.PER_ELEMENT else len(sizes), dtype=v.dtype, device=device)
+        torch.empty(grids[0].arena if v.shape is Shape.PER_ELEMENT else len(sizes), dtype=v.dtype, device=device)
         for v in map(program.value, program.outputs)
     ]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -195,12 +195,12 @@ def _launches(program: Program, device: torch.device, candidates: Sequence[Tilin
     def launch(grid: Grid, table: Tensor, _columns: list[list[Tensor]]) -> None:
         grid.launch(table.data_ptr(), scalars.data_ptr(), seed.data_ptr(), outputs, stream, stream)
 
-    # The columns go along because the tables only hold their addresses.
+    # The partial keeps the columns alive, since the tables hold only their addresses.
     return [functools.partial(launch, grid, table, columns) for grid, table in zip(grids, tables, strict=True)]
 
 
 def _values(parameter: Parameter, sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
-    """A tensor an element, of numbers in [0, 1) or small positive integers."""
+    """A tensor for each size, of numbers in [0, 1) or small positive integers."""
 
     def values(size: int) -> Tensor:
         empty = torch.empty(size, dtype=parameter.dtype, device=generator.device)
@@ -208,21 +208,21 @@ def _values(parameter: Parameter, sizes: Sequence[int], generator: torch.Generat
             return empty.uniform_(generator=generator)
         return empty.random_(*((0, 2) if parameter.dtype == torch.bool else (1, 8)), generator=generator)
 
-    if parameter.extent is Shape.PER_ELEMENT:
+    if parameter.shape is Shape.PER_ELEMENT:
         return [values(size) for size in sizes]
-    if parameter.extent is Shape.PER_BLOCK:
+    if parameter.shape is Shape.PER_BLOCK:
         return [values(block_count(size)) for size in sizes]
     return list(values(len(sizes)).unbind())
 
 
 def _element_bytes(program: Program) -> int:
-    """Memory of one element of every tensor that the program is given or returns."""
+    """Bytes of one element of every tensor that the program takes or returns."""
     values: list[Parameter | Instruction] = [*program.parameters, *map(program.value, program.outputs)]
-    return sum(v.dtype.itemsize for v in values if v.extent is Shape.PER_ELEMENT)
+    return sum(v.dtype.itemsize for v in values if v.shape is Shape.PER_ELEMENT)
 
 
 def _budget(device: torch.device) -> int:
     """Bytes of scratch memory: at most half of what is free."""
     free = torch.cuda.mem_get_info(device)[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(BYTES, (free + unused) // 2)
+    return min(MAX_SCRATCH_BYTES, (free + unused) // 2)

@@ -1,6 +1,6 @@
-"""Choices of tile sizes on disk: each is a JSON file of its own, named by a hash of what it was made for.
+"""Choices of tile sizes on disk: a JSON file each, named by a hash of the program, the compiler and the device.
 
-It is moved into place in one step: processes that tune at the same time neither mix nor lose rows.
+A file is renamed into place in one step, so that processes that tune at the same time neither mix nor lose choices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import uuid
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,13 +32,13 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("SUBTENSORS_CACHE_DIR"):
         return Path(chosen)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (base if base.is_absolute() else Path.home() / ".cache") / "subtensors"
 
 
-def signature_of(program: Program, device: torch.device) -> str:
-    """A name for what a choice depends on: the program but not what it is called, the compiler, the kind of device."""
-    text = "\n".join([str(replace(program, name="")), _compiler_version(), kind_of(device)])
+def tuning_key(program: Program, device: torch.device) -> str:
+    """A hash of everything that a choice depends on: the program without its name, the compiler, the kind of device."""
+    text = "\n".join([str(replace(program, name="")), _compiler_version(), device_kind(device)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -50,22 +49,22 @@ def _compiler_version() -> str:
     return version
 
 
-def kind_of(device: torch.device) -> str:
+def device_kind(device: torch.device) -> str:
     """The name and the compute capability of a GPU."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
 
 
-def file_of(signature: str) -> Path | None:
-    """The file of a choice; None when there is nowhere to keep it."""
+def tiling_file(key: str) -> Path | None:
+    """The file of a choice; None when there is no folder to keep it in."""
     try:
-        return cache_folder() / f"tiling-{signature}.json"
+        return cache_folder() / f"tiling-{key}.json"
     except RuntimeError as error:
         _warn_once(f"tile sizes are not kept: {error}")
         return None
 
 
-def row_of(program: Program, device: torch.device, best: Tiling, times: dict[Tiling, float]) -> dict[str, Any]:
+def tiling_row(program: Program, device: torch.device, best: Tiling, times: dict[Tiling, float]) -> dict[str, object]:
     """Return the content of a cache file: the choice, the candidates, the date, and the device and versions.
 
     Args:
@@ -78,7 +77,7 @@ def row_of(program: Program, device: torch.device, best: Tiling, times: dict[Til
         "block": best.block,
         "warps": best.warps,
         "candidates": [{**asdict(tiling), "seconds": time} for tiling, time in times.items()],
-        "device": kind_of(device),
+        "device": device_kind(device),
         "triton": _compiler_version(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,7 +86,7 @@ def row_of(program: Program, device: torch.device, best: Tiling, times: dict[Til
 
 
 def read(path: Path | None) -> Tiling | None:
-    """The choice in a file; None when there is no such file, or none that can be used."""
+    """The choice in a file; None when the file is missing or unusable."""
     if path is None:
         return None
     try:
@@ -104,15 +103,15 @@ def read(path: Path | None) -> Tiling | None:
     return tiling
 
 
-def _is_power_of_two(number: Any, limit: int) -> bool:
+def _is_power_of_two(number: object, limit: int) -> bool:
     return type(number) is int and 0 < number <= limit and number & (number - 1) == 0
 
 
-def write(path: Path | None, row: dict[str, Any]) -> None:
-    """Put a choice on disk, whole or not at all."""
+def write(path: Path | None, row: dict[str, object]) -> None:
+    """Write a choice to disk atomically."""
     if path is None:
         return
-    # Of a name that no other process has, also on another host that shares the folder.
+    # A name that no other process uses, even on another host that shares the folder.
     draft = path.with_suffix(f".{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

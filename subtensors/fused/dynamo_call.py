@@ -1,10 +1,9 @@
-"""A fused call while a compiler traces it. Imported by the first of them, since its marks for Dynamo load Dynamo."""
+"""A fused call while Dynamo traces it. Imported at the first such call, since `assume_constant_result` loads Dynamo."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,23 +11,23 @@ from torch import Tensor
 from subtensors.dispatch.fused.fused_function import SHARED_ADVICE
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.fused.custom_op import Signature, place, signatures
-from subtensors.fused.fuse import fusion_of
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.fused.custom_ops import CompiledCall, Kind, compiled_calls, functions, split_by_keyword
 from subtensors.lists.tensor_list import TensorList
 
 
-def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) -> bool:
+def call_opaque(key: int, values: Sequence[PyTree], names: tuple[str | None, ...]) -> bool:
     """Put one fused call into the graph being traced.
 
     Args:
-        key: the fusion, by its number.
+        key: the number of the fused function.
         values: its arguments.
         names: the keyword of each; None for a positional one.
 
     Returns:
         False, having done nothing, when the math returns tensors or an argument is nested.
     """
-    kinds: list[Any] = []
+    kinds: list[Kind] = []
     for value in values:
         if isinstance(value, TensorList):
             kinds.append(("list", value.dtype[0]))  # type: ignore[index]
@@ -50,7 +49,7 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
         signature,
         [v for i, v in tensors if i in written],
         [v for i, v in tensors if i not in written],
-        # As a product, which the compiler turns into a tensor input, a number that changes does not recompile.
+        # The compiler turns a product into a tensor input, so a number that changes does not recompile.
         [
             v * torch.ones((), dtype=torch.float64, device="cpu")
             for i, v in enumerate(values)
@@ -61,17 +60,17 @@ def call_opaque(key: int, values: Sequence[Any], names: tuple[str | None, ...]) 
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) -> tuple[str, tuple[int, ...]]:
-    """The name of this kind of call and which arguments it writes; no name when it returns tensors.
+def _signature(key: int, kinds: tuple[Kind, ...], names: tuple[str | None, ...]) -> tuple[str, tuple[int, ...]]:
+    """The name of this kind of call and the arguments that it writes; no name when it returns tensors.
 
-    The name is made from what the call does: compiled graphs are cached on disk under what they hold.
+    The name is a hash of the call's program, since compiled graphs are cached on disk by the constants in them.
     """
 
-    def stand_in(kind: tuple[Any, ...]) -> Any:
+    def example(kind: Kind) -> PyTree:
         match kind:
-            case ("list", dtype):
+            case ("list", torch.dtype() as dtype):
                 return TensorColumn([torch.empty(1, dtype=dtype, device="cpu")])
-            case ("tensor", dtype, rank):
+            case ("tensor", torch.dtype() as dtype, int() as rank):
                 return torch.empty((1,) * rank, dtype=dtype, device="cpu")
             case ("float",):
                 return 0.5
@@ -80,8 +79,8 @@ def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) 
             case (_, value):
                 return value
 
-    fusion = fusion_of(key)
-    args, kwargs = place([stand_in(kind) for kind in kinds], names)
+    fusion = functions[key]
+    args, kwargs = split_by_keyword([example(kind) for kind in kinds], names)
     with torch.no_grad():
         written = fusion.writes(*args, **kwargs)
         if written is None:
@@ -89,7 +88,7 @@ def _signature(key: int, kinds: tuple[Any, ...], names: tuple[str | None, ...]) 
         is_traceable = fusion.takes_tensors_for_numbers(*args, **kwargs)
     if any(kinds[i][0] == "tensor" for i in written) and any(kind[0] == "list" for kind in kinds):
         raise RuleError(f"{fusion.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
-    entry = Signature(fusion, kinds, names, written, is_traceable)
+    entry = CompiledCall(fusion, kinds, names, written, is_traceable)
     name = hashlib.sha256(f"{fusion.digest(*args, **kwargs)} {kinds} {names}".encode()).hexdigest()
-    signatures[name] = entry
+    compiled_calls[name] = entry
     return name, written

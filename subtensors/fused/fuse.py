@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
 
 import optree
 import torch
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.fused import custom_op as _op  # noqa: F401  (registers the ops of compiled calls)
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.fused.custom_ops import functions
 from subtensors.kernels.fused.launch import Tiling
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.tree_structure import first_difference
@@ -21,13 +21,7 @@ from subtensors.lists.tree_structure import first_difference
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_fusions: WeakValueDictionary[int, FusedFunction] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def fusion_of(number: int) -> FusedFunction:
-    """The fusion that has a number, by which compiled code names it."""
-    return _fusions[number]
+_keys = itertools.count()
 
 
 class Fused(Generic[P, R]):
@@ -41,20 +35,20 @@ class Fused(Generic[P, R]):
         self.function = function
         self.fusion = FusedFunction(function)
         functools.update_wrapper(self, function)
-        self._key = next(_numbers)
-        _fusions[self._key] = self.fusion
+        self._key = next(_keys)
+        functions[self._key] = self.fusion
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Apply the math to every element of the lists among the arguments."""
         if torch.compiler.is_compiling():
-            return self._compiling(*args, **kwargs)
-        args, kwargs, lists = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
-        result = self.fusion(*args, **kwargs)
-        return optree.tree_map(lambda leaf: _close_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[arg-type, return-value]
+            return self._traced_call(*args, **kwargs)
+        columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
+        result = self.fusion(*columns, **options)
+        return optree.tree_map(lambda leaf: _column_to_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[return-value]
 
-    def _compiling(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def _traced_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The call as `torch.compile` traces it: one op on the lists, or the math itself when it returns tensors."""
-        from subtensors.fused.dynamo_call import call_opaque  # which loads the compiler
+        from subtensors.fused.dynamo_call import call_opaque  # this loads Dynamo
 
         values = [*args, *kwargs.values()]
         names = (None,) * len(args) + tuple(kwargs)
@@ -64,14 +58,14 @@ class Fused(Generic[P, R]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Describe a call with these arguments: groups of elements, kernels, and the reasons for slower paths."""
-        args, kwargs, _ = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
-        return self.fusion.explain(*args, **kwargs)
+        columns, options, _ = _lists_to_columns(self.fusion.name, args, kwargs)
+        return self.fusion.explain(*columns, **options)
 
     def tune(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Tiling]:
         """Choose tile sizes for a call with these arguments by measurement, and keep the choice on disk.
 
-        The arguments are looked at but neither read nor written: what is measured runs on scratch tensors.
-        It takes about a second on a GPU, and does nothing without one.
+        The arguments are neither read nor written: measurements run on scratch tensors. It takes about a second on a
+        GPU, and does nothing without one.
 
         Args:
             args: as for a call.
@@ -89,11 +83,11 @@ class Fused(Generic[P, R]):
             ...     print(tiling)
             Tiling(block=512, warps=2)
         """
-        args, kwargs, _ = _open_lists(self.fusion.name, args, kwargs)  # type: ignore[assignment]
-        return self.fusion.tune(*args, **kwargs)
+        columns, options, _ = _lists_to_columns(self.fusion.name, args, kwargs)
+        return self.fusion.tune(*columns, **options)
 
-    def __reduce__(self) -> Any:
-        # What a decorator made stands where the function would: pickle finds it by its name.
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # A decorated function is found by pickle under its own name.
         return getattr(self, "__qualname__", (Fused, (self.function,)))
 
     @property
@@ -108,7 +102,7 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
     The function is written for one tensor: any pointwise torch op, in-place updates, comparisons, casts,
     whole-tensor reductions (`norm`, `sum`, `max`, ...), 0-d tensors and Python numbers. Called with
     TensorLists it is traced once and lowered to one Triton kernel per sweep between reductions, however
-    many tensors there are; on a CPU the traced program runs through torch. Floats and ints stay live: a new
+    many tensors there are; on a CPU the traced program runs through torch. Floats and ints are dynamic: a new
     value neither traces nor compiles nor waits for the device. bools, None and strings are part of the
     signature, so an `if` on them is fine.
 
@@ -137,13 +131,11 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
     return Fused(function)
 
 
-def _open_lists(
-    name: str, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[TensorList]]:
+def _lists_to_columns(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[TensorList]]:
     """The arguments with `TensorColumn` for lists, and the lists."""
     lists: list[TensorList] = []
 
-    def opened(leaf: Any) -> Any:
+    def column(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, TensorList):
             return leaf
         if lists and (difference := first_difference(lists[0].treespec, leaf.treespec)):
@@ -151,12 +143,13 @@ def _open_lists(
         lists.append(leaf)
         return TensorColumn(leaf.tensors)
 
-    args, kwargs = optree.tree_map(opened, (tuple(args), kwargs), none_is_leaf=True)  # type: ignore[arg-type, assignment]
-    return args, kwargs, lists  # type: ignore[return-value]
+    tree: PyTree = (tuple(args), kwargs)
+    columns: PyTree = optree.tree_map(column, tree, none_is_leaf=True)
+    return *columns, lists
 
 
-def _close_list(leaf: Any, lists: list[TensorList]) -> Any:
-    """A list for `TensorColumn`: the argument itself when they are its own."""
+def _column_to_list(leaf: PyTree, lists: list[TensorList]) -> PyTree:
+    """A list for `TensorColumn`: one of `lists` if it holds these tensors."""
     if not isinstance(leaf, TensorColumn):
         return leaf
     for known in lists:

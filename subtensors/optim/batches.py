@@ -105,17 +105,17 @@ class Batch:
         params = as_real(params) if self.is_complex else params
         call = FusedCall((params, gradients, self.master, self.entries, *arguments), {})
         if self._last is not None and self._last[1].key == call.key:
-            call.last = self._last[1].last  # the same lists, with other numbers
+            call.launches = self._last[1].launches  # the same lists, with other numbers
         # A template for the steps that follow, without the gradients: those must not live until the next one.
         is_template = not self.is_complex and all(map(is_immutable, options))
-        self._last = (options, call.again(GRADIENTS, TensorColumn())) if is_template else None
+        self._last = (options, call.with_list(GRADIENTS, TensorColumn())) if is_template else None
         return call
 
     def call_again(self, options: list[Any], gradients: TensorColumn) -> FusedCall | None:
         """The last call with these gradients; None when the options are not the very same objects."""
         if self._last is None or not all(map(is_, options, self._last[0])):
             return None
-        return self._last[1].again(GRADIENTS, gradients)
+        return self._last[1].with_list(GRADIENTS, gradients)
 
 
 GRADIENTS = 1

@@ -22,7 +22,7 @@ from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressGuard
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
-from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, SquareSum, reference
+from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.current_device import current_stream
 from subtensors.kernels.runtime.graph_lifetime import to_device
@@ -89,7 +89,7 @@ class GradientNorm:
             if is_followed and sharding is None:
                 return prelude
             if prelude is not None:
-                prelude.alone()
+                prelude.launch()
         elif current_recording() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
         else:
@@ -112,7 +112,7 @@ class _Sweep:
     def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
         self.batches, self.seed, self.device = batches, total, total.device
         self.dtypes = [g.dtype for g in gradients]
-        self.grid = SquareSum([g.numel() for g in gradients], self.dtypes, self.device, total)
+        self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
         self._places: AddressGuard | None = None
         self._table = total
         self._stream = 0

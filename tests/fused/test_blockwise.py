@@ -1,4 +1,4 @@
-"""Tensors of 8-bit codes: how near they are, that reading and writing them again changes nothing, and their kernels."""
+"""Tensors of 8-bit codes: their error, stable round trips, and their kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def round_trip(x: Tensor, is_signed: bool) -> Tensor:
 
 @pytest.mark.parametrize(("is_signed", "root", "last"), [(True, 2, 127), (False, 4, 255)])
 @given(spread=h.floats(0, 12), size=h.integers(1, 700), seed=h.integers(0, 99))
-def test_a_number_is_off_by_half_a_code_at_most(
+def test_a_decoded_number_is_off_by_at_most_half_a_code(
     is_signed: bool, root: int, last: int, spread: float, size: int, seed: int
 ) -> None:
     x = numbers((size,), spread, seed, is_signed)
@@ -54,15 +54,13 @@ def test_a_number_is_off_by_half_a_code_at_most(
 
 @pytest.mark.parametrize("is_signed", [True, False])
 @given(spread=h.floats(0, 12), power=h.integers(-30, 30), seed=h.integers(0, 99))
-def test_what_was_read_from_codes_is_given_the_same_codes_again(
-    is_signed: bool, spread: float, power: int, seed: int
-) -> None:
+def test_decoded_numbers_are_encoded_to_the_same_codes(is_signed: bool, spread: float, power: int, seed: int) -> None:
     once = round_trip(numbers((600,), spread, seed, is_signed) * 10.0**power, is_signed)
     assert torch.equal(round_trip(once, is_signed), once)
     assert torch.equal(blockwise.absmax(round_trip(once, is_signed)), blockwise.absmax(once))
 
 
-def test_every_code_is_read_as_a_number_of_its_own_that_is_given_that_code() -> None:
+def test_every_code_decodes_to_a_different_number_that_encodes_to_it() -> None:
     for is_signed, codes in ((True, torch.arange(-127, 128)), (False, torch.arange(256))):
         codes = codes.to(torch.int8 if is_signed else torch.uint8)
         values = blockwise.dequantize(codes, torch.tensor([3.7]), is_signed)
@@ -70,7 +68,7 @@ def test_every_code_is_read_as_a_number_of_its_own_that_is_given_that_code() -> 
         assert torch.equal(blockwise.quantize(values, blockwise.absmax(values), is_signed), codes)
 
 
-def test_a_block_of_zeros_or_of_next_to_nothing_is_zero_and_a_nan_is_kept_to_its_block() -> None:
+def test_a_block_of_tiny_numbers_is_zero_and_a_nan_stays_in_its_block() -> None:
     x = torch.ones(4 * 256)
     x[:256] = 0.0
     x[256:512] = 1e-40
@@ -102,9 +100,7 @@ def columns(
 
 @pytest.mark.parametrize("tiling", [None, Tiling(1024, 4), Tiling(64, 2)], ids=str)
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_the_kernel_reads_computes_and_writes_what_torch_does(
-    is_signed: bool, tiling: Tiling | None, device: str
-) -> None:
+def test_kernels_on_codes_equal_torch(is_signed: bool, tiling: Tiling | None, device: str) -> None:
     codes, scales, g = columns(device, is_signed)
     expected = columns("cpu", is_signed)
     fusion = FusedFunction(decayed, tiling)
@@ -115,12 +111,12 @@ def test_the_kernel_reads_computes_and_writes_what_torch_does(
         value = decayed(code, scale, gradient, is_signed, 0.9)
         torch.testing.assert_close(values[i].cpu(), value)
         torch.testing.assert_close(scales[i].cpu(), scale)
-        # Where a number lies between two codes, the last bit of a root decides.
+        # The last bit of a root decides between two codes that are equally near.
         assert (codes[i].cpu().int() - code.int()).abs().sum() <= 0.01 * code.numel() + (code.numel() > 0)
         assert not code.numel() or code.abs().max() > 0
 
 
-def test_a_kernel_reads_nothing_beyond_its_tensors() -> None:
+def test_kernels_read_nothing_beyond_the_tensors() -> None:
     around = torch.full((3 * 512,), math.nan)
     scales = torch.full((6,), math.nan)
     codes = torch.zeros(3 * 512, dtype=torch.int8)
@@ -137,7 +133,7 @@ def test_a_kernel_reads_nothing_beyond_its_tensors() -> None:
 
 
 @pytest.mark.parametrize("context", [nullcontext, kernels_on_cpu])
-def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context: Any) -> None:
+def test_codes_keep_their_order_when_gradients_have_other_strides(context: Any) -> None:
     (code, *_), (scale, *_), _ = [c[3:4] for c in columns("cpu", True)]
     g = numbers((37, 71), 3, 9)
     expected = decayed(code.clone(), scale.clone(), g, True, 0.9)
@@ -150,7 +146,7 @@ def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context:
 
 
 @pytest.mark.parametrize(
-    "maths",
+    "function",
     [
         lambda codes, scales: codes.float() * scales,
         lambda codes, scales: scales.mul_(2),
@@ -159,10 +155,10 @@ def test_codes_whose_gradients_lie_otherwise_in_memory_keep_their_order(context:
         lambda codes, scales: ops.blockwise_absmax(codes.float()),
     ],
 )
-def test_numbers_per_block_are_for_quantization_alone(maths: Any) -> None:
+def test_numbers_per_block_are_refused_outside_of_quantization(function: Any) -> None:
     codes, scales, _ = columns("cpu", True)
     with pytest.raises(RuleError):
-        FusedFunction(maths)(codes, scales)
+        FusedFunction(function)(codes, scales)
 
 
 def test_a_program_of_codes_has_a_warp_for_each_block_unless_it_was_tuned() -> None:

@@ -22,7 +22,7 @@ SHAPES = [(3, 5), (700,), (64, 64)]
 
 
 def counted_decay(constant: float) -> FusedFunction:
-    """Maths of kernels of its own for each constant, whatever was compiled before."""
+    """Math with different kernels for each constant, so that none was compiled before."""
 
     def decay(p: Tensor, step: Tensor, rate: float) -> Tensor:
         step.add_(1)
@@ -49,7 +49,7 @@ def arguments(device: str) -> tuple[TensorColumn, TensorColumn]:
     return p, TensorColumn(torch.zeros((), device=device) for _ in p)
 
 
-def test_what_programs_of_several_dtypes_have_in_common_is_one_kernel(device: str, kernels: None) -> None:
+def test_programs_of_several_dtypes_share_a_common_kernel(device: str, kernels: None) -> None:
     fusion = counted_decay(1.0)
     fusion(*arguments(device), 0.5)
     first, second = (group.kernels.kernels for group in groups(fusion))
@@ -61,13 +61,13 @@ def test_what_programs_of_several_dtypes_have_in_common_is_one_kernel(device: st
 
 
 @pytest.mark.gpu
-def test_kernels_of_a_call_are_compiled_once_each_and_away_from_the_caller(compiled: Compiled) -> None:
+def test_kernels_of_a_call_are_compiled_once_each_in_other_threads(compiled: Compiled) -> None:
     fusion = counted_decay(2.0)
     p, step = arguments("cuda")
     expected = [t.double() * 1.5 for t in p]
     norms = fusion(p, step, 0.25)
     for t, truth, norm in zip(p, expected, norms, strict=True):
-        # One rounding to the dtype of the element; a norm is rounded as well, and is of values before theirs.
+        # One rounding to the dtype of the element; a norm is of values before their rounding, and is rounded itself.
         torch.testing.assert_close(t.double(), truth, rtol=2**-8 if t.dtype == torch.bfloat16 else 1e-6, atol=0)
         torch.testing.assert_close(norm.double(), t.double().norm(), rtol=1e-2, atol=0)
     distinct = {id(k.run) for g in groups(fusion) if isinstance(g, TritonExecutor) for k in g.kernels.kernels}
@@ -81,7 +81,7 @@ def test_kernels_of_a_call_are_compiled_once_each_and_away_from_the_caller(compi
 
 
 @pytest.mark.gpu
-def test_a_call_may_be_made_while_the_caller_compiles_other_kernels(compiled: Compiled) -> None:
+def test_a_call_works_inside_the_callers_own_async_compilation(compiled: Compiled) -> None:
     p, step = arguments("cuda")
     with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool):
         counted_decay(3.0)(p, step, 0.5)
@@ -90,7 +90,7 @@ def test_a_call_may_be_made_while_the_caller_compiles_other_kernels(compiled: Co
 
 
 @pytest.mark.gpu
-def test_a_plan_that_is_only_explained_compiles_nothing(compiled: Compiled) -> None:
+def test_explain_compiles_nothing(compiled: Compiled) -> None:
     text = counted_decay(4.0).explain(*arguments("cuda"), 0.5)
     assert "kernel" in text
     assert not compiled

@@ -25,13 +25,13 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 @each_lowering
 def test_results_are_lists_of_the_same_structure(lowering: Lowering) -> None:
     @st.fused
-    def maths(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def function(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, None]:
         return p + g, p.sum(), None
 
     tree = {"w": torch.ones(2, 3, device=lowering.device), "b": [torch.zeros(70, device=lowering.device)]}
     p = st.TensorList(tree)
     with lowering.running():
-        total, size, nothing = maths(p, p)
+        total, size, nothing = function(p, p)
     assert nothing is None
     assert isinstance(total, st.TensorList)
     assert total.treespec == size.treespec == p.treespec
@@ -63,7 +63,7 @@ def test_a_list_of_one_and_of_two_thousand_tensors(lowering: Lowering) -> None:
 
 
 class Doubled(torch.nn.Module):
-    """Maths as a module."""
+    """Math as a module."""
 
     def forward(self, p: Tensor) -> Tensor:
         return p * 2
@@ -83,7 +83,7 @@ def tripled(p: Tensor) -> Tensor:
         (tripled, "tripled", 3),
     ],
 )
-def test_whatever_can_be_called_can_be_fused(function: Callable[[Tensor], Tensor], name: str, factor: int) -> None:
+def test_any_callable_can_be_fused(function: Callable[[Tensor], Tensor], name: str, factor: int) -> None:
     fused = st.fused(function)
     x = st.TensorList([torch.ones(2), torch.ones(3)])
     assert torch.equal(fused(x)[1], torch.full((3,), float(factor)))
@@ -95,7 +95,7 @@ def test_a_fused_function_is_pickled_and_copied_by_its_name() -> None:
 
 
 @each_lowering
-def test_an_empty_list_is_no_work(lowering: Lowering) -> None:
+def test_a_call_with_empty_lists_does_nothing(lowering: Lowering) -> None:
     fusion = FusedFunction(sgd)
     with lowering.running():
         assert fusion(TensorColumn([]), TensorColumn([]), 0.5) is None
@@ -118,7 +118,7 @@ def test_lists_of_different_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize("bad", [object(), 1j, np.ones(2), b"x", {1, 2}])
 def test_an_argument_that_is_no_tensor_or_number_is_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match=f"an argument of fused maths is .* got {type(bad).__name__}"):
+    with pytest.raises(TypeError, match=f"an argument of fused math is .* got {type(bad).__name__}"):
         FusedFunction(lambda p, x: p)(lists((2,)), bad)
 
 
@@ -140,19 +140,19 @@ def test_a_shared_tensor_is_read_but_not_written(lowering: Lowering) -> None:
 
 @interpreted
 def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() -> None:
-    def maths(p: Tensor) -> None:
+    def function(p: Tensor) -> None:
         p.add_(p.amax())
 
     for lowering in (Lowering.TORCH, Lowering.INTERPRETER):
         with lowering.running(), pytest.raises(RuntimeError, match="amax"):
-            FusedFunction(maths)(TensorColumn([torch.ones(0)]))
+            FusedFunction(function)(TensorColumn([torch.ones(0)]))
     p = TensorColumn([torch.ones(3), torch.ones(0)])
     with Lowering.INTERPRETER.running(), pytest.raises(RuntimeError, match="amax of an empty tensor"):
-        FusedFunction(maths)(p)
+        FusedFunction(function)(p)
     assert torch.equal(p[0], torch.ones(3))
 
 
-def test_keyword_and_nested_arguments_are_told_apart() -> None:
+def test_keyword_and_nested_arguments_are_distinguished() -> None:
     fusion = FusedFunction(lambda p, *, a=1.0, b=(1.0, 2.0): p * a + b[0] - b[1])
     p = TensorColumn([torch.ones(2)])
     assert torch.equal(fusion(p, a=2.0, b=(3.0, 1.0))[0], torch.full((2,), 4.0))
@@ -162,7 +162,7 @@ def test_keyword_and_nested_arguments_are_told_apart() -> None:
 @pytest.mark.parametrize(
     "number", [np.float64(0.5), np.float32(0.5), np.int64(3), np.uint8(3), Fraction(1, 2)], ids=repr
 )
-def test_a_number_of_another_library_is_a_number_that_stays_live(number: Any) -> None:
+def test_a_numpy_number_is_a_dynamic_scalar(number: Any) -> None:
     fusion = FusedFunction(lambda p, x: p * x)
     for factor in (number, number + number):
         assert torch.equal(fusion(TensorColumn([torch.ones(2)]), factor)[0], torch.full((2,), float(factor)))
@@ -170,7 +170,7 @@ def test_a_number_of_another_library_is_a_number_that_stays_live(number: Any) ->
 
 
 @each_lowering
-def test_sparse_and_subclass_elements_go_through_the_function_itself(lowering: Lowering) -> None:
+def test_sparse_and_subclass_elements_run_the_function_itself(lowering: Lowering) -> None:
     sparse = torch.tensor([[0.0, 2.0], [0.0, 0.0]], device=lowering.device).to_sparse()
     fusion = FusedFunction(lambda x: x * 2)
     with lowering.running():
@@ -180,7 +180,7 @@ def test_sparse_and_subclass_elements_go_through_the_function_itself(lowering: L
     assert isinstance(groups(fusion)[0], EagerExecutor)
 
 
-def test_elements_that_differ_run_in_groups_of_their_own() -> None:
+def test_elements_that_differ_run_in_separate_groups() -> None:
     x = TensorColumn([torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0), torch.ones(5)])
     fusion = FusedFunction(lambda x: x * 2)
     with Lowering.INTERPRETER.running():

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import subtensors as st
-from subtensors.fused import custom_op, fuse
+from subtensors.fused import custom_ops
 
 
 @st.fused
@@ -41,7 +41,7 @@ def lists(count: int, packed: bool) -> tuple[st.TensorList, ...]:
 
 
 class Graph:
-    """A backend that keeps what the compiler handed it."""
+    """A backend that keeps the graph that the compiler passed to it."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
@@ -56,7 +56,7 @@ class Graph:
         return aot_autograd(fw_compiler=keep)
 
 
-# Which branch of the maths is taken is settled before inductor sees it.
+# The branch of the math is chosen before inductor sees it.
 @pytest.mark.parametrize(
     ("backend", "nesterov"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
@@ -96,7 +96,7 @@ def test_packed_lists_are_traced_natively_whatever_their_length() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_learning_rate_that_changes_is_compiled_for_at_most_twice(packed: bool) -> None:
+def test_a_changing_learning_rate_compiles_at_most_twice(packed: bool) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     arguments = lists(3, packed)
     counters.clear()
@@ -106,7 +106,7 @@ def test_a_learning_rate_that_changes_is_compiled_for_at_most_twice(packed: bool
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_maths_that_returns_lists_is_traced_natively() -> None:
+def test_math_that_returns_lists_is_traced_natively() -> None:
     (p, *_) = lists(3, packed=False)
     with torch.no_grad():
         doubled, sums = torch.compile(lambda x: scaled(x, by=2.0), fullgraph=True, backend="aot_eager")(p)
@@ -119,8 +119,8 @@ def test_opcheck_accepts_both_ops() -> None:
     (p, g, buf) = lists(2, packed=False)
     with torch.no_grad():
         torch.compile(step, fullgraph=True, backend="aot_eager")(p, g, buf, 0.5, True)
-    name = next(k for k, s in custom_op.signatures.items() if len(s.kinds) == 5)
-    written = custom_op.signatures[name].written
+    name = next(k for k, s in custom_ops.compiled_calls.items() if len(s.kinds) == 5)
+    written = custom_ops.compiled_calls[name].written
     columns = [p.tensors, g.tensors, buf.tensors]
     writes = [t for i, c in enumerate(columns) if i in written for t in c]
     reads = [t for i, c in enumerate(columns) if i not in written for t in c]
@@ -131,7 +131,7 @@ def test_opcheck_accepts_both_ops() -> None:
 
 
 def test_two_functions_of_one_signature_have_different_names() -> None:
-    # A compiled graph is cached on disk under what it holds: a mere number would stand for another function tomorrow.
+    # Compiled graphs are cached on disk by their constants: a counter would name another function in the next process.
     def double(p: torch.Tensor) -> None:
         p.mul_(2)
 
@@ -143,10 +143,10 @@ def test_two_functions_of_one_signature_have_different_names() -> None:
         fused = st.fused(function)
         torch._dynamo.reset()
         (p, *_) = lists(2, packed=False)
-        before = set(custom_op.signatures)
+        before = set(custom_ops.compiled_calls)
         with torch.no_grad():
             torch.compile(lambda x, f=fused: f(x), fullgraph=True, backend="aot_eager")(p)
-        names.append(set(custom_op.signatures) - before)
+        names.append(set(custom_ops.compiled_calls) - before)
     assert names[0] != names[1]
     assert names[2] == set()
 
@@ -162,7 +162,7 @@ def test_writing_to_a_tensor_that_all_elements_share_is_refused_when_compiling()
         torch.compile(lambda x, t: count(x, t), fullgraph=True, backend="aot_eager")(p, torch.zeros(()))
 
 
-def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> None:
+def test_deleted_functions_are_freed_and_compiled_ones_kept_once() -> None:
     def decorated() -> Any:
         def decay(p: torch.Tensor, lr: float) -> None:
             p.mul_(1 - lr)
@@ -170,11 +170,11 @@ def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> 
         return st.fused(decay)
 
     gc.collect()
-    before = len(fuse._fusions), len(custom_op.signatures)
+    before = len(custom_ops.functions), len(custom_ops.compiled_calls)
     for _ in range(5):
         decorated()(st.TensorList([torch.ones(2)]), 0.5)
     gc.collect()
-    assert len(fuse._fusions) == before[0]
+    assert len(custom_ops.functions) == before[0]
     for _ in range(3):
         decay = decorated()
         p = st.TensorList([torch.ones(2)])
@@ -184,5 +184,5 @@ def test_functions_that_are_gone_are_forgotten_and_compiled_ones_kept_once() -> 
         torch._dynamo.reset()
     del decay
     gc.collect()
-    assert len(custom_op.signatures) == before[1] + 1
-    assert len(fuse._fusions) == before[0] + 1
+    assert len(custom_ops.compiled_calls) == before[1] + 1
+    assert len(custom_ops.functions) == before[0] + 1

@@ -1,4 +1,4 @@
-"""Rows and columns of matrices, expanded to all of each, are read where they lie: nothing is copied."""
+"""Rows and columns that are expanded to matrices are read in place, without a copy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(shapes: list[tuple[int, ...]], device: str) -> None:
     returned = [factored(*args, scale=0.5) for args in zip(expected, row, column, strict=True)]
     with kernels_on_cpu():
         total, difference = factored(st.TensorList(x), st.TensorList(row), st.TensorList(column), scale=0.5)
-    # Small whole numbers and halves: every sum is exact.
+    # Small multiples of a half: every sum is exact.
     for i, (t, d) in enumerate(returned):
         assert torch.equal(x[i], expected[i])
         assert torch.equal(total[i], t)
@@ -51,12 +51,12 @@ def check(shapes: list[tuple[int, ...]], device: str) -> None:
         assert difference[i].is_contiguous()
 
 
-def test_maths_with_rows_and_columns_is_that_of_torch(device: str) -> None:
+def test_math_with_expanded_rows_and_columns_equals_torch(device: str) -> None:
     check(SHAPES, device)
 
 
 @given(some.lists(some.tuples(some.integers(1, 40), some.integers(1, 40)), min_size=1, max_size=4))
-def test_any_matrices_do(shapes: list[tuple[int, ...]]) -> None:
+def test_matrices_of_any_shape_equal_torch(shapes: list[tuple[int, ...]]) -> None:
     check(shapes, "cpu")
 
 
@@ -69,7 +69,7 @@ def test_one_group_takes_matrices_of_many_shapes_and_copies_none(lowering: Lower
     assert "copied" not in text
 
 
-def test_what_is_not_laid_out_row_after_row_is_copied_and_right(device: str) -> None:
+def test_matrices_that_are_not_contiguous_are_copied_and_right(device: str) -> None:
     x, row, column = lists([(4, 6)], device)
     x = [x[0].mT.contiguous().mT]
     expected = x[0].clone()

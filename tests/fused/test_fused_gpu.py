@@ -1,4 +1,4 @@
-"""What only a GPU shows: graph capture, no wait for the device, streams, launches, and more than 2**31 elements."""
+"""Fused calls on a GPU: graph capture, no synchronization, streams, launches, and more than 2**31 elements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normalised(p: Tensor, g: Tensor, lr: float) -> Tensor:
 
 
 class Run:
-    """Adam over lists of its own; `plain` does the same element by element."""
+    """Adam over new lists; `plain` does the same element by element."""
 
     def __init__(self, fusion: Callable[..., Any]) -> None:
         self.fusion = fusion
@@ -101,7 +101,7 @@ def test_reductions_are_captured() -> None:
             torch.testing.assert_close(a, e)
 
 
-def test_numbers_stay_live_in_a_graph_when_an_eager_call_changes_them() -> None:
+def test_numbers_in_a_graph_follow_the_eager_call_that_changes_them() -> None:
     fusion = FusedFunction(lambda p, lr: p.add_(lr))
     p = TensorColumn([torch.zeros(100, device="cuda")])
     fusion(p, 1.0)
@@ -115,7 +115,7 @@ def test_numbers_stay_live_in_a_graph_when_an_eager_call_changes_them() -> None:
     assert (p[0] == 1 + 1 + 10 + 10).all()
 
 
-def test_a_number_that_is_new_at_the_capture_is_the_graphs_own() -> None:
+def test_a_number_that_is_new_at_capture_stays_constant_in_the_graph() -> None:
     fusion = FusedFunction(lambda p, lr: p.add_(lr))
     p = TensorColumn([torch.zeros(100, device="cuda")])
     fusion(p, 1.0)
@@ -130,7 +130,7 @@ def test_a_number_that_is_new_at_the_capture_is_the_graphs_own() -> None:
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
-def test_a_graph_outlives_what_captured_it(warm_up: bool) -> None:
+def test_a_graph_outlives_the_function_that_was_captured(warm_up: bool) -> None:
     p = [torch.arange(float(n), device="cuda") for n in (10, 5000)]
     expected = [t + 3 for t in p]
 
@@ -214,7 +214,7 @@ def test_a_number_that_changes_while_kernels_are_queued_reaches_each_in_turn() -
 
 
 def launches(call: Callable[[], Any]) -> list[str]:
-    """The kernels that a call runs, after calls that have warmed it up."""
+    """The kernels that a call runs, after warm-up calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -227,7 +227,7 @@ def launches(call: Callable[[], Any]) -> list[str]:
 
 def test_adam_is_two_kernels_with_step_counts_and_one_without() -> None:
     run = Run(FusedFunction(adam))
-    # Adam's 0-d element is a group apart, with one kernel over numbers.
+    # Adam's 0-d element is a separate group, with one kernel over numbers per tensor.
     sized = [i for i, t in enumerate(run.p) if t.dim()]
     run.p, run.g, run.m, run.v, run.step = (
         TensorColumn(x[i] for i in sized) for x in (run.p, run.g, run.m, run.v, run.step)
@@ -272,7 +272,7 @@ def test_calls_on_several_streams_do_not_disturb_one_another() -> None:
             torch.testing.assert_close(t, u)
 
 
-def test_many_tiles_of_one_tensor_arrive_in_any_order_and_are_all_counted() -> None:
+def test_tiles_of_one_tensor_are_all_counted_in_any_order() -> None:
     x = TensorColumn([torch.ones(n, dtype=torch.int64, device="cuda") for n in (1 << 24, 1023, 1025, 0, 1)])
     fusion = FusedFunction(lambda x: (x.sum(), x.sum() * 2))
     for _ in range(20):
@@ -281,7 +281,7 @@ def test_many_tiles_of_one_tensor_arrive_in_any_order_and_are_all_counted() -> N
         assert [int(s) for s in doubled] == [2 * t.numel() for t in x]
 
 
-def test_a_step_makes_nothing_of_the_size_of_a_parameter() -> None:
+def test_a_step_allocates_nothing_as_large_as_a_parameter() -> None:
     params = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(16)]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -304,18 +304,18 @@ def test_elements_beyond_two_to_the_31_are_right(dtype: torch.dtype) -> None:
     x = torch.zeros(count, dtype=dtype, device="cuda")
     x[-1], x[0], x[2**31] = 3, 5, 7
 
-    def maths(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x.add_(1)
         return x * 2, x.amax(), (x > 1).sum()
 
-    doubled, largest, count_of_large = FusedFunction(maths)(TensorColumn([x, x.new_zeros(5)]))
+    doubled, largest, count_of_large = FusedFunction(function)(TensorColumn([x, x.new_zeros(5)]))
     assert [int(x[i]) for i in (0, 1, 2**31 - 1, 2**31, count - 1)] == [6, 1, 1, 8, 4]
     assert [int(doubled[0][i]) for i in (0, 1, 2**31 - 1, 2**31, count - 1)] == [12, 2, 2, 16, 8]
     assert [int(t) for t in largest] == [8, 1]
     assert [int(t) for t in count_of_large] == [3, 0]
 
 
-def test_a_list_whose_tiles_pass_two_to_the_31_elements_together_is_right() -> None:
+def test_a_list_of_more_than_two_to_the_31_elements_is_right() -> None:
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GB of GPU memory")
     x = TensorColumn(torch.zeros(2**29, dtype=torch.uint8, device="cuda") for _ in range(6))
@@ -323,7 +323,7 @@ def test_a_list_whose_tiles_pass_two_to_the_31_elements_together_is_right() -> N
     assert all(int(t[0]) == int(t[-1]) == 1 for t in result)
 
 
-def test_a_number_on_the_host_is_handed_over_with_the_live_ones() -> None:
+def test_a_0d_cpu_tensor_is_passed_with_the_dynamic_scalars() -> None:
     fusion = FusedFunction(lambda p, t: p.mul_(t))
     p = lists(0)
     expected = [t * 2 * 3 for t in p]
@@ -335,12 +335,12 @@ def test_a_number_on_the_host_is_handed_over_with_the_live_ones() -> None:
     assert all(isinstance(g, TritonExecutor) for plan in plans for _, g in plan.groups)
 
 
-def test_a_number_on_the_host_is_not_written() -> None:
+def test_writing_to_a_0d_cpu_tensor_is_refused() -> None:
     with pytest.raises(st.RuleError, match="writes to a tensor that all elements share"):
         FusedFunction(lambda p, t: t.add_(p.sum()))(TensorColumn([torch.ones(3, device="cuda")]), torch.tensor(1.0))
 
 
-def test_elements_on_the_host_and_on_the_device_run_each_where_they_are() -> None:
+def test_elements_on_the_host_and_on_the_device_run_where_they_are() -> None:
     x = TensorColumn([torch.ones(3), torch.ones(3, device="cuda")])
     result = FusedFunction(lambda x: x * 2)(x)
     assert [t.device.type for t in result] == ["cpu", "cuda"]

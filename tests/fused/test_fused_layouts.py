@@ -37,8 +37,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("first", LAYOUTS)
 @pytest.mark.parametrize("second", LAYOUTS)
 @each_lowering
-def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering) -> None:
-    def maths(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def test_every_layout_gives_the_same_result(first: str, second: str, lowering: Lowering) -> None:
+    def function(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         p.sub_(g * 0.5)
         return p * g, g.sum()
 
@@ -47,11 +47,11 @@ def test_every_layout_gives_the_same(first: str, second: str, lowering: Lowering
         p, g = (
             TensorColumn(t if t.dim() == 4 else t[None, None].expand(2, 3, -1, -1).clone() for t in x) for x in (p, g)
         )
-    assert check(lowering, maths, p, g) is not None
+    assert check(lowering, function, p, g) is not None
 
 
 @each_lowering
-def test_a_broadcast_tensor_is_read(lowering: Lowering) -> None:
+def test_a_broadcast_tensor_can_be_read(lowering: Lowering) -> None:
     g = TensorColumn([torch.tensor(2.0).expand(70), torch.arange(3.0)[:, None].expand(3, 5)])
     assert check(lowering, lambda p, g: p.sub_(g), lists((70,), (3, 5)), g) is not None
 
@@ -63,7 +63,7 @@ def test_a_broadcast_tensor_cannot_be_written(lowering: Lowering) -> None:
         FusedFunction(lambda p: p.add_(1))(p)
 
 
-def test_results_are_laid_out_as_torch_lays_them_out() -> None:
+def test_results_have_the_strides_that_torch_gives() -> None:
     p = TensorColumn(transposed(t) for t in lists((3, 5), (4, 6)))
     with Lowering.INTERPRETER.running():
         result = FusedFunction(lambda p: p + 1)(p)
@@ -71,7 +71,7 @@ def test_results_are_laid_out_as_torch_lays_them_out() -> None:
 
 
 @interpreted
-def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_a_slower_path_is_explained_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     strided = TensorColumn([torch.ones(4, 2)[:, 0]])
     with Lowering.INTERPRETER.running():
@@ -85,7 +85,7 @@ def test_why_elements_run_slower_is_said_and_logged(caplog: pytest.LogCaptureFix
 
 
 @interpreted
-def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_explain_reports_misaligned_addresses(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     memory = torch.zeros(9)
     with Lowering.INTERPRETER.running():
@@ -101,7 +101,7 @@ def test_explain_says_what_is_slower_by_its_address(caplog: pytest.LogCaptureFix
 
 
 @interpreted
-def test_groups_of_elements_that_overlap_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_explain_reports_groups_that_overlap_in_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "subtensors.fused")
     memory = torch.zeros(9)
     elements = TensorColumn([memory[:4], memory.view(3, 3)[:, 0]])
@@ -113,12 +113,14 @@ def test_groups_of_elements_that_overlap_say_so(caplog: pytest.LogCaptureFixture
     assert sum("groups of elements overlap" in r.message for r in caplog.records) == 1
 
 
-def assert_like_the_map(lowering: Lowering, maths: Callable[..., Any], make: Callable[[], list[list[Tensor]]]) -> None:
+def assert_like_the_map(
+    lowering: Lowering, function: Callable[..., Any], make: Callable[[], list[list[Tensor]]]
+) -> None:
     """The fused call on lists that share memory equals the calls on their elements, in order."""
     mapped, fused = make(), make()
     for row in zip(*mapped, strict=True):
-        maths(*row)
-    fusion = FusedFunction(maths, SMALL_TILES)
+        function(*row)
+    fusion = FusedFunction(function, SMALL_TILES)
     with lowering.running():
         fusion(*map(TensorColumn, fused))
     for fused_column, mapped_column in zip(fused, mapped, strict=True):
@@ -152,7 +154,7 @@ def test_overlapping_views_equal_the_map(lowering: Lowering) -> None:
 @each_lowering
 def test_overlap_between_elements_that_run_in_different_ways_equals_the_map(lowering: Lowering) -> None:
     def make() -> list[list[Tensor]]:
-        # The second has strides of its own: on a GPU it is copied, in a group apart from the others.
+        # The second has other strides: on a GPU it is a separate group, and copied.
         base = torch.arange(100.0, device=lowering.device)
         return [[base[:20], base[:40:2], base[10:30]], list(lists((20,), (20,), (20,), device=lowering.device))]
 
@@ -175,28 +177,28 @@ def test_tensors_side_by_side_in_one_memory_do_not_overlap(lowering: Lowering) -
     with lowering.running():
         fusion(TensorColumn([base[:20], base[20:40]]), TensorColumn([base[40:60], base[60:80]]))
     (group,) = groups(fusion)
-    assert not any(b.overlaps for b in group.bindings)
+    assert not any(b.overlaps for b in group.tables)
 
 
 @each_lowering
 def test_gradients_flow_as_through_the_map(lowering: Lowering) -> None:
-    def maths(p: Tensor, g: Tensor, n: float) -> tuple[Tensor, Tensor]:
+    def function(p: Tensor, g: Tensor, n: float) -> tuple[Tensor, Tensor]:
         return torch.tanh(p * g) ** 2 * n, (p - g).norm()
 
     p, g = (
         TensorColumn(t.requires_grad_() for t in lists((3,), (70,), seed=i, device=lowering.device)) for i in range(2)
     )
     with lowering.running():
-        first, second = FusedFunction(maths)(p, g, 0.5)
+        first, second = FusedFunction(function)(p, g, 0.5)
     loss = sum(t.sum() for t in (*first, *second))
-    expected = sum(t.sum() for row in zip(p, g, strict=True) for t in maths(*row, 0.5))
+    expected = sum(t.sum() for row in zip(p, g, strict=True) for t in function(*row, 0.5))
     inputs = [*p, *g]
     for a, e in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
         assert torch.equal(a, e)
 
 
 @each_lowering
-def test_a_tensor_that_starts_to_require_grad_is_recorded(lowering: Lowering) -> None:
+def test_a_tensor_that_starts_to_require_grad_is_tracked(lowering: Lowering) -> None:
     fusion, p = FusedFunction(lambda p: p * 2), lists((3,), device=lowering.device)
     with lowering.running():
         for _ in range(3):
@@ -231,7 +233,7 @@ def test_results_are_saved_by_autograd_one_by_one(lowering: Lowering) -> None:
 
 
 @each_lowering
-def test_a_leaf_is_not_written_where_autograd_records(lowering: Lowering) -> None:
+def test_writing_to_a_leaf_in_grad_mode_is_refused(lowering: Lowering) -> None:
     p = TensorColumn([torch.ones(3, device=lowering.device, requires_grad=True)])
     with lowering.running(), pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         FusedFunction(lambda p: p.add_(1))(p)

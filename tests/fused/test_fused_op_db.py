@@ -1,4 +1,4 @@
-"""No op of op_db is silently wrong in fused maths: it is right, or refused, in torch and in kernels."""
+"""No op of op_db is silently wrong in fused math: it is right, or refused, in torch and in kernels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 import torch
 from programs import Lowering, expected, fresh, tensors_of
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 
-Maths = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
+def _run(op: Function, sample: Any, lowering: Lowering) -> tuple[str, str]:
     arguments = (sample.input, *sample.args), sample.kwargs
     listed = optree.tree_map(
         lambda v: TensorColumn([v.detach().clone()]) if isinstance(v, Tensor) else v, arguments, none_is_leaf=True
@@ -33,19 +32,17 @@ def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
         result = fusion(*listed[0], **listed[1])
     except RuleError:
         return "refused", ""
-    except Exception as error:  # any op's own, which torch must then raise too
+    except Exception as error:  # any error of an op, which torch must then raise too
         try:
             op(*plain[0], **plain[1])
         except Exception:  # as above
             return "refused by torch", ""
-        # Loud, if not a refusal of our own: it says where.
-        says_where = isinstance(error, TypeError) or "while the maths was traced" in str(
-            getattr(error, "__notes__", "")
-        )
+        # An error that is not our own refusal must name the source line.
+        says_where = isinstance(error, TypeError) or "while the math was traced" in str(getattr(error, "__notes__", ""))
         return "raised", "" if says_where else repr(error)
     groups = [type(g).__name__ for plans in fusion._plans.values() for plan in plans for _, g in plan.groups]
     if groups == ["EagerExecutor"]:
-        return groups[0], ""  # what ran is the op itself
+        return groups[0], ""  # the op itself ran
     wanted = expected(op, *before)
     got = [v[0] if isinstance(v, TensorColumn) else v for v in optree.tree_leaves(result)]
     got += tensors_of(listed)
@@ -63,10 +60,12 @@ def _run(op: Maths, sample: Any, lowering: Lowering) -> tuple[str, str]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_op_of_op_db_is_silently_wrong() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+
     counts: Counter[str] = Counter()
     wrong: dict[str, str] = {}
     for info in op_db:
-        # What is in new memory is anything.
+        # New memory holds arbitrary values.
         if torch.float32 not in info.dtypes or info.name.endswith("empty_like"):
             continue
         for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 2):

@@ -25,7 +25,7 @@ NUMBERS = [*FLOATS, *INTEGERS]
 
 
 def special_values(dtype: torch.dtype) -> Tensor:
-    """Values of a dtype among which a wrong formula shows."""
+    """Values of a dtype that expose a wrong formula."""
     if dtype == torch.bool:
         return torch.tensor([False, True])
     if not dtype.is_floating_point:
@@ -34,7 +34,7 @@ def special_values(dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     plain = [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 7.0, 100.0, info.tiny, info.max / 64]
     if dtype != torch.bfloat16:
-        # The interpreter loses those of bfloat16.
+        # The interpreter flushes the denormal numbers of bfloat16.
         plain.append(info.smallest_normal * info.eps * 4)
     signed = [*plain, *(-v for v in plain), INF, -INF, NAN]
     random = torch.randn(15, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
@@ -42,33 +42,33 @@ def special_values(dtype: torch.dtype) -> Tensor:
 
 
 def all_pairs(dtype: torch.dtype, other: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Every special value beside every other."""
+    """All pairs of special values."""
     a, b = special_values(dtype), special_values(other)
     return a.repeat_interleave(len(b)), b.repeat(len(a))
 
 
 def moderate(values: Tensor) -> Tensor:
-    """Finite values whose sum loses little."""
+    """Finite values whose sum has a small rounding error."""
     return values if values.dtype == torch.bool else torch.where(values.abs() <= 100, values, 1)
 
 
 def divisor(values: Tensor) -> Tensor:
-    """No zero; nor -1, by which the least integer cannot be divided; nor what torch's own fmod gives NaN for."""
+    """Divisors without zero, -1 (which overflows with the smallest integer) and those whose fmod is NaN in torch."""
     return torch.where((values.abs() < 1e-3) | (values == -1), torch.full_like(values, 5), values)
 
 
-Maths = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def power(exponent: float) -> Maths:
+def power(exponent: float) -> Function:
     return lambda x: x**exponent
 
 
-def norm(order: float) -> Maths:
+def norm(order: float) -> Function:
     return lambda x: torch.linalg.vector_norm(x, order)
 
 
-UNARY: dict[str, tuple[Maths, list[torch.dtype]]] = {
+UNARY: dict[str, tuple[Function, list[torch.dtype]]] = {
     "neg": (torch.neg, NUMBERS),
     "abs": (torch.abs, NUMBERS),
     "square": (torch.square, NUMBERS),
@@ -157,7 +157,7 @@ log2 rsqrt sin sinh sqrt tan tanh""".split()
 UNARY |= {name: (getattr(torch, name), FLOATS) for name in _TRANSCENDENTAL}
 UNARY |= {f"{name} of integers": (getattr(torch, name), [torch.uint8, torch.int64]) for name in ("exp", "sqrt", "sin")}
 
-BINARY: dict[str, tuple[Maths, list[torch.dtype]]] = {
+BINARY: dict[str, tuple[Function, list[torch.dtype]]] = {
     "add": (torch.add, EVERY),
     "sub": (torch.sub, NUMBERS),
     "mul": (torch.mul, EVERY),
@@ -195,7 +195,7 @@ BINARY: dict[str, tuple[Maths, list[torch.dtype]]] = {
     "addcdiv": (lambda a, b: torch.addcdiv(a, a, b, value=-2), FLOATS),
 }
 
-REDUCTIONS: dict[str, tuple[Maths, list[torch.dtype]]] = {
+REDUCTIONS: dict[str, tuple[Function, list[torch.dtype]]] = {
     "sum": (torch.sum, EVERY),
     "sum to float64": (lambda x: x.sum(dtype=torch.float64), NUMBERS),
     "prod": (torch.prod, [torch.float64, torch.float32, *INTEGERS, torch.bool]),
@@ -215,16 +215,16 @@ REDUCTIONS: dict[str, tuple[Maths, list[torch.dtype]]] = {
 }
 
 
-# What the compiler for a GPU does with a dtype is the same for its kin.
+# On a GPU one dtype of each kind is enough: the compiler treats the others alike.
 ON_A_GPU = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.bool]
 
 ONE_TILE = Tiling(block=4096, warps=4)
 
 
 def cases(
-    operations: dict[str, tuple[Maths, list[torch.dtype]]], together: int = 10, lowerings: list[Any] = KERNELS
+    operations: dict[str, tuple[Function, list[torch.dtype]]], together: int = 10, lowerings: list[Any] = KERNELS
 ) -> list[Any]:
-    """Formulas of one dtype, some of them together: a program of several costs hardly more than one of one.
+    """Formulas of one dtype, several in a program, since a program of several hardly costs more than one formula.
 
     On a GPU twice as many, as each program takes the compiler a second.
     """
@@ -241,22 +241,20 @@ def cases(
     return found
 
 
-def together(operations: dict[str, tuple[Maths, list[torch.dtype]]], names: list[str]) -> Maths:
-    """All of these formulas as one function; a dict, so that a complaint names its formula."""
+def together(operations: dict[str, tuple[Function, list[torch.dtype]]], names: list[str]) -> Function:
+    """All of these formulas as one function; a dict, so that an error names its formula."""
     return lambda *operands: {name: operations[name][0](*operands) for name in names}
 
 
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(UNARY))
-def test_formulas_of_one_operand_give_what_torch_gives(
-    lowering: Lowering, names: list[str], dtype: torch.dtype
-) -> None:
-    maths, values = together(UNARY, names), special_values(dtype)
-    # As elements of a tensor, and as a number per tensor: those compute in float64.
-    assert check(lowering, maths, TensorColumn([values]), tiling=ONE_TILE, per_element=True) is not None
-    assert check(lowering, maths, TensorColumn(values.unbind()), tiling=ONE_TILE) is not None
+def test_formulas_of_one_operand_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
+    function, values = together(UNARY, names), special_values(dtype)
+    # As elements of a tensor, and as numbers per tensor, which are computed in float64.
+    assert check(lowering, function, TensorColumn([values]), tiling=ONE_TILE, per_element=True) is not None
+    assert check(lowering, function, TensorColumn(values.unbind()), tiling=ONE_TILE) is not None
 
 
-BEYOND: list[Maths] = [
+BEYOND: list[Function] = [
     lambda x, n: x.clamp(-2, 3),
     lambda x, n: x.clamp(2, 300),
     lambda x, n: x.clamp_min(300),
@@ -267,22 +265,22 @@ BEYOND: list[Maths] = [
 
 
 @each_lowering
-@pytest.mark.parametrize("maths", BEYOND)
+@pytest.mark.parametrize("function", BEYOND)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-def test_integers_clamped_to_what_they_cannot_hold_are_what_torch_gives(
-    lowering: Lowering, maths: Maths, dtype: torch.dtype
+def test_integers_clamped_beyond_their_range_equal_torch(
+    lowering: Lowering, function: Function, dtype: torch.dtype
 ) -> None:
     for number in (-2, 2, 300):
-        check(lowering, maths, TensorColumn([special_values(dtype)]), number)
+        check(lowering, function, TensorColumn([special_values(dtype)]), number)
 
 
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(BINARY))
-def test_formulas_of_two_operands_give_what_torch_gives(
-    lowering: Lowering, names: list[str], dtype: torch.dtype
-) -> None:
-    maths, (a, b) = together(BINARY, names), all_pairs(dtype, dtype)
-    assert check(lowering, maths, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE, per_element=True) is not None
-    assert check(lowering, maths, TensorColumn([a]), b[1].to(lowering.device), tiling=ONE_TILE) is not None
+def test_formulas_of_two_operands_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
+    function, (a, b) = together(BINARY, names), all_pairs(dtype, dtype)
+    assert (
+        check(lowering, function, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE, per_element=True) is not None
+    )
+    assert check(lowering, function, TensorColumn([a]), b[1].to(lowering.device), tiling=ONE_TILE) is not None
 
 
 MIXED = [
@@ -301,21 +299,21 @@ MIXED = [
 def test_operands_of_two_dtypes_are_promoted_as_torch_promotes_them(
     dtypes: tuple[torch.dtype, torch.dtype], lowering: Lowering
 ) -> None:
-    def maths(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return a + b, a * b, a / b, torch.maximum(a, b), a > b, a == b, torch.where(a > 0, a, b)
 
     a, b = map(moderate, all_pairs(*dtypes))
-    # Both have elements, or one is a number per tensor, which gives way in promotion.
-    assert check(lowering, maths, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE)
-    assert check(lowering, maths, TensorColumn([a, a]), TensorColumn([b[3], b[5]]), tiling=ONE_TILE)
-    assert check(lowering, maths, TensorColumn([a[3], a[5]]), TensorColumn([b, b]), tiling=ONE_TILE)
-    assert check(lowering, maths, TensorColumn([a[3], a[5]]), TensorColumn([b[1], b[2]]), tiling=ONE_TILE)
+    # Both have elements, or one is a number per tensor, which has lower priority in promotion.
+    assert check(lowering, function, TensorColumn([a]), TensorColumn([b]), tiling=ONE_TILE)
+    assert check(lowering, function, TensorColumn([a, a]), TensorColumn([b[3], b[5]]), tiling=ONE_TILE)
+    assert check(lowering, function, TensorColumn([a[3], a[5]]), TensorColumn([b, b]), tiling=ONE_TILE)
+    assert check(lowering, function, TensorColumn([a[3], a[5]]), TensorColumn([b[1], b[2]]), tiling=ONE_TILE)
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(REDUCTIONS, together=6, lowerings=LOWERINGS))
-def test_reductions_give_what_torch_gives(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
-    maths = together(REDUCTIONS, names)
+def test_reductions_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
+    function = together(REDUCTIONS, names)
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(201, dtype=torch.float64, generator=generator).abs().add(0.5)
     values = random.to(dtype) if dtype.is_floating_point else (random * 3).to(dtype)
@@ -325,24 +323,25 @@ def test_reductions_give_what_torch_gives(lowering: Lowering, names: list[str], 
         tensors += [
             torch.tensor(v, dtype=dtype) for v in ([1, INF], [INF, -INF], [1, NAN, 2], [-INF, NAN], [-0.0, 0.0])
         ]
-    assert check(lowering, maths, TensorColumn(tensors)) is not None
+    assert check(lowering, function, TensorColumn(tensors)) is not None
     assert (
-        check(lowering, lambda x: [x * r for r in maths(x).values()], TensorColumn([values, values[:65]])) is not None
+        check(lowering, lambda x: [x * r for r in function(x).values()], TensorColumn([values, values[:65]]))
+        is not None
     )
 
 
 FEW_LANES = Tiling(block=16, warps=1)
-"""So that a chunk is 128 elements."""
+"""A tiling with chunks of 128 elements."""
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
 @each_kernel_lowering
-def test_reductions_of_many_chunks_give_what_torch_gives(
+def test_reductions_of_many_chunks_equal_torch(
     dtype: torch.dtype, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "PROGRAMS", 0)  # chunks of several tiles, however few there are
-    maths = together(REDUCTIONS, [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes])
+    monkeypatch.setattr(launch, "MIN_PROGRAMS", 0)  # chunks of several tiles, even for a small tensor
+    function = together(REDUCTIONS, [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes])
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(1000, generator=generator, dtype=torch.float64).add(0.5)
     values = values.to(dtype) if dtype.is_floating_point else (values * 3).to(dtype)
@@ -350,43 +349,43 @@ def test_reductions_of_many_chunks_give_what_torch_gives(
     if dtype.is_floating_point:
         # A NaN in a later tile of the first chunk, and in the second.
         tensors += [values[:200].index_fill(0, torch.tensor([at]), NAN) for at in (40, 128)]
-    assert check(lowering, maths, TensorColumn(tensors), tiling=FEW_LANES) is not None
-    # Unaligned tensors, whose every tile is masked.
-    assert check(lowering, maths, TensorColumn([values[1:n] for n in (2, 259)]), tiling=FEW_LANES) is not None
+    assert check(lowering, function, TensorColumn(tensors), tiling=FEW_LANES) is not None
+    # Unaligned tensors, all of whose tiles are masked.
+    assert check(lowering, function, TensorColumn([values[1:n] for n in (2, 259)]), tiling=FEW_LANES) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 @each_lowering
-def test_a_reduction_of_no_elements_gives_what_torch_gives(dtype: torch.dtype, lowering: Lowering) -> None:
+def test_a_reduction_of_an_empty_tensor_equals_torch(dtype: torch.dtype, lowering: Lowering) -> None:
     empty = torch.ones(0, dtype=dtype), torch.ones(0, 3, dtype=dtype)
     given = [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes]
     answered = [name for name in given if gives_a_number(REDUCTIONS[name][0], empty[0])]
-    # What torch refuses is refused, each for itself; the others are one program.
+    # Formulas that torch refuses are tested one by one; the others are one program.
     for name in set(given) - set(answered):
         assert check(lowering, REDUCTIONS[name][0], TensorColumn(empty)) is None
     assert check(lowering, together(REDUCTIONS, answered), TensorColumn(empty)) is not None
 
 
-def gives_a_number(maths: Maths, of: Tensor) -> bool:
+def gives_a_number(function: Function, of: Tensor) -> bool:
     try:
-        maths(of)
+        function(of)
     except (RuntimeError, IndexError):
         return False
     return True
 
 
 def test_every_formula_of_the_table_is_tested() -> None:
-    names = {name for n in (table._SHARED, table._FLOAT, table._INTEGER, table._TRUTH, table._BOOL) for name in n}
+    names = {name for n in (table._SHARED, table._FLOAT, table._INTEGER, table._LOGICAL, table._BOOL) for name in n}
     recorded = set(table._REDUCE)
     for operations, count in ((UNARY, 1), (BINARY, 2)):
-        for maths, dtypes in operations.values():
+        for function, dtypes in operations.values():
             for dtype in dtypes[:1]:
-                fusion = FusedFunction(maths)
+                fusion = FusedFunction(function)
                 fusion(*[TensorColumn([special_values(dtype)])] * count)
                 (traced,) = fusion._traces.values()
                 recorded |= {step.name for step in traced.program.instructions}
-    # What in-place updates, st.stochastic_round_ and 8-bit state record is tested elsewhere.
+    # The formulas of in-place updates, st.stochastic_round_ and 8-bit state are tested elsewhere.
     assert names - recorded <= {"convert_element_type", "stochastic_round", *blockwise.OPS}
 
 
@@ -396,7 +395,7 @@ def test_every_formula_of_the_table_is_tested() -> None:
     [lambda x: x.std(), lambda x: x.std(correction=0), lambda x: x.norm()],
     ids=["std", "about its mean", "norm"],
 )
-def test_a_root_is_a_half_where_what_it_is_taken_of_is_none(
+def test_a_root_fits_float16_where_its_argument_overflows(
     deviation: Callable[[Tensor], Tensor], lowering: Lowering
 ) -> None:
     halves = torch.tensor([1e4, -0.3, 2.2, 0.6], dtype=torch.float16, device=lowering.device)

@@ -1,19 +1,17 @@
-"""Random straight-line programs over random lists equal the same maths element by element."""
+"""Random straight-line programs over random lists equal the same math element by element."""
 
 from __future__ import annotations
 
-import linecache
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from fused_lists import adam
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from programs import CUDA, LOWERINGS, SMALL_TILES, Lowering, check, each_lowering
+from random_programs import SourceProgram, programs
 from torch import Tensor
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
@@ -21,182 +19,6 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]
-
-
-NUMBERS = ["0.5", "2", "-1.5", "3.0", "f0", "f1", "1 - f0", "n0", "1 - f1**n0", "-f0 * 0.25"]
-
-# Operands: {x} a tensor, {y} another, {c} a condition, {e} an exact tensor, {k} a number, {t} what can be written to.
-SMOOTH = [
-    "{x} + {y}",
-    "{x} - {y}",
-    "{x} * {y}",
-    "{x} + {k}",
-    "{k} - {x}",
-    "{x} * {k}",
-    "{x} / ({y}.abs() + 0.5)",
-    "{x} / 3",
-    "{x}.add({y}, alpha=2)",
-    "{x}.sub({y}, alpha={k})",
-    "torch.lerp({x}, {y}, 0.25)",
-    "{x}.lerp({y}, {k})",
-    "torch.addcmul({x}, {y}, {z}, value={k})",
-    "torch.addcdiv({x}, {y}, {z}.abs() + 1, value=-0.5)",
-    "{x}.abs()",
-    "-{x}",
-    "{x} ** 2",
-    "{x}.square()",
-    "({x}.abs() + 0.25) ** 0.5",
-    "({x}.abs() + 0.25) ** f0",
-    "({x}.abs() + 0.25).pow({y}.clamp(-2, 2))",
-    "({x}.abs() + 0.125).sqrt()",
-    "({x}.abs() + 0.125).rsqrt()",
-    "({x}.abs() + 0.125).log()",
-    "({x}.clamp(-4, 4)).exp()",
-    "torch.sigmoid({x})",
-    "torch.tanh({x})",
-    "{x}.sin()",
-    "torch.nn.functional.silu({x})",
-    "torch.maximum({x}, {y})",
-    "torch.minimum({x}, {y})",
-    "{x}.clamp(-1, 1.5)",
-    "{x}.clamp(min={k})",
-    "torch.where({c}, {x}, {y})",
-    "torch.where({c}, {x}, {k})",
-    "torch.where({c}, 1.0, {x})",
-    "{x}.masked_fill({c}, 0.5)",
-    "{x}.to(torch.float32)",
-    "{x}.to(torch.float64)",
-    "{x}.to(torch.bfloat16)",
-    "{x}.to(torch.float16)",
-    "{x}.clone()",
-    "torch.zeros_like({x}) + {k}",
-    "torch.full_like({x}, {k})",
-    "{x}.relu()",
-]
-REDUCED = [
-    "{x}.sum()",
-    "{x}.mean()",
-    "{x}.norm()",
-    "torch.linalg.vector_norm({x}, 1)",
-    "torch.linalg.vector_norm({x}.abs() + 0.25, 3)",
-    "{x}.abs().sum() + 1",
-    "{x}.std(correction=0)",
-    "{x}.var(correction=0)",
-    "{c}.sum()",
-]
-# Of no elements there is no largest.
-EXTREME = ["{x}.amax()", "{x}.amin()", "{x}.max()", "{x}.norm(float('inf'))"]
-# What depends on whether a rounding went up or down is asked only of values that nothing has rounded.
-EXACT = [
-    "{e} > 0",
-    "{e} >= {f}",
-    "{e} != {f}",
-    "{e} == 0.5",
-    "({e} < 1) & ({f} > -1)",
-    "~({e} > 0)",
-    "{c} | ({e} <= 0)",
-    "torch.logical_xor({c}, {e})",
-    "{e}.isnan()",
-    "{e}.isfinite()",
-    "{e}.sign()",
-    "{e}.floor()",
-    "{e}.round()",
-    "{e}.to(torch.bool)",
-    "{e}.clone()",
-    "torch.maximum({e}, {f})",
-    "torch.where({c}, {e}, {f})",
-    "({e} > 0).any()",
-    "({e} > 0).all()",
-]
-IN_PLACE = [
-    "{t}.add_({x})",
-    "{t}.sub_({x}, alpha={k})",
-    "{t}.mul_({k})",
-    "{t}.mul_({x})",
-    "{t}.lerp_({x}, 0.25)",
-    "{t}.addcmul_({x}, {y}, value={k})",
-    "{t}.copy_({x})",
-    "{t}.add_(1)",
-    "{t}.zero_()",
-    "{t}.fill_({k})",
-    "{t}.clamp_(-2, 2)",
-    "{t}.neg_()",
-    "{t}.masked_fill_({c}, 0.25)",
-    "{t} *= {k}",
-]
-
-
-@dataclass
-class Written:
-    """A program as source text."""
-
-    lines: list[str]
-    parameters: list[str]
-
-    def function(self) -> Callable[..., Any]:
-        source = f"def maths({', '.join(self.parameters)}, f0, f1, n0):\n" + "".join(f"    {x}\n" for x in self.lines)
-        note(source)
-        names: dict[str, Any] = {"torch": torch}
-        filename = f"<program {abs(hash(source))}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        exec(compile(source, filename, "exec"), names)
-        return names["maths"]  # type: ignore[no-any-return]
-
-
-@dataclass
-class _Writer:
-    """Draws statements and runs each on small tensors, so that what torch refuses is not written."""
-
-    draw: some.DrawFn
-    values: dict[str, Tensor]
-    numbers: dict[str, float]
-    lines: list[str] = field(default_factory=list)
-    exact: set[str] = field(default_factory=set)
-    conditions: set[str] = field(default_factory=set)
-
-    def pick(self, names: list[str]) -> str:
-        return self.draw(some.sampled_from(names))
-
-    def statement(self, parameters: list[str], with_extremes: bool) -> None:
-        kinds = [SMOOTH, SMOOTH, REDUCED, EXACT, IN_PLACE, IN_PLACE] + ([EXTREME] if with_extremes else [])
-        kind = self.draw(some.sampled_from(kinds))
-        template = self.draw(some.sampled_from(kind))
-        tensors = [n for n, v in self.values.items() if v.dtype != torch.bool]
-        exact = [n for n in tensors if n in self.exact]
-        conditions = [n for n, v in self.values.items() if v.dtype == torch.bool and n in self.exact]
-        if not tensors or ("{c}" in template and not conditions) or ("{e}" in template and not exact):
-            return
-        operands = {
-            **{letter: self.pick(tensors) for letter in "xyz"},
-            **{letter: self.pick(exact or tensors) for letter in "ef"},
-            "c": self.pick(conditions or tensors),
-            "k": self.pick(NUMBERS),
-            "t": self.pick(parameters),
-        }
-        line = template.format(**operands)
-        target = operands["t"] if kind is IN_PLACE else f"a{len(self.lines)}"
-        scope = {n: v.clone() for n, v in self.values.items()}
-        try:
-            exec(line if kind is IN_PLACE else f"{target} = {line}", {"torch": torch, **self.numbers}, scope)
-        except (RuntimeError, TypeError):
-            return
-        self.lines.append(line if kind is IN_PLACE else f"{target} = {line}")
-        self.values[target] = scope[target]
-        (self.exact.add if kind is EXACT else self.exact.discard)(target)
-
-
-@some.composite
-def programs(draw: some.DrawFn, dtypes: dict[str, torch.dtype], scalars: set[str], with_extremes: bool) -> Written:
-    """A program on parameters of these dtypes, some of which hold one number per tensor."""
-    values = {n: torch.ones(() if n in scalars else 2, dtype=d) for n, d in dtypes.items()}
-    writer = _Writer(draw, values, {"f0": 0.5, "f1": 0.9, "n0": 3}, exact=set(dtypes))
-    for _ in range(draw(some.integers(1, 9))):
-        writer.statement(list(dtypes), with_extremes)
-    results = draw(some.lists(some.sampled_from([*writer.values]), max_size=3))
-    if results:
-        writer.lines.append(f"return {', '.join(results)}")
-    return Written(writer.lines or ["pass"], list(dtypes))
-
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (64,), (65,), (2, 3, 4, 2), (150,), (1, 4)]
 VALUES = [0.0, -0.0, 1.0, 0.5, -2.0, float("inf"), float("-inf"), float("nan"), 1e-30, 1e4]
@@ -235,7 +57,7 @@ def columns(draw: some.DrawFn, shapes: list[tuple[int, ...]], dtype: torch.dtype
 
 
 @some.composite
-def calls(draw: some.DrawFn) -> tuple[Written, list[Any]]:
+def calls(draw: some.DrawFn) -> tuple[SourceProgram, list[Any]]:
     """A program and its arguments."""
     count = draw(some.integers(1, 4))
     names = [f"x{i}" for i in range(count)]
@@ -255,12 +77,12 @@ def calls(draw: some.DrawFn) -> tuple[Written, list[Any]]:
     return written, arguments
 
 
-def assert_like_the_map(lowering: Lowering, call: tuple[Written, list[Any]], f0: float, n0: int) -> None:
+def assert_like_the_map(lowering: Lowering, call: tuple[SourceProgram, list[Any]], f0: float, n0: int) -> None:
     written, arguments = call
     function = written.function()
     fusion = check(lowering, function, *arguments, f0=f0, f1=0.9, n0=n0)
     if fusion is not None and lowering is Lowering.TORCH:
-        # New numbers, the same program.
+        # The same program with other numbers.
         traces = fusion.traces
         check(lowering, function, *arguments, f0=0.25, f1=0.75, n0=7, fusion=fusion)
         assert fusion.traces == traces
@@ -275,8 +97,8 @@ usual = settings.default.max_examples if settings.default else 25
 @given(call=calls(), **numbers)
 @settings(max_examples=4 * usual, suppress_health_check=slow_to_draw)
 @pytest.mark.parametrize("lowering", [p for p in LOWERINGS if p is not CUDA])
-def test_a_program_equals_the_same_maths_element_by_element(
-    call: tuple[Written, list[Any]], f0: float, n0: int, lowering: Lowering
+def test_a_program_equals_the_same_math_element_by_element(
+    call: tuple[SourceProgram, list[Any]], f0: float, n0: int, lowering: Lowering
 ) -> None:
     assert_like_the_map(lowering, call, f0, n0)
 
@@ -286,8 +108,8 @@ def test_a_program_equals_the_same_maths_element_by_element(
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @given(call=calls(), **numbers)
 @settings(max_examples=usual, suppress_health_check=slow_to_draw)
-def test_a_program_on_a_gpu_equals_the_same_maths_element_by_element(
-    call: tuple[Written, list[Any]], f0: float, n0: int
+def test_a_program_on_a_gpu_equals_the_same_math_element_by_element(
+    call: tuple[SourceProgram, list[Any]], f0: float, n0: int
 ) -> None:
     assert_like_the_map(Lowering.CUDA, call, f0, n0)
 
@@ -296,7 +118,7 @@ def test_a_program_on_a_gpu_equals_the_same_maths_element_by_element(
 @given(data=some.data(), dtypes=some.lists(some.sampled_from([*FLOATS, torch.int64]), min_size=2, max_size=4))
 @settings(suppress_health_check=slow_to_draw)
 @pytest.mark.parametrize("lowering", [p for p in LOWERINGS if p is not CUDA])
-def test_elements_of_several_dtypes_and_extents_each_follow_torch(
+def test_elements_of_several_dtypes_and_ranks_each_equal_torch(
     data: some.DataObject, dtypes: list[torch.dtype], lowering: Lowering
 ) -> None:
     written = data.draw(programs({"x0": dtypes[0], "x1": torch.float32}, set(), with_extremes=False))
@@ -314,7 +136,7 @@ def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
 @each_lowering
 @pytest.mark.parametrize("number", [1e-30, 1e-3, 1e30])
 def test_a_root_keeps_what_the_logarithm_of_its_argument_leaves(lowering: Lowering, number: float) -> None:
-    # Torch takes the root of no sum of one element; the exponent 1/3 is rounded, and far from one that counts.
+    # For one element torch takes no root; the error of the rounded exponent 1/3 grows with the distance from one.
     x = TensorColumn([torch.tensor([number], dtype=torch.float64)])
     if lowering is Lowering.CUDA:
         x = TensorColumn(t.cuda() for t in x)
@@ -343,7 +165,7 @@ def test_compensated_sums_keep_what_half_precision_drops(lowering: Lowering) -> 
 
 
 @each_lowering
-def test_what_a_store_rounds_away_can_be_read_back(lowering: Lowering) -> None:
+def test_the_rounding_error_of_a_store_can_be_computed(lowering: Lowering) -> None:
     def split(low: Tensor, rest: Tensor, master: Tensor) -> None:
         low.copy_(master)
         rest.copy_(master - low)
@@ -371,8 +193,8 @@ def test_adam_written_for_one_tensor_runs_over_lists(lowering: Lowering) -> None
 
 @each_lowering
 def test_arguments_may_be_nested_and_results_too(lowering: Lowering) -> None:
-    def maths(state: dict[str, Tensor], pair: tuple[Tensor, float]) -> dict[str, Any]:
+    def function(state: dict[str, Tensor], pair: tuple[Tensor, float]) -> dict[str, Any]:
         state["m"].add_(pair[0], alpha=pair[1])
         return {"sum": state["m"].sum(), "both": [state["m"], (pair[0] * 2, None)]}
 
-    check(lowering, maths, {"m": lists((70,), (3,))}, (lists((70,), (3,), seed=1), 0.5))
+    check(lowering, function, {"m": lists((70,), (3,))}, (lists((70,), (3,), seed=1), 0.5))

@@ -22,7 +22,7 @@ def triple(x: Tensor) -> None:
 
 
 def through_lists(tree: Any) -> Any:
-    """Three times a tensor, in place, and its cube."""
+    """Triple a tensor in place, and return its cube."""
     copies = st.TensorList(tree).clone()
     triple(copies)
     return (copies + cube(st.TensorList(tree))).tree()
@@ -41,7 +41,7 @@ def tree(device: str, *batch: int) -> dict[str, Tensor]:
     return {"w": w.view(2, 3).expand(*batch, 2, 3).to(device), "b": b.expand(*batch, 3).to(device)}
 
 
-def test_gradients_of_torch_func_go_through(device: str) -> None:
+def test_torch_func_grad_differentiates_a_call(device: str) -> None:
     actual = torch.func.grad(lambda t: total(through_lists(t)))(tree(device))
     torch.testing.assert_close(actual, torch.func.grad(lambda t: total(one_by_one(t)))(tree(device)))
 
@@ -50,7 +50,7 @@ def test_vmap_maps_over_each_element(device: str) -> None:
     torch.testing.assert_close(torch.vmap(through_lists)(tree(device, 4)), one_by_one(tree(device, 4)))
 
 
-def test_tangents_go_through(device: str) -> None:
+def test_forward_mode_differentiates_a_call(device: str) -> None:
     x = tree(device)
     actual = torch.func.jvp(through_lists, (x,), (x,))
     torch.testing.assert_close(actual, torch.func.jvp(one_by_one, (x,), (x,)))
@@ -60,9 +60,9 @@ def test_tangents_go_through(device: str) -> None:
     torch.testing.assert_close(tangents, actual[1])
 
 
-def test_what_was_planned_outside_of_a_transform_is_not_used_inside(device: str) -> None:
+def test_a_plan_made_outside_of_a_transform_is_not_used_inside(device: str) -> None:
     through_lists(tree(device))
     torch.func.grad(lambda t: total(through_lists(t)))(tree(device))
-    test_tangents_go_through(device)
+    test_forward_mode_differentiates_a_call(device)
     torch.testing.assert_close(through_lists(tree(device)), one_by_one(tree(device)))
     assert "torch ops" in cube.explain(st.TensorList([torch.ones(3)]))

@@ -17,7 +17,7 @@ INF = float("inf")
 
 
 def rounded(lowering: Lowering, *sources: Tensor) -> list[Tensor]:
-    """Each source, rounded by fused maths."""
+    """Round each source in fused math."""
     targets = TensorColumn(torch.empty_like(s, dtype=torch.bfloat16, device=lowering.device) for s in sources)
     with lowering.running():
         FusedFunction(st.stochastic_round_, SMALL_TILES)(targets, TensorColumn(s.to(lowering.device) for s in sources))
@@ -60,7 +60,7 @@ def test_the_expectation_of_the_result_is_the_value(part: float, lowering: Lower
 
 
 @each_lowering
-def test_what_bfloat16_holds_is_kept_exactly(lowering: Lowering) -> None:
+def test_values_that_bfloat16_represents_are_kept_exactly(lowering: Lowering) -> None:
     kept = random_values(200).bfloat16()
     odd = torch.tensor([0.0, -0.0, INF, -INF, torch.finfo(torch.bfloat16).max, 2.0**-126], dtype=torch.bfloat16)
     results = rounded(lowering, kept.float(), odd.float(), torch.tensor(-3.5))
@@ -82,7 +82,7 @@ def test_a_number_per_tensor_is_rounded_too(lowering: Lowering) -> None:
 
 
 @each_lowering
-def test_each_call_element_tensor_and_rounding_draws_bits_of_its_own(lowering: Lowering) -> None:
+def test_each_call_element_tensor_and_rounding_draws_different_bits(lowering: Lowering) -> None:
     def twice(a: Tensor, b: Tensor, x: Tensor) -> None:
         st.stochastic_round_(a, x)
         st.stochastic_round_(b, x)
@@ -127,7 +127,7 @@ def test_updates_below_half_a_step_are_not_lost(lowering: Lowering) -> None:
     assert fusion.traces == 1
 
 
-def test_only_bfloat16_is_written() -> None:
+def test_targets_other_than_bfloat16_are_refused() -> None:
     with pytest.raises(TypeError, match=r"writes to bfloat16, got torch\.float16"):
         st.stochastic_round_(torch.ones(2, dtype=torch.float16), torch.ones(2))
 

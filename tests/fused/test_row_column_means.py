@@ -22,7 +22,7 @@ def check(shapes: list[tuple[int, int]], dtype: torch.dtype, device: str) -> Non
         for e, t, m in zip(exact, theirs, mine, strict=True):
             assert (m.shape, m.dtype) == (t.shape, t.dtype)
             error, allowed = (m - e).abs().max(), 1.5 * (t - e).abs().max()
-            # In float64 the truth is rounded too, as often as halves are added up.
+            # In float64 the truth is rounded too, once for each level of pairwise summation.
             roundings = 2 if dtype != torch.float64 else 2 * max(*t.shape, 8).bit_length() + 8
             assert error <= allowed + roundings * torch.finfo(m.dtype).eps * e.max()
 
@@ -35,12 +35,12 @@ def test_the_kernels_give_the_means_of_many_matrices(dtype: torch.dtype, lowerin
 
 @each_kernel_lowering
 @given(shapes=some.lists(some.tuples(some.integers(1, 150), some.integers(1, 150)), min_size=1, max_size=3))
-def test_matrices_of_any_shapes_do(shapes: list[tuple[int, int]], lowering: Lowering) -> None:
+def test_matrices_of_any_shapes_give_their_means(shapes: list[tuple[int, int]], lowering: Lowering) -> None:
     check(shapes, torch.float32, lowering.device)
 
 
 @pytest.mark.gpu
-def test_large_matrices_are_right_and_each_time_the_same() -> None:
+def test_large_matrices_are_right_and_deterministic() -> None:
     x = torch.randn(100_000, 640, device="cuda")
     (rows,), (columns,) = row_column_means([x])
     torch.testing.assert_close(rows, x.square().mean(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Segments, run one after the other over memory and slots, do what the program does as a whole."""
+"""Segments, run one after another over memory and slots, equal the program."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as some
 from programs import Lowering, check, each_kernel_lowering
-from test_fused_programs import programs
+from random_programs import traced, traced_programs
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.fused.trace import Trace
 from subtensors.kernels.fused.program import Instruction, Program, Ref, Scalar, Shape, _run, interpret
@@ -22,16 +20,8 @@ from subtensors.kernels.fused.segments import Segment, plan_segments, slot_count
 ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR
 
 
-def traced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
-    """What the function does, from a call that has happened."""
-    fusion = FusedFunction(function)
-    fusion(*args, **kwargs)
-    (found,) = fusion._traces.values()
-    return found
-
-
 def run_segments(program: Program, tensors: list[Tensor], scalars: list[float]) -> list[Tensor]:
-    """Do what the kernels do: a segment reads memory and slots as they are by then, and writes when it is through."""
+    """Run the segments as the kernels run: each reads memory and slots first, and writes at its end."""
     slots: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for segment in plan_segments(program):
@@ -43,8 +33,8 @@ def run_segments(program: Program, tensors: list[Tensor], scalars: list[float]) 
                 values[index] = slots[segment.slots[index]]
             else:
                 values[index] = computed(program, index, values, scalars, tensors)
-            if segment.extent is TENSOR:
-                assert program.value(index).extent is TENSOR
+            if segment.shape is TENSOR:
+                assert program.value(index).shape is TENSOR
         for parameter, value in segment.stores.items():
             tensors[parameter].copy_(values[value])
         outputs |= {number: values[value].clone() for number, value in segment.outputs.items()}
@@ -63,9 +53,9 @@ def computed(
         if isinstance(argument, Ref):
             if argument.index in reads:
                 return values[argument.index]
-            # Only its shape is needed.
-            shapes = [t for t, p in zip(tensors, program.parameters, strict=True) if p.extent is ELEMENT]
-            like = shapes[0] if program.value(argument.index).extent is ELEMENT else torch.zeros(())
+            # Only the shape of this operand is read.
+            shapes = [t for t, p in zip(tensors, program.parameters, strict=True) if p.shape is ELEMENT]
+            like = shapes[0] if program.value(argument.index).shape is ELEMENT else torch.zeros(())
             return torch.empty_like(like, dtype=program.value(argument.index).dtype)
         return scalars[argument.index] if isinstance(argument, Scalar) else argument
 
@@ -81,24 +71,10 @@ def assert_segments_agree(trace: Trace, tensors: list[Tensor], numbers: list[flo
         torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
 
 
-@some.composite
-def traced_programs(draw: some.DrawFn) -> tuple[Trace, list[Tensor], list[float]]:
-    """A program over tensors of several dtypes, some of them 0-d, those tensors, and its live numbers."""
-    dtypes = draw(some.lists(some.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=1, max_size=4))
-    scalars = draw(some.integers(0, 7))
-    names = {f"x{i}": d for i, d in enumerate([torch.float32, *dtypes])}
-    numbers = {n for i, n in enumerate(names) if i and scalars >> (i - 1) & 1}
-    written = draw(programs(names, numbers, with_extremes=True))
-    tensors = [torch.arange(1.0, 7) if n not in numbers else torch.tensor(2.0) for n in names]
-    tensors = [t.to(d) for t, d in zip(tensors, names.values(), strict=True)]
-    trace = traced(written.function(), *(TensorColumn([t.clone()]) for t in tensors), f0=0.5, f1=0.9, n0=3)
-    return trace, tensors, [0.5, 0.9, 3]
-
-
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @given(drawn=traced_programs())
 @settings(max_examples=4 * settings().max_examples)
-def test_segments_do_what_the_program_does(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
+def test_segments_equal_the_program(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
     assert_segments_agree(*drawn)
 
 
@@ -187,7 +163,7 @@ def arguments(kinds: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("function", "kinds", "kernels"), EXAMPLES)
-def test_a_value_is_never_read_back_where_its_memory_holds_another(
+def test_no_value_is_read_from_memory_that_was_overwritten(
     function: Callable[..., Any], kinds: str, kernels: int
 ) -> None:
     keywords = {"lr": 0.5} if function is lamb else {}
@@ -198,7 +174,7 @@ def test_a_value_is_never_read_back_where_its_memory_holds_another(
 
 @pytest.mark.parametrize(("function", "kinds", "kernels"), EXAMPLES)
 @each_kernel_lowering
-def test_kernels_keep_what_later_ones_need(
+def test_kernels_keep_the_values_that_later_kernels_need(
     function: Callable[..., Any], kinds: str, kernels: int, lowering: Lowering
 ) -> None:
     keywords = {"lr": 0.5} if function is lamb else {}
@@ -219,25 +195,25 @@ def segments_of(function: Callable[..., Any], kinds: str, *more: Any) -> list[Se
 
 
 def test_adam_is_one_sweep_over_elements_after_one_over_step_counts() -> None:
-    assert [s.extent for s in segments_of(adam, "eeeen", True)] == [TENSOR, ELEMENT]
-    assert [s.extent for s in segments_of(adam, "eeeen", False)] == [ELEMENT]
+    assert [s.shape for s in segments_of(adam, "eeeen", True)] == [TENSOR, ELEMENT]
+    assert [s.shape for s in segments_of(adam, "eeeen", False)] == [ELEMENT]
 
 
-def test_a_program_without_effect_has_no_kernel() -> None:
+def test_a_program_that_writes_nothing_has_no_kernel() -> None:
     assert segments_of(lambda p: None, "e") == []
 
 
-def test_what_nothing_needs_is_not_computed() -> None:
+def test_unused_values_are_not_computed() -> None:
     (segment,) = segments_of(lambda p: (p.exp().sum(), p * 2)[1], "e")
     assert len(segment.steps) == 2
 
 
 def test_reductions_of_one_round_share_a_sweep() -> None:
     segments = segments_of(lambda p, q: (p.sum(), q.amax(), (p * q).norm()), "ee")
-    assert [s.extent for s in segments] == [ELEMENT, TENSOR]
+    assert [s.shape for s in segments] == [ELEMENT, TENSOR]
     assert slot_count(segments) == 3
 
 
 def test_a_costly_number_per_tensor_is_computed_once_a_tensor() -> None:
-    assert [s.extent for s in segments_of(lambda p, n: p * n.exp(), "en")] == [TENSOR, ELEMENT]
-    assert [s.extent for s in segments_of(lambda p, n: p * (1 - n), "en")] == [ELEMENT]
+    assert [s.shape for s in segments_of(lambda p, n: p * n.exp(), "en")] == [TENSOR, ELEMENT]
+    assert [s.shape for s in segments_of(lambda p, n: p * (1 - n), "en")] == [ELEMENT]

@@ -1,4 +1,4 @@
-"""Tracing: what a program records, and what is refused with the line that asked for it."""
+"""Tracing: the recorded program, and refusals that name the source line."""
 
 from __future__ import annotations
 
@@ -92,29 +92,27 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("maths", "advice"), REFUSED, ids=[str(f.__code__.co_firstlineno) for f, _ in REFUSED])
-def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do_instead(
-    maths: Callable[..., Any], advice: str
-) -> None:
+@pytest.mark.parametrize(("function", "advice"), REFUSED, ids=[str(f.__code__.co_firstlineno) for f, _ in REFUSED])
+def test_untraceable_code_is_refused_with_its_line_and_advice(function: Callable[..., Any], advice: str) -> None:
     x = lists((3, 5), (4,))
     before = [t.clone() for t in x]
     with pytest.raises(st.RuleError) as refusal:
-        FusedFunction(maths)(x, 0.5)
+        FusedFunction(function)(x, 0.5)
     message = str(refusal.value)
     assert advice in message
-    line = inspect.getsource(maths).splitlines()[0].strip()
-    assert f"{__file__}:{maths.__code__.co_firstlineno}: {line}" in message
+    line = inspect.getsource(function).splitlines()[0].strip()
+    assert f"{__file__}:{function.__code__.co_firstlineno}: {line}" in message
     assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
 
 
-def test_a_number_assigned_by_a_mask_is_written_or_refused() -> None:
-    def maths(x: Tensor) -> None:
+def test_assignment_by_a_mask_is_right_or_refused() -> None:
+    def function(x: Tensor) -> None:
         x[x > 0] = 1.0
 
     x = lists((3, 5), (4,))
     before, expected = [t.clone() for t in x], [torch.where(t > 0, 1.0, t) for t in x]
     try:
-        FusedFunction(maths)(x)  # some versions of torch make it an index_put_, others a masked_fill_
+        FusedFunction(function)(x)  # an index_put_ in some versions of torch, a masked_fill_ in others
     except st.RuleError:
         expected = before
     assert all(map(torch.equal, x, expected))
@@ -128,7 +126,7 @@ def test_a_refusal_inside_a_called_function_names_its_line() -> None:
         FusedFunction(lambda x: inner(x) + 1)(lists((3,)))
 
 
-def test_a_result_that_is_no_tensor_is_refused() -> None:
+def test_a_result_that_is_not_a_tensor_is_refused() -> None:
     with pytest.raises(st.RuleError, match="returns tensors, got float"):
         FusedFunction(lambda x: (x, 1.5))(lists((3,)))
 
@@ -141,7 +139,7 @@ def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "maths",
+    "function",
     [
         lambda x, i: i.mean(),
         lambda x, i: i.norm(),
@@ -162,54 +160,54 @@ def test_a_refused_call_can_be_followed_by_a_right_one() -> None:
     ],
 )
 @each_lowering
-def test_what_torch_refuses_is_refused(maths: Callable[..., Any], lowering: Lowering) -> None:
+def test_calls_that_torch_refuses_are_refused(function: Callable[..., Any], lowering: Lowering) -> None:
     x, i = lists((3,)), TensorColumn([torch.tensor([1, 2, 3])])
     with pytest.raises((RuntimeError, TypeError)):
-        maths(x[0].clone(), i[0].clone())
-    assert check(lowering, maths, x, i) is None
+        function(x[0].clone(), i[0].clone())
+    assert check(lowering, function, x, i) is None
 
 
-def test_views_that_keep_any_shape_are_their_input_under_another_name() -> None:
-    def maths(x: Tensor, y: Tensor) -> None:
+def test_views_that_keep_any_shape_are_aliases_of_their_input() -> None:
+    def function(x: Tensor, y: Tensor) -> None:
         for alias in (x[:], x[...], x.detach(), x.view_as(y), x.expand_as(y), x.reshape_as(y), x.transpose(0, 0)):
             alias.add_(1)
 
     x = TensorColumn(map(torch.zeros_like, lists((3, 5), (4,), (1, 7))))
-    FusedFunction(maths)(x, lists((3, 5), (4,), (1, 7)))
+    FusedFunction(function)(x, lists((3, 5), (4,), (1, 7)))
     assert all((t == 7).all() for t in x)
 
 
-def program_of(maths: Callable[..., Any], *args: Any) -> Any:
-    fusion = FusedFunction(maths)
+def program_of(function: Callable[..., Any], *args: Any) -> Any:
+    fusion = FusedFunction(function)
     fusion(*args)
     (traced,) = fusion._traces.values()
     return traced.program
 
 
-def test_the_same_maths_is_done_once() -> None:
+def test_common_subexpressions_are_computed_once() -> None:
     program = program_of(lambda x, n: (x * n + 1, x * n - 1), lists((3,)), 0.5)
     assert [step.name for step in program.instructions] == ["mul", "add", "sub"]
 
 
-def test_numbers_that_python_finds_equal_are_kept_apart() -> None:
+def test_numbers_that_python_finds_equal_are_distinguished() -> None:
     program = program_of(lambda x: (x.copysign(0.0), x.copysign(-0.0), x.clamp(1), x.clamp(1.0)), lists((3,)))
     assert len(program.instructions) == 4
 
 
 def test_a_write_reaches_every_alias_and_no_copy() -> None:
-    def maths(x: Tensor) -> tuple[Tensor, Tensor]:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
         alias, copy = x.detach(), x.clone()
         x.add_(1)
         return alias * 1, copy * 1
 
     x = lists((3,))
     before = x[0].clone()
-    alias, copy = FusedFunction(maths)(x)
+    alias, copy = FusedFunction(function)(x)
     assert torch.equal(alias[0], before + 1)
     assert torch.equal(copy[0], before)
 
 
-def test_what_is_computed_from_live_numbers_alone_is_one_number() -> None:
+def test_an_expression_of_dynamic_scalars_is_one_scalar() -> None:
     program = program_of(lambda x, b, t: x / (1 - b**t), lists((3,)), 0.9, 3)
     assert [step.name for step in program.instructions] == ["div"]
     assert program.scalars == (float,)
@@ -231,9 +229,7 @@ def test_what_is_computed_from_live_numbers_alone_is_one_number() -> None:
     ],
 )
 @each_lowering
-def test_live_numbers_are_computed_as_python_computes_them(
-    host: Callable[[float, int], float], lowering: Lowering
-) -> None:
+def test_dynamic_scalars_are_computed_as_in_python(host: Callable[[float, int], float], lowering: Lowering) -> None:
     x = TensorColumn([torch.ones(3, dtype=torch.float64, device=lowering.device)])
     fusion = FusedFunction(lambda x, a, n: x * host(a, n))
     with lowering.running():
@@ -247,7 +243,7 @@ def test_live_numbers_are_computed_as_python_computes_them(
 @pytest.mark.parametrize("number", [0.1, 3])
 @pytest.mark.parametrize("shape", [(3,), ()])
 @each_lowering
-def test_a_live_number_in_where_has_the_type_a_plain_one_has(
+def test_a_dynamic_scalar_in_where_has_the_type_of_a_plain_number(
     dtype: torch.dtype, number: float, shape: tuple[int, ...], lowering: Lowering
 ) -> None:
     x = TensorColumn([torch.ones(shape).to(dtype)])

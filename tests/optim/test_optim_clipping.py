@@ -240,7 +240,7 @@ def test_clipping_sweeps_the_gradients_once_and_reads_nothing_back() -> None:
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     # The counts of Adam's steps follow the sum in its kernel.
-    assert kernels == ["square_sum_then", "AdamW_element_0"]
+    assert kernels == ["grad_norm", "AdamW_element_0"]
 
 
 @pytest.mark.gpu
@@ -254,19 +254,19 @@ def test_a_step_that_counts_nothing_is_one_reduction_kernel_and_one_update_kerne
             torch.cuda.synchronize()
         kernels.append([e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA])
     assert [len(names) for names in kernels] == [2, 2], kernels
-    assert all("square_sum" in names[0] for names in kernels)
+    assert all("grad_norm" in names[0] for names in kernels)
 
 
 def test_the_counts_of_the_first_group_follow_the_norm_in_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     together = []
-    followed_by = FusedGradNorm.followed_by
+    launch_with = FusedGradNorm.launch_with
 
     def counted(prelude: FusedGradNorm, *args: Any) -> None:
         together.append(prelude)
-        followed_by(prelude, *args)
+        launch_with(prelude, *args)
 
-    monkeypatch.setattr(FusedGradNorm, "followed_by", counted)
-    monkeypatch.setattr(FusedGradNorm, "alone", None)
+    monkeypatch.setattr(FusedGradNorm, "launch_with", counted)
+    monkeypatch.setattr(FusedGradNorm, "launch", None)
     groups = [{"params": ones(LANES + 2)}, {"params": ones(2), "lr": 0.5}]
     optimizer = st.optim.AdamW(groups, lr=0.1, max_norm=0.5)
     with kernels_on_cpu():

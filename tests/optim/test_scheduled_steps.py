@@ -23,7 +23,7 @@ def made(fusion: FusedFunction) -> dict[str, Any]:
         "kernels": [kernel.name for kernel in kernels],
         # The interpreter compiles nothing.
         "compiled": [len(k.run.device_caches[0][0]) for k in kernels if hasattr(k.run, "device_caches")],
-        "tables": [group.tables for group in groups if isinstance(group, TritonExecutor)],
+        "tables": [group.tables_built for group in groups if isinstance(group, TritonExecutor)],
     }
 
 

@@ -1,4 +1,4 @@
-"""Lists for fused calls, and what a fusion has made of the calls that it has seen."""
+"""Lists for fused calls, and the executors and pointer tables of a fused function."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def groups(fusion: FusedFunction) -> list[Any]:
 
 
 def tables(fusion: FusedFunction) -> int:
-    return sum(g.tables for g in groups(fusion) if isinstance(g, TritonExecutor))
+    return sum(g.tables_built for g in groups(fusion) if isinstance(g, TritonExecutor))

@@ -1,9 +1,9 @@
-"""Fused maths under test: the ways to run it, and the oracle that says what is right.
+"""Fused math under test: the ways to run it, and its oracle.
 
-The oracle calls the same function on each element in turn, on plain tensors. What rounding may do to the result is
-measured rather than guessed: beside the plain tensors run a float64 one (the truth), and a few in which every result
-that torch rounds is moved by one rounding of its dtype. The error of a kernel may not exceed 1.5 times the largest
-error among them, plus one rounding of the result.
+The oracle calls the same function on each element in turn, on plain tensors. The effect of
+rounding is measured rather than guessed: beside the plain tensors run float64 ones (the truth), and some in which each
+result that torch rounds is shifted by one rounding of its dtype. The error of a kernel may not exceed 1.5 times the
+largest error among them, plus one rounding of the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from subtensors.kernels.fused.launch import Tiling
 
 
 class Lowering(Enum):
-    """A way to run fused maths."""
+    """A way to run fused math."""
 
     TORCH = "torch"
     INTERPRETER = "interpreter"
@@ -42,7 +42,7 @@ class Lowering(Enum):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Fused calls in here run this way."""
+        """A context in which fused calls run in this way."""
         if self is not Lowering.INTERPRETER:
             yield
             return
@@ -55,7 +55,7 @@ class Lowering(Enum):
         return float(self is Lowering.INTERPRETER and dtype in (torch.bfloat16, torch.float16))
 
     def lost(self, dtype: torch.dtype) -> float:
-        """What may be lost of any result: the interpreter garbles bfloat16 below its normal numbers."""
+        """An absolute error to allow in any result: the interpreter garbles denormal numbers of bfloat16."""
         return torch.finfo(dtype).smallest_normal if self is Lowering.INTERPRETER and dtype == torch.bfloat16 else 0
 
 
@@ -73,15 +73,15 @@ SMALL_TILES = Tiling(block=64, warps=2)
 """Tiles so small that a tensor of a few hundred elements has several."""
 
 
-# Ops whose result is one of their operands, or a truth: nothing is rounded.
+# Ops whose result is one of their operands or a boolean: nothing is rounded.
 _EXACT = frozenset(
     "clone detach alias copy_ where neg neg_ abs abs_ maximum minimum fmax fmin clamp clamp_ clamp_min clamp_max relu "
     "amax amin max min sign zeros_like ones_like zero_ floor ceil trunc round isnan masked_fill masked_fill_".split()
 )
 
 PERTURBED = 8
-"""Runs in which results are moved. Which way follows the columns of a Hadamard matrix of this order: the results of any
-two ops are moved in the same direction in half of the runs, and against each other in the rest."""
+"""Runs with shifted results. The directions are the columns of a Hadamard matrix of this order: the results of any two
+ops are shifted in the same direction in half of the runs, and in opposite directions in the other half."""
 
 
 # Ops that round more than once; a fused multiply-add, where there is one, rounds less.
@@ -89,7 +89,7 @@ _FUSED = frozenset("lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ sum mean add ad
 
 
 def _terms(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The size of what an op adds up, before it cancels."""
+    """The magnitude of the terms that an op adds up, before cancellation."""
     if name in ("sum", "mean"):
         return getattr(args[0].abs(), name)()  # type: ignore[no-any-return]
     if name.rstrip("_") in ("add", "sub", "rsub"):
@@ -110,14 +110,14 @@ class _Shadows(TorchDispatchMode):
     """
 
     rounded: int = 0
-    """How many ops have rounded so far."""
+    """The number of ops that have rounded so far."""
     shadows: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def of(self, tensor: Tensor) -> list[Tensor]:
-        """The shadows of a tensor, itself where it holds neither floats nor complex numbers."""
+        """The shadows of a tensor; the tensor itself where it holds neither floats nor complex numbers."""
         if not _is_rounded(tensor):
             return [tensor] * (1 + PERTURBED)
         if id(tensor) not in self.shadows:
@@ -143,14 +143,14 @@ class _Shadows(TorchDispatchMode):
                 shadow = shadow.to(_wide(plain))
             if k and not exact:
                 info = torch.finfo(plain.dtype)
-                # A sum of n numbers by halves rounds each of them log2 n times.
+                # Pairwise summation of n numbers rounds each of them log2 n times.
                 longest = max((t.numel() for t in tensors_of(args)), default=1)
                 depth = max(1.0, math.log2(longest / max(plain.numel(), 1) + 1))
                 size = shadow.abs() if terms is None else terms
                 step = (size + info.smallest_normal) * info.eps * depth
                 sign = 1 - 2 * ((k - 1 & self.rounded).bit_count() % 2)
                 moved = shadow + step * sign * (1 + 1j if plain.is_complex() else 1)
-                # A finite truth stays finite: what overflows is left to the plain run.
+                # A finite truth stays finite: overflow is tested by the plain run.
                 shadow.copy_(torch.where(shadow.isfinite(), moved, shadow))
             results.append(shadow)
         self.rounded += not exact
@@ -168,7 +168,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of the truth about a tensor."""
+    """The dtype of the truth for a tensor."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
@@ -178,7 +178,7 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a tensor should be: torch's own answer, the truth, and how far rounding can push it."""
+    """The expected tensor: torch's result, the truth, and the largest effect of rounding."""
 
     plain: Tensor
     shadows: list[Tensor]
@@ -198,7 +198,7 @@ class Expected:
         got, found, truth = actual.to(_wide(plain)), plain.to(_wide(plain)), self.shadows[0]
         errors = torch.stack([(s - truth).abs() for s in (found, *self.shadows[1:])]).nan_to_num(0, 0, 0)
         unit = truth.abs().clamp(min=info.smallest_normal) * info.eps
-        # Luck in one element says nothing about its neighbours: roundings are counted over the whole tensor.
+        # One element may be exact by luck: the effect of rounding is measured over the whole tensor.
         roundings = (errors / unit).nan_to_num(0, 0, 0)
         worst = roundings.amax(0) if per_element or not plain.numel() else roundings.amax()
         right = (got - truth).abs() <= (1.5 * worst + 1 + slack) * unit
@@ -214,7 +214,7 @@ class Expected:
 
 
 def same_strides(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own with the same strides, misaligned if `tensor` is; a broadcast one is shared."""
+    """A copy in new memory with the same strides and alignment; a broadcast tensor is shared."""
     if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
         return tensor.detach()
     offset = tensor.storage_offset()
@@ -245,13 +245,13 @@ def each_element(arguments: Any) -> list[Any]:
 
 
 def tensors_of(nest: Any) -> list[Tensor]:
-    """The tensors among the leaves of a nest, lists taken apart."""
+    """The tensors among the leaves of a pytree, and the elements of lists."""
     leaves = optree.tree_leaves(nest, none_is_leaf=True)
     return [t for v in leaves for t in (v if isinstance(v, TensorColumn) else [v]) if isinstance(t, Tensor)]
 
 
 def expected(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Expected]:
-    """What the map gives: results element by element, then the arguments as they are left."""
+    """The results of the map, element by element, then the arguments after it."""
     arguments = fresh((tuple(args), kwargs))
     found = []
     shadows = _Shadows()
@@ -284,18 +284,18 @@ def check(
     per_element: bool = False,
     **kwargs: Any,
 ) -> FusedFunction | None:
-    """Fused maths equals the same maths element by element; where that raises, so does it.
+    """Fused math equals the same math element by element; where that raises, so does it.
 
     Args:
         lowering: how the fused call runs.
-        function: the maths.
+        function: the math.
         args, kwargs: its arguments, `TensorColumn` for lists; they are copied first.
         fusion: what to call; by default the function, fused.
         tiling: how that is cut up; by default into small tiles.
         per_element: whether each element may only err as far as rounding pushes that element.
 
     Returns:
-        What was called; None where the maths was refused, by torch too.
+        What was called; None where the math was refused, by torch too.
     """
     args, kwargs = optree.tree_map(
         lambda v: TensorColumn(t.to(lowering.device) for t in v) if isinstance(v, TensorColumn) else v,
@@ -310,7 +310,7 @@ def check(
         with lowering.running(), torch.no_grad():
             try:
                 fusion(*arguments, **keywords)
-            except Exception:  # it refuses too, by an error of its own
+            except Exception:  # it refuses too, with another error
                 return None
         raise AssertionError(f"torch refuses with {error!r}, the fused call does not") from error
     with lowering.running(), torch.no_grad():

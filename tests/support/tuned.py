@@ -1,4 +1,4 @@
-"""What tests of tuning are made of: a clock that a test sets, small programs and lists, another process."""
+"""Parts of the tuning tests: a clock that a test sets, small programs and lists, another process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def program(op: Any = aten.mul.Tensor, dtype: torch.dtype = torch.float32, liter
 
 
 class FakeGPU:
-    """The CPU, taken for a GPU whose clock says what the test wants."""
+    """The CPU in the role of a GPU whose clock a test sets."""
 
     def __init__(self) -> None:
         self.times: dict[Tiling, list[float]] = {}
-        """The times that each tiling takes in turn, milliseconds; 10 where there is none."""
+        """The times that each tiling takes in turn, in milliseconds; 10 by default."""
         self.measured: list[Tiling] = []
 
     def seconds(self, launch: Any) -> float:
@@ -42,13 +42,13 @@ class FakeGPU:
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what this process knows."""
+    """Drop the choices of this process."""
     monkeypatch.setattr(tuning, "_chosen", {})
     tuning_cache._warn_once.cache_clear()
 
 
 def tilings(fusion: FusedFunction) -> list[Tiling]:
-    """Those of the kernels that this fusion has made."""
+    """The tilings of a function's kernels."""
     return [kernels.tiling for kernels in fusion._kernels.values()]
 
 

@@ -1,4 +1,4 @@
-"""What tests of tuning share: a cache that is empty, and a GPU whose clock a test sets."""
+"""Fixtures of the tuning tests: an empty cache, and a GPU whose clock a test sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from subtensors.kernels.fused import tuning, tuning_cache
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of the choices; none is in it, nor in the process."""
+    """The empty folder of the choices; the process has none either."""
     monkeypatch.setenv("SUBTENSORS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("SUBTENSORS_TUNE", raising=False)
     another_process(monkeypatch)
@@ -28,8 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     fake = FakeGPU()
     fake.times[FASTEST] = [5.0]
     monkeypatch.setattr(tuning, "_is_gpu", lambda device: True)
-    monkeypatch.setattr(tuning, "_obstacle", lambda program, device: "")
-    monkeypatch.setattr(tuning_cache, "kind_of", lambda device: "a GPU (9.0)")
+    monkeypatch.setattr(tuning, "_why_not_measurable", lambda program, device: "")
+    monkeypatch.setattr(tuning_cache, "device_kind", lambda device: "a GPU (9.0)")
     monkeypatch.setattr(tuning, "_budget", lambda device: 2000)
     monkeypatch.setattr(tuning, "seconds", fake.seconds)
     return fake

@@ -1,4 +1,4 @@
-"""Tile sizes by measurement: what is chosen, and what a choice depends on."""
+"""Tile sizes by measurement: the choice, and the conditions that it depends on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_candidates_take_turns(gpu: FakeGPU) -> None:
 
 
 def test_scratch_memory_holds_every_kind_of_argument(gpu: FakeGPU) -> None:
-    def maths(p: Any, step: Any, flag: Any, count: Any, rate: Any, power: Any, lr: float, n: int) -> Any:
+    def function(p: Any, step: Any, flag: Any, count: Any, rate: Any, power: Any, lr: float, n: int) -> Any:
         step.add_(n)
         p.sub_(torch.where(flag, p * lr, p * rate) / (count + power + step))
         return p.norm(), p * 2
@@ -68,7 +68,7 @@ def test_scratch_memory_holds_every_kind_of_argument(gpu: FakeGPU) -> None:
     ]
     columns += [TensorColumn([torch.ones(4, dtype=torch.int32), ones.int()])]
     with kernels_on_cpu():
-        (chosen,) = FusedFunction(maths).tune(*columns, torch.tensor(0.5), torch.tensor(2), 0.1, 1).values()
+        (chosen,) = FusedFunction(function).tune(*columns, torch.tensor(0.5), torch.tensor(2), 0.1, 1).values()
     assert chosen == FASTEST
 
 
@@ -134,7 +134,7 @@ def test_a_choice_does_not_depend_on_the_name_of_the_function(gpu: FakeGPU) -> N
 
 def test_a_choice_is_for_one_kind_of_device(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(program(), CPU)
-    monkeypatch.setattr(tuning_cache, "kind_of", lambda device: "another GPU (9.0)")
+    monkeypatch.setattr(tuning_cache, "device_kind", lambda device: "another GPU (9.0)")
     assert tuned_tiling(program(), CPU) == Tiling()
 
 

@@ -1,4 +1,4 @@
-"""How a choice of tile sizes is kept on disk, and what is done with what is no choice."""
+"""Choices of tile sizes on disk, and files that are not choices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NO_CHOICES += ['{"block": 1048576, "warps": 2}']
 def test_a_file_that_is_no_choice_is_ignored_and_reported_once(
     gpu: FakeGPU, folder: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    path = folder / f"tiling-{tuning_cache.signature_of(program(), CPU)}.json"
+    path = folder / f"tiling-{tuning_cache.tuning_key(program(), CPU)}.json"
     folder.mkdir()
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert [tuned_tiling(program(), CPU) for _ in range(2)] == [Tiling()] * 2
@@ -77,7 +77,7 @@ def test_a_measurement_mends_a_file_that_is_no_choice(
 def test_where_nothing_can_be_written_the_choice_lasts_as_long_as_the_process(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A file where the folder should be stops root too.
+    # A file in the place of the folder stops even root.
     (tmp_path / "file").touch()
     monkeypatch.setenv("SUBTENSORS_CACHE_DIR", str(tmp_path / "file"))
     assert tune(program(), CPU) == FASTEST
@@ -122,7 +122,7 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
 
 def write_often(folder: Path, block: int) -> None:
     for _ in range(100):
-        # Rows of different lengths: a torn one would not parse.
+        # Rows of different lengths, so that a torn one does not parse.
         tuning_cache.write(folder / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
     tuning_cache.write(folder / f"tiling-{block}.json", {"block": block, "warps": 2})
 

@@ -1,4 +1,4 @@
-"""Fused calls with tile sizes chosen by measurement, with made-up times and on a GPU."""
+"""Fused calls with tile sizes chosen by measurement, with fake times and on a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tuned import (
 
 import subtensors as st
 from subtensors.dispatch.fused import fused_function as fusion_module
-from subtensors.dispatch.fused.backend_selection import route_of
+from subtensors.dispatch.fused.backend_selection import execution_key
 from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
@@ -145,9 +145,9 @@ def test_devices_of_two_kinds_have_kernels_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(fusion_module, "TritonExecutor", lambda trace, kernels, *rest: kernels)
     decay, columns = FusedFunction(halve), [pair()]
     call = FusedCall((columns[0],), {})
-    route = replace(route_of([columns[0][0]], columns), triton=True)
+    key = replace(execution_key([columns[0][0]], columns), triton=True)
     kernels: list[KernelSet] = [
-        decay._make_group(call, replace(route, device=device), columns)  # type: ignore[misc]
+        decay._make_executor(call, replace(key, device=device), columns)  # type: ignore[misc]
         for device in ("meta", "cpu", "meta")
     ]
     assert kernels[0] is kernels[2] is not kernels[1]
@@ -188,7 +188,7 @@ def test_a_measured_choice_is_a_candidate_and_later_processes_use_it(
     (path,) = folder.iterdir()
     row = json.loads(path.read_text())
     assert all(candidate["seconds"] > 0 for candidate in row["candidates"])
-    # Another choice than the default, to be sure that it is read.
+    # A choice other than the default, to test that it is read.
     path.write_text(json.dumps({**row, "block": 2048, "warps": 8}))
     another_process(monkeypatch)
     later = FusedFunction(adam)
@@ -198,7 +198,7 @@ def test_a_measured_choice_is_a_candidate_and_later_processes_use_it(
 
 @pytest.mark.gpu
 def test_every_kind_of_argument_can_be_measured_on_a_gpu() -> None:
-    def maths(p: Any, step: Any, flag: Any, count: Any, rate: Any, lr: float, n: int) -> Any:
+    def function(p: Any, step: Any, flag: Any, count: Any, rate: Any, lr: float, n: int) -> Any:
         step.add_(n)
         p.sub_(torch.where(flag, p * lr, p * rate) / (count + step))
         return p.norm(), p * 2
@@ -210,7 +210,7 @@ def test_every_kind_of_argument_can_be_measured_on_a_gpu() -> None:
         lambda: torch.ones(7, device="cuda", dtype=torch.int64),
     ]
     columns = [TensorColumn([new(), new()]) for new in make]
-    (chosen,) = FusedFunction(maths).tune(*columns, torch.tensor(0.5), 0.1, 1).values()
+    (chosen,) = FusedFunction(function).tune(*columns, torch.tensor(0.5), 0.1, 1).values()
     assert chosen in CANDIDATES
 
 

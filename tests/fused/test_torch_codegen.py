@@ -1,41 +1,42 @@
-"""A program as straight-line torch code does what `interpret` does, to the last bit, and takes less memory."""
+"""A program as straight-line torch code equals `interpret` to the last bit, and takes less memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import test_segments as segments
 import torch
 from hypothesis import given, settings
+from random_programs import traced_programs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from subtensors.dispatch.fused.executors import scalar_operands
 from subtensors.dispatch.fused.trace import Trace, trace
 from subtensors.kernels.fused.program import Parameter, Program, Shape, interpret
-from subtensors.kernels.fused.torch_codegen import operands, write_torch
+from subtensors.kernels.fused.torch_codegen import write_torch
 
 ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR
 
 
 def traced(function: Any, *parameters: tuple[torch.dtype, Shape], scalars: int = 0) -> Program:
     declared = tuple(Parameter(f"x{i}", *p) for i, p in enumerate(parameters))
-    place = lambda tensors, numbers: ((*tensors, *numbers), {})  # noqa: E731
-    return trace(function, declared, [float] * scalars, place, torch.device("cpu")).program
+    replace = lambda tensors, numbers: ((*tensors, *numbers), {})  # noqa: E731
+    return trace(function, declared, [float] * scalars, replace, torch.device("cpu")).program
 
 
 def both(program: Program, tensors: list[Tensor], numbers: list[float]) -> tuple[list[Tensor], list[Tensor]]:
-    """What interpreting and what the code leaves: outputs, then the tensors."""
+    """Outputs and tensors after the code, and after the interpreter."""
     ours, theirs = ([t.clone() for t in tensors] for _ in range(2))
     cpu = torch.device("cpu")
     return (
-        write_torch(program)(ours, numbers, operands(numbers, cpu)) + ours,
+        write_torch(program)(ours, numbers, scalar_operands(numbers, cpu)) + ours,
         interpret(program, theirs, numbers) + theirs,
     )
 
 
 class Allocations(TorchDispatchMode):
-    """Counts results that are not the first operand itself."""
+    """Counts the ops whose result is not one of their operands."""
 
     count = 0
 
@@ -51,12 +52,12 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
     p.sub_(lr * m / (v.sqrt() + 1e-8))
 
 
-def test_values_that_are_read_no_more_lend_their_memory() -> None:
+def test_memory_of_dead_values_is_reused() -> None:
     program = traced(adam, *[(torch.float32, ELEMENT)] * 4, scalars=1)
     tensors = [torch.rand(5) for _ in range(4)]
     with Allocations() as mode:
-        write_torch(program)(tensors, [0.1], operands([0.1], torch.device("cpu")))
-    # g * 0.1, g * g, lr * m and v.sqrt(); the first operand of any other op is dead, or is what it writes.
+        write_torch(program)(tensors, [0.1], scalar_operands([0.1], torch.device("cpu")))
+    # g * 0.1, g * g, lr * m and v.sqrt(); the first operand of any other op is dead or written.
     assert mode.count == 4
 
 
@@ -90,20 +91,20 @@ def test_a_value_that_is_stored_and_returned_is_two_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32])
-def test_a_live_number_promotes_as_a_python_number_does(dtype: torch.dtype) -> None:
-    for extent, shape in ((ELEMENT, (4,)), (TENSOR, ())):
-        program = traced(lambda x, n: x * n + n, (dtype, extent), scalars=1)
+def test_a_dynamic_scalar_promotes_as_a_python_number(dtype: torch.dtype) -> None:
+    for granularity, shape in ((ELEMENT, (4,)), (TENSOR, ())):
+        program = traced(lambda x, n: x * n + n, (dtype, granularity), scalars=1)
         ours, theirs = both(program, [torch.ones(shape, dtype=dtype)], [0.3])
         assert [t.dtype for t in ours] == [t.dtype for t in theirs]
         assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@given(drawn=segments.traced_programs())
+@given(drawn=traced_programs())
 @settings(max_examples=4 * settings().max_examples)
-def test_code_does_what_interpreting_does(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
+def test_the_code_equals_the_interpreter(drawn: tuple[Trace, list[Tensor], list[float]]) -> None:
     trace, tensors, numbers = drawn
-    live = [evaluate(numbers) for evaluate in trace.scalars]
-    for a, b in zip(*both(trace.program, tensors, live), strict=True):
+    scalars = [evaluate(numbers) for evaluate in trace.scalars]
+    for a, b in zip(*both(trace.program, tensors, scalars), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

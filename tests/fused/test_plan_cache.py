@@ -1,4 +1,4 @@
-"""What fused calls keep from one to the next: traces, plans, tables, and no tensor."""
+"""The caches of fused calls: traces, plans and pointer tables, but no tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 @each_lowering
 def test_a_thousand_calls_with_new_numbers_trace_once(lowering: Lowering) -> None:
-    def maths(p: Tensor, g: Tensor, *, lr: float, betas: tuple[float, float], step: int) -> None:
+    def function(p: Tensor, g: Tensor, *, lr: float, betas: tuple[float, float], step: int) -> None:
         p.sub_(lr * g * (1 - betas[0] ** step) + betas[1])
 
     p, g = lists((3,), device=lowering.device), lists((3,), seed=1, device=lowering.device)
-    fusion = FusedFunction(maths)
+    fusion = FusedFunction(function)
     with lowering.running():
         for step in range(1, 1001 if lowering is not Lowering.INTERPRETER else 101):
             before = p[0].double()
@@ -74,7 +74,7 @@ def test_a_new_static_value_or_kind_of_number_is_traced(values: tuple[Any, Any])
     assert fusion.traces == 2
 
 
-def test_the_modes_of_torch_that_change_the_maths_are_traced_apart() -> None:
+def test_modes_of_torch_that_change_the_math_are_traced_separately() -> None:
     fusion = FusedFunction(lambda p: p + torch.tensor(0.5))
     p = TensorColumn([torch.ones(2, dtype=torch.int64)])
     assert fusion(p)[0].dtype == torch.float32
@@ -87,7 +87,7 @@ def test_the_modes_of_torch_that_change_the_maths_are_traced_apart() -> None:
 
 
 @each_kernel_lowering
-def test_minus_zero_is_another_number_than_zero(lowering: Lowering) -> None:
+def test_minus_zero_and_zero_are_different_numbers(lowering: Lowering) -> None:
     p = TensorColumn([torch.ones(2, device=lowering.device)])
     live = FusedFunction(lambda p, x: torch.copysign(p, torch.full_like(p, x)))
     literal = FusedFunction(lambda p, negative: torch.copysign(p, -0.0 if negative else 0.0))
@@ -97,7 +97,7 @@ def test_minus_zero_is_another_number_than_zero(lowering: Lowering) -> None:
 
 
 @each_kernel_lowering
-def test_a_moved_tensor_gets_a_new_table_and_an_unmoved_one_none(lowering: Lowering) -> None:
+def test_only_a_tensor_at_a_new_address_gets_a_new_pointer_table(lowering: Lowering) -> None:
     p, g = lists((3,), (70,), device=lowering.device), lists((3,), (70,), seed=1, device=lowering.device)
     fusion, left = FusedFunction(sgd), list[Tensor]()
     with lowering.running():
@@ -107,14 +107,14 @@ def test_a_moved_tensor_gets_a_new_table_and_an_unmoved_one_none(lowering: Lower
                 fusion(TensorColumn(p), TensorColumn(g), 0.5)
                 assert all(torch.allclose(a, e) for a, e in zip(p, expected, strict=True))
             assert tables(fusion) == moves
-            left.append(p[1].data)  # lest the next one gets its memory, of which there is a table
+            left.append(p[1].data)  # kept, or the next tensor could reuse the memory of a cached table
             p[1].data = p[1].data.clone()
     assert len(groups(fusion)) == 1
 
 
 @pytest.mark.parametrize("is_same_list", [True, False])
 @each_lowering
-def test_a_tensor_that_is_given_other_data_is_seen_as_it_is(is_same_list: bool, lowering: Lowering) -> None:
+def test_new_data_of_a_tensor_is_noticed(is_same_list: bool, lowering: Lowering) -> None:
     tensors = [torch.zeros(3, device=lowering.device), torch.zeros(4, device=lowering.device)]
     fusion, kept = FusedFunction(lambda p: p.add_(1)), TensorColumn(tensors)
     with lowering.running():
@@ -127,7 +127,7 @@ def test_a_tensor_that_is_given_other_data_is_seen_as_it_is(is_same_list: bool, 
 
 
 @each_lowering
-def test_gradients_that_are_freed_and_made_again_each_step_are_found(lowering: Lowering) -> None:
+def test_gradients_that_are_reallocated_each_step_are_noticed(lowering: Lowering) -> None:
     p = [torch.nn.Parameter(torch.ones(70, device=lowering.device)) for _ in range(3)]
     fusion = FusedFunction(sgd)
     with lowering.running(), torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
             for e, t in zip(expected, g, strict=True):
                 e.sub_(0.5 * t)
         assert all(torch.equal(a, e) for a, e in zip(p, expected, strict=True))
-        # The same tensors in another list are another list.
+        # The same tensors in another list object are planned again.
         fusion(TensorColumn(p, is_fixed=True), g, 0.5)
         assert all(torch.equal(a, e.sub_(0.5 * t)) for a, e, t in zip(p, expected, g, strict=True))
     known = [weakref.ref(p), weakref.ref(p[0])]
@@ -177,16 +177,16 @@ def test_a_fixed_list_is_known_by_identity_and_not_kept_alive(lowering: Lowering
 
 
 @each_kernel_lowering
-def test_only_so_many_tables_and_plans_are_kept(lowering: Lowering) -> None:
+def test_the_number_of_cached_tables_and_plans_is_limited(lowering: Lowering) -> None:
     fusion = FusedFunction(sgd)
     with lowering.running():
-        for size in range(1, FusedFunction.PLANS + 5):
+        for size in range(1, FusedFunction.MAX_PLANS + 5):
             fusion(lists((size,), device=lowering.device), lists((size,), device=lowering.device), 0.5)
-        kept = [[torch.ones(2, device=lowering.device)] for _ in range(TritonExecutor.BINDINGS + 4)]
+        kept = [[torch.ones(2, device=lowering.device)] for _ in range(TritonExecutor.MAX_TABLES + 4)]
         for p in kept:
             fusion(TensorColumn(p), TensorColumn([torch.ones(2, device=lowering.device)]), 0.5)
-    assert len(groups(fusion)) <= FusedFunction.PLANS
-    assert max(len(g.bindings) for g in groups(fusion)) <= TritonExecutor.BINDINGS
+    assert len(groups(fusion)) <= FusedFunction.MAX_PLANS
+    assert max(len(g.tables) for g in groups(fusion)) <= TritonExecutor.MAX_TABLES
     assert all((p[0] == 0.5).all() for p in kept)
 
 

@@ -1,4 +1,4 @@
-"""A step that is the last one again makes its launch again; whatever may be another looks at everything."""
+"""A step equal to the last one repeats its launch; any change is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 
 
 class Momentum(st.optim.Optimizer):
-    """A class of its own, so that its plans are those of this file."""
+    """An optimizer class of this file alone, which shares no plans with other tests."""
 
     state: ClassVar[Any] = {"buf": torch.zeros_like}
 
@@ -31,7 +31,7 @@ class Momentum(st.optim.Optimizer):
 
 
 class Pair:
-    """Two parameters, and what plain arithmetic makes of them."""
+    """Two parameters, and their expected values by plain arithmetic."""
 
     def __init__(self, lowering: Lowering, **options: Any) -> None:
         self.params = [torch.nn.Parameter(torch.ones(n, device=lowering.device)) for n in (3, 70)]
@@ -41,7 +41,7 @@ class Pair:
         self.optimizer = Momentum(self.params, **options)
 
     def step(self) -> None:
-        """Take it, and compare."""
+        """Take a step, and compare the parameters with their expected values."""
         group = self.optimizer.param_groups[0]
         self.optimizer.step()
         for i, (value, buf) in enumerate(self.expected):
@@ -51,8 +51,8 @@ class Pair:
 
 
 @contextmanager
-def looks(monkeypatch: pytest.MonkeyPatch, expected: int) -> Iterator[None]:
-    """So many calls within it look for their plan; the others repeat a launch."""
+def planned_calls(monkeypatch: pytest.MonkeyPatch, expected: int) -> Iterator[None]:
+    """A context in which `expected` calls look for a plan; the other calls repeat a launch."""
     found = []
     original = FusedFunction._plan
     with monkeypatch.context() as patch:
@@ -62,12 +62,12 @@ def looks(monkeypatch: pytest.MonkeyPatch, expected: int) -> Iterator[None]:
 
 
 @each_kernel_lowering
-def test_steps_that_are_alike_repeat_the_launch(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_steps_repeat_the_launch(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
     with lowering.running():
         pair = Pair(lowering)
-        for _ in range(2):  # the first one plans; the second one notes where everything is
+        for _ in range(2):  # the first step plans; the second one caches its launch
             pair.step()
-        with looks(monkeypatch, 0):
+        with planned_calls(monkeypatch, 0):
             for number in range(8):
                 pair.params[0].grad.fill_(number)
                 pair.step()
@@ -95,12 +95,12 @@ def change_a_number(pair: Pair) -> None:
 
 
 def tune(pair: Pair) -> None:
-    pair.optimizer._fusion._edition = object()  # as it is after kernels were replaced
+    pair.optimizer._fusion._edition = object()  # as after a replacement of kernels
 
 
 @each_kernel_lowering
 @pytest.mark.parametrize("change", [move_a_gradient, move_a_parameter, change_state, change_a_number, tune])
-def test_what_changed_between_steps_is_seen(
+def test_a_change_between_steps_is_noticed(
     change: Callable[[Pair], None], lowering: Lowering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lowering.running():
@@ -108,13 +108,13 @@ def test_what_changed_between_steps_is_seen(
         for _ in range(3):
             pair.step()
         change(pair)
-        with looks(monkeypatch, 0 if change is change_a_number else 1):
+        with planned_calls(monkeypatch, 0 if change is change_a_number else 1):
             for _ in range(4):
                 pair.step()
 
 
 @each_kernel_lowering
-def test_a_learning_rate_that_is_a_tensor_is_looked_at(lowering: Lowering) -> None:
+def test_a_learning_rate_that_is_a_tensor_is_read_each_step(lowering: Lowering) -> None:
     with lowering.running():
         pair = Pair(lowering, lr=torch.tensor(0.5, device=lowering.device))
         for number in range(4):
@@ -123,7 +123,7 @@ def test_a_learning_rate_that_is_a_tensor_is_looked_at(lowering: Lowering) -> No
 
 
 @each_kernel_lowering
-def test_a_gradient_that_goes_and_comes_back_is_seen(lowering: Lowering) -> None:
+def test_a_gradient_that_is_removed_and_set_again_is_noticed(lowering: Lowering) -> None:
     with lowering.running():
         pair = Pair(lowering)
         for _ in range(3):
@@ -138,7 +138,7 @@ def test_a_gradient_that_goes_and_comes_back_is_seen(lowering: Lowering) -> None
 
 
 @each_kernel_lowering
-def test_gradients_that_turn_sparse_are_refused_in_a_step_like_the_last(lowering: Lowering) -> None:
+def test_gradients_that_turn_sparse_are_refused_in_a_repeated_step(lowering: Lowering) -> None:
     with lowering.running():
         pair = Pair(lowering)
         for _ in range(3):
@@ -149,7 +149,7 @@ def test_gradients_that_turn_sparse_are_refused_in_a_step_like_the_last(lowering
 
 
 @each_kernel_lowering
-def test_a_step_after_one_under_autocast_is_its_own(lowering: Lowering) -> None:
+def test_a_step_after_one_under_autocast_is_planned_separately(lowering: Lowering) -> None:
     with lowering.running():
         pair = Pair(lowering)
         for _ in range(3):
@@ -160,7 +160,7 @@ def test_a_step_after_one_under_autocast_is_its_own(lowering: Lowering) -> None:
 
 
 @each_kernel_lowering
-def test_a_sleeping_parameter_is_refused_in_a_step_like_the_last(lowering: Lowering) -> None:
+def test_a_released_parameter_is_refused_in_a_repeated_step(lowering: Lowering) -> None:
     arena = st.Arena(lowering.device)
     with lowering.running():
         p = torch.nn.Parameter(arena.ones(3).as_subclass(Tensor))
