@@ -1,12 +1,22 @@
-"""Factories: a tensor like a padded one is padded alike; one made from sizes is plain, of the bucket's."""
+"""Factories, random draws and dropout: what is made like a padded tensor is padded alike.
+
+Draws are those of the bucket, so the value of a valid element does not depend on the true size.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.padded.interpreter import PaddedCall, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain
+from subtensors.dispatch.ops.tree import tree_map_only
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, PaddedValue, host_sizes, plain, result
+from subtensors.dispatch.padded.pointwise import broadcast
+from subtensors.dispatch.sizes.dim_factors import bucket_of, static_dims
 
 aten = torch.ops.aten
 
@@ -38,3 +48,56 @@ def of_its_shape(call: PaddedCall) -> PaddedValue:
 def from_sizes(call: PaddedCall) -> PaddedValue:
     """A tensor of the sizes that the caller gave, none of them padded."""
     return plain(call.dense())
+
+
+@table.register(OpClass.RANDOM)
+def drawn(call: PaddedCall) -> Any:
+    """A draw for each element of the bucket; parameters in the padding are ones that can be drawn with."""
+    operands = call.values
+    dims, sizes = broadcast(operands)
+    out = call.dense(tree_map_only(PaddedValue, lambda x: x.repeated(), call.named))
+    shape = [bucket_of(f) for f in dims]
+
+    def wrapped(t: Tensor) -> PaddedValue:
+        if list(t.shape) != shape:
+            raise refuse(call, "its result has another shape than its operands")
+        return result(t, dims, sizes)
+
+    return tree_map_only(Tensor, wrapped, out)
+
+
+@table.register(aten.multinomial)
+def multinomial(call: PaddedCall) -> PaddedValue:
+    """Positions drawn by their weights, of which padding has none."""
+    x: PaddedValue = call["self"]
+    at = x.dim() - 1
+    for size in host_sizes(x, at) or ():
+        if not call["replacement"] and call["num_samples"] > size:
+            raise RuntimeError(f"cannot sample {call['num_samples']} of {size} positions without replacement")
+    weights = PaddedValue(x.repeated([d for d in x.padded_dims if d != at]), x.dims, x.sizes).filled(0, [at])
+    out = call.dense({"self": weights})
+    return result(out, [*x.dims[:at], *static_dims([out.shape[at]])], x.sizes)
+
+
+@table.register(aten.native_dropout)
+def native_dropout(call: PaddedCall) -> Any:
+    """Each real element is kept or dropped as the bucket's draw says."""
+    x: PaddedValue = call["input"]
+    out, kept = call.dense()
+    fill = 0 if x.fill == 0 else FINITE_FILL if x.fill in (FINITE_FILL, EDGE_FILL) else None
+    dropped = x.like(out, fill).gradient_noted()
+    x.sends_zero(dropped)
+    return dropped, x.like(kept)
+
+
+@table.register(aten.dropout)
+def dropout(call: PaddedCall) -> PaddedValue:
+    """In evaluation nothing is dropped, and nothing is copied either."""
+    x: PaddedValue = call["input"]
+    if not call["train"] or call["p"] == 0:
+        same = replace(x, view="copy" if x.view == "copy" else "alias", arrival=None).gradient_noted()
+        x.sends_zero(same)
+        return same
+    out: PaddedValue = apply(aten.native_dropout.default, x, call["p"], True)[0]
+    x.sends_zero(out)
+    return out

@@ -6,18 +6,20 @@ more position along the dim, which takes all such writes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.data_dependent import by_mask, is_by_mask
-from subtensors.dispatch.padded.index_checks import check_bounds
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gathered, rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
 
@@ -290,3 +292,84 @@ def _cut(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> PaddedValue:
     return result(
         out.narrow(d, 0, x.shape[d]), x.dims, x.sizes if x.sizes is not None else call.sizes()
     ).gradient_masked()
+
+
+@table.register(aten.embedding)
+def embedding(call: PaddedCall) -> PaddedValue:
+    """A row of the table an index."""
+    weight, indices = call["weight"], call["indices"]
+    if weight.is_padded(0):
+        raise refuse(call, "the table itself is padded")
+    if call["scale_grad_by_freq"] and indices.padded_dims:
+        # How often a row occurs divides its gradient: padding occurs as one more row.
+        rows = torch.cat([weight.dense, weight.dense.new_zeros(1, weight.shape[1])])
+        out = call.dense({"weight": rows, "indices": indices.filled(weight.shape[0])})
+    else:
+        out = call.dense({"weight": weight.dense, "indices": indices.filled(0)})
+    return result(out, [*indices.dims, weight.dims[1]], call.sizes()).gradient_masked()
+
+
+@table.register(aten.embedding_renorm)
+def renormed(call: PaddedCall) -> PaddedValue:
+    """The table, its rows that occur no longer than a norm."""
+    weight, indices = call["self"], call["indices"]
+    if weight.padded_dims:
+        raise refuse(call, "the table itself is padded")
+    count = weight.shape[0]
+    occurs = torch.zeros(count + 1, dtype=torch.bool, device=weight.dense.device)
+    occurs = occurs.index_fill(0, indices.filled(count).reshape(-1), True)[:count, None]
+    norm = torch.linalg.vector_norm(weight.dense, call["norm_type"], 1, keepdim=True)
+    shorter = weight.dense * (call["max_norm"] / (norm + 1e-7))
+    out = torch.where(occurs & (norm > call["max_norm"]), shorter, weight.dense)
+    return PaddedValue(out, weight.dims)
+
+
+@table.register(aten.one_hot)
+def one_hot(call: PaddedCall) -> PaddedValue:
+    """A row of zeros with a one where an index says."""
+    x: PaddedValue = call["self"]
+    if call["num_classes"] < 0:
+        raise refuse(call, "without num_classes the result is as wide as the greatest value")
+    out = call.dense({"self": x.filled(0)})
+    return result(out, [*x.dims, *static_dims([call["num_classes"]])], x.sizes)
+
+
+_watching: list[bool] = []
+
+
+@contextmanager
+def watched_bounds() -> Iterator[None]:
+    """Meanwhile a position beyond the true size is an IndexError."""
+    _watching.append(True)
+    try:
+        yield
+    finally:
+        _watching.pop()
+
+
+def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
+    """Refuse positions beyond the true size of a dim.
+
+    Args:
+        x: what is indexed.
+        d: the dim.
+        index: the positions.
+        ends: what each must be below, broadcastable to the index; by default the true size of the dim, where the index
+            has the dims of `x`.
+
+    Raises:
+        IndexError: in the debug mode, where values are known.
+    """
+    if not _watching or not x.is_padded(d) or is_traced(index.dense):
+        return
+    if index.dense.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if ends is None:
+        ends = x.size(d)
+        if isinstance(ends, Tensor) and ends.dim():
+            ends = ends.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
+    positions = index.filled(-1)
+    beyond = positions >= ends
+    if bool(beyond.any()):
+        worst = int(positions[beyond.expand(positions.shape)].max())
+        raise IndexError(f"position {worst} of dim {d} is padding: the true size there is less; count to x.count({d})")

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from subtensors.dispatch.padded.index_checks import watched_bounds
+from subtensors.dispatch.padded.indexing import watched_bounds
 
 _modes: list[TorchFunctionMode] = []
 

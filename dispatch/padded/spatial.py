@@ -1,8 +1,10 @@
-"""Convolution and pooling: beyond the true end stands what their own border is made of.
+"""Spatial ops: convolution, pooling and interpolation, with the op's own border beyond the true end.
 
 A convolution is padded with zeros, a max pooling with -inf: filled with that, a padded image of the bucket's size gives
-at each position that the true image has the same value. What a window of the padding overlaps of the real image takes
-no gradient from it.
+at each position the value that the unpadded image gives. A window that starts in the padding may overlap valid
+positions, so the gradient of the result is masked. An interpolation repeats the last valid position,
+
+    out[i] = sum over j near (i + 1/2) / factor - 1/2 of weight[i, j] x[min(max(j, 0), n - 1)].
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.padded.batch_independent import row_wise
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
+from subtensors.dispatch.padded.pad_ops import repeated
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.reductions import least
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
-from subtensors.dispatch.sizes.expressions import convolved, deconvolved
+from subtensors.dispatch.sizes.expressions import convolved, deconvolved, floor_divided, multiplied
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
@@ -145,3 +149,35 @@ def _of_each_image(x: PaddedValue, size: Tensor | int) -> Tensor | int:
 def _each(given: int | Sequence[int], rank: int) -> list[int]:
     listed = [given] if isinstance(given, int) else list(given)
     return listed * rank if len(listed) == 1 else listed
+
+
+_RESIZING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+    upsample_bicubic2d"""
+EXACT = 1024
+"""Multiples of 1 / this times a size are exact in float64, in which torch computes sizes."""
+
+
+@table.register(*(getattr(aten, name).vec for name in _RESIZING.split()))
+def resized(call: PaddedCall) -> PaddedValue:
+    """By factors, which say nothing of the true size; corners that are aligned, and a size that is given, do."""
+    x: PaddedValue = call["input"]
+    over = range(2, x.dim())
+    if not any(x.is_padded(d) for d in over):
+        return row_wise(call, [len(over)])  # type: ignore[no-any-return]
+    factors = call["scale_factors"]
+    if factors is None or call.get("align_corners"):
+        raise refuse(call, "by how much it resizes depends on the true size")
+    edged = x
+    for d, factor in zip(over, factors, strict=True):
+        if x.is_padded(d):
+            if factor * EXACT != int(factor * EXACT):
+                raise refuse(call, f"the factor {factor} is no multiple of 1/{EXACT}, and sizes are rounded")
+            edged = repeated(edged, d, "replicate", 0, x.shape[d], static_dims([x.shape[d]])[0])
+    out = call.dense({"input": edged.dense})
+    dims = [*x.dims[:2], *static_dims(out.shape[2:])]
+    for d, factor in zip(over, factors, strict=True):
+        if x.is_padded(d):
+            size = floor_divided(multiplied(prefix_size(x, d), int(factor * EXACT)), EXACT)
+            dims[d] = padded_dim(out.shape[d], size)
+    return result(out, dims, x.sizes).gradient_masked()
