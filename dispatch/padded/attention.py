@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -33,24 +33,28 @@ def attention(call: PaddedCall) -> PaddedValue:
         raise refuse(call, "the features of a head are padded")
     if call["enable_gqa"] and any(x.is_padded(x.dim() - 3) for x in (q, k, v)):
         raise refuse(call, "the heads are padded")
-    keys = met([k.dims[-2], v.dims[-2]], sizes)
+    keys = broadcast_dim([k.dims[-2], v.dims[-2]], sizes)
     batch = _batch(q, k, v, sizes, call["enable_gqa"])
     scores = (*batch, q.dims[-2], keys)
     causal = call["is_causal"]
     hides_keys = is_padded(keys) and not (causal and q.dims[-2] == keys)
     mask = _mask(q, scores, sizes, given, causal, hides_keys) if hides_keys or given is not None else None
     # What a padded query attends to stays in its own row; its gradient would not.
-    followed = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
-    if followed:
-        operands = {"query": q.tamed(), "key": k.tamed(), "value": v.tamed()}
+    is_tracked = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
+    if is_tracked:
+        operands = {
+            "query": q.with_bounded_padding(),
+            "key": k.with_bounded_padding(),
+            "value": v.with_bounded_padding(),
+        }
     else:
-        operands = {"query": q.dense, "key": k.finite(), "value": v.finite()}
+        operands = {"query": q.dense, "key": k.with_finite_padding(), "value": v.with_finite_padding()}
     out = call.dense({**operands, "attn_mask": mask, "is_causal": causal and not hides_keys})
     for x in (q, k, v):
         # A query of no gradient gives none to any key, and no query looks at padded keys but padded ones.
-        x.sends_zero()
+        x.gradient_is_zero_if()
     # A mean of numbers is one, where a padded query is not kept from all keys.
-    is_mean = followed and (given is None or given.shape[-2] == 1)
+    is_mean = is_tracked and (given is None or given.shape[-2] == 1)
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE_FILL if is_mean else None).gradient_masked()
 
 
@@ -61,7 +65,7 @@ def _batch(
     dims = []
     for back in range(rank, 0, -1):
         held = [x.dims[-2 - back] for x in (q, k, v) if x.dim() - 2 >= back]
-        dims.append(q.dims[-3] if grouped and back == 1 else met(held, sizes))
+        dims.append(q.dims[-3] if grouped and back == 1 else broadcast_dim(held, sizes))
     return tuple(dims)
 
 
@@ -129,7 +133,7 @@ def _unexpanded(given: PaddedValue) -> PaddedValue:
     part = given.dense
     for d in range(part.dim() - 2):
         part = part if part.stride(d) else part[(slice(None),) * d + (slice(0, 1),)]
-    return plain(part)
+    return unpadded_value(part)
 
 
 def _clean(given: PaddedValue) -> Tensor:

@@ -7,17 +7,17 @@ ones, so that an op which needs a positive matrix, or a number in range, meets w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.ops.tree import tree_map_only
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, run, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
-from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
-from subtensors.dispatch.padded.true_sizes import together
-from subtensors.dispatch.sizes.dim_factors import bucket_of, is_padded, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast_dim, gradient_safe, pointwise
+from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 
@@ -52,16 +52,16 @@ MIXED_OPS = {
 }
 
 
-def _overloads(names: str) -> list[Any]:
+def _overloads(names: str) -> list[OpOverloadPacket]:
     return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
 
 
-_CORE: dict[Any, int | tuple[int, ...]] = dict.fromkeys(_overloads(MATRIX_OPS), 2)
+_CORE: dict[OpOverloadPacket, int | tuple[int, ...]] = dict.fromkeys(_overloads(MATRIX_OPS), 2)
 _CORE |= {packet: rank for rank, names in IMAGE_OPS.items() for packet in _overloads(names)}
 _CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _overloads(name)}
 
 
-def by_last_dims(call: PaddedCall) -> Any:
+def by_last_dims(call: PaddedCall) -> PyTree:
     """An op that mixes its last dims."""
     cores = _CORE[call.op.overloadpacket]
     operands = len(call.values)
@@ -72,7 +72,7 @@ def by_last_dims(call: PaddedCall) -> Any:
     return row_wise(call, cores[:operands] if isinstance(cores, tuple) else [cores] * operands)
 
 
-def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -> Any:
+def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -> PyTree:
     """Run an op whose rows are independent.
 
     Args:
@@ -102,16 +102,18 @@ def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -
     return tree_map_only(Tensor, wrapped, out)
 
 
-def _batch_dims(batches: Sequence[PaddedValue]) -> Any:
-    sizes = together([x.sizes for x in batches if x.sizes is not None])
+def _batch_dims(batches: Sequence[PaddedValue]) -> tuple[list[Factors], TrueSizes | None]:
+    sizes = merge_sizes([x.sizes for x in batches if x.sizes is not None])
     rank = max(len(x.dims) for x in batches)
-    return [met([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)], sizes
+    return [
+        broadcast_dim([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)
+    ], sizes
 
 
-def _safe(x: PaddedValue, core: int, dims: Sequence[Any], sizes: Any) -> Tensor:
+def _safe(x: PaddedValue, core: int, dims: Sequence[Factors], sizes: TrueSizes | None) -> Tensor:
     rows = len(x.dims) - core
     if x.padded_dims:
-        return x.repeated()
+        return x.edge_filled()
     if rows < 0 or not any(is_padded(factors) for factors in dims):
         return x.dense
     inner = x.dims[max(rows, 0) :]
@@ -134,7 +136,7 @@ _ADAPTIVE = {
 
 
 @table.register(*_ADAPTIVE)
-def adaptive_pool(call: PaddedCall) -> Any:
+def adaptive_pool(call: PaddedCall) -> PyTree:
     """Down to one position it is a reduction; windows for more of them depend on the true size."""
     x: PaddedValue = call["self"]
     rank = _ADAPTIVE[call.op.overloadpacket]
@@ -142,12 +144,12 @@ def adaptive_pool(call: PaddedCall) -> Any:
     if any(size != 1 for size in call["output_size"]) or not any(x.is_padded(d) for d in over):
         return row_wise(call, [rank])
     if call.op.overloadpacket is aten.adaptive_max_pool1d:
-        return apply(aten.max.dim, x, x.dim() - 1, True)
+        return run(aten.max.dim, (x, x.dim() - 1, True), {})
     return apply(aten.mean.dim, x, list(over), True)
 
 
 @table.register(aten._linalg_solve_ex)
-def solve(call: PaddedCall) -> Any:
+def solve(call: PaddedCall) -> PyTree:
     """Systems of equations; the right side is of vectors where it has a dim less than the matrices."""
     a, b = call["A"], call["B"]
     vectors = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
@@ -157,13 +159,13 @@ def solve(call: PaddedCall) -> Any:
 @table.register(aten._linalg_check_errors)
 def check_errors(call: PaddedCall) -> None:
     """Raise where a real matrix could not be worked on."""
-    call.dense({"info": call["info"].repeated()})
+    call.dense({"info": call["info"].edge_filled()})
 
 
 @table.register(aten.cosine_similarity)
-def cosine(call: PaddedCall) -> Any:
+def cosine(call: PaddedCall) -> PaddedValue:
     """The cosine of the angle between vectors along a dim, their norms at least eps."""
-    a, b = apply(aten.broadcast_tensors.default, [call["x1"], call["x2"]])
+    a, b = run(aten.broadcast_tensors.default, ([call["x1"], call["x2"]],), {})
     d = [call["dim"]]
     norms = [apply(aten.linalg_vector_norm.default, x, 2, d) for x in (a, b)]
     product = apply(aten.sum.dim_IntList, apply(aten.mul.Tensor, a, b), d)
@@ -177,12 +179,12 @@ class ClampValue(torch.autograd.Function):
     """At least a number, as torch clamps these norms: out of autograd's sight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, least: float) -> Tensor:
+    def forward(ctx: object, x: Tensor, minimum: float) -> Tensor:
         """The clamped values."""
-        return x.clamp_min(least)
+        return x.clamp_min(minimum)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
         """The gradient as it is."""
         return gradients[0], None
 
@@ -192,7 +194,7 @@ def distances(call: PaddedCall) -> PaddedValue:
     """The distance of each row of one matrix to each of another: zeros in padded features add nothing to it."""
     a, b = call["x1"], call["x2"]
     sizes = call.sizes()
-    features = met([a.dims[-1], b.dims[-1]], sizes)
+    features = broadcast_dim([a.dims[-1], b.dims[-1]], sizes)
     dims, _ = _batch_dims([PaddedValue(x.dense, x.dims[:-2], x.sizes) for x in (a, b)])
     filled = {
         name: PaddedValue(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", a), ("x2", b))
@@ -212,7 +214,7 @@ def gated(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.linalg_cross, aten.cross)
-def cross(call: PaddedCall) -> Any:
+def cross(call: PaddedCall) -> PyTree:
     """The vector product along a dim of size 3."""
     rank = max(x.dim() for x in call.values)
     d = call.get("dim")
@@ -222,12 +224,12 @@ def cross(call: PaddedCall) -> Any:
 
 
 @table.register(*_overloads("""_fft_c2c _fft_r2c _fft_c2r"""))
-def fourier(call: PaddedCall) -> Any:
+def fourier(call: PaddedCall) -> PaddedValue:
     """A transform of some dims: the others are rows."""
     x: PaddedValue = call["self"]
     mixed = {d % x.dim() for d in call["dim"]}
     if any(x.is_padded(d) for d in mixed):
         raise refuse(call, "a transform's frequencies depend on the true size")
-    out = call.dense({"self": x.repeated()})
+    out = call.dense({"self": x.edge_filled()})
     dims = [factors if d not in mixed else static_dims([out.shape[d]])[0] for d, factors in enumerate(x.dims)]
     return result(out, dims, x.sizes)

@@ -9,24 +9,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import is_padded_alike, met
-from subtensors.dispatch.padded.reductions import real_count
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
 from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 
 # op: the operands' names, and the dims of each and of the result as letters.
-SPECS: dict[Any, tuple[str, str, str]] = {
+SPECS: dict[OpOverloadPacket, tuple[str, str, str]] = {
     aten.mm: ("self mat2", "ij jk", "ik"),
     aten.bmm: ("self mat2", "bij bjk", "bik"),
     aten.mv: ("self vec", "ij j", "i"),
@@ -82,7 +82,7 @@ def bilinear(call: PaddedCall) -> PaddedValue:
         x.is_padded(x.dim() - 1) for x in (x1, x2)
     ):
         raise refuse(call, "its features are padded")
-    rows = [met([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
+    rows = [broadcast_dim([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
     whole = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
     out = call.dense(dict(zip(("input1", "input2"), whole, strict=True)))
     return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
@@ -97,8 +97,8 @@ def covariance(call: PaddedCall) -> PaddedValue:
     rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
     distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
     product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
-    out = product.dense / (real_count(rows, [1]) - call["correction"]).clamp(min=0)
-    return product.like(out) if rows.shape[0] > 1 else plain(out.reshape(()))
+    out = product.dense / (rows.valid_count([1]) - call["correction"]).clamp(min=0)
+    return product.like(out) if rows.shape[0] > 1 else unpadded_value(out.reshape(()))
 
 
 def contract(
@@ -112,33 +112,33 @@ def contract(
     """Fill, run, mask."""
     operands = [call[name] for name in names]
     sizes = call.sizes()
-    records = any(x.records for x in call.values)
+    tracked = any(x.is_tracked for x in call.values)
     meeting = _meeting(
         letters,
         out,
         tuple(x.dims for x in operands),
         None if added is None else added.dims,
         None if sizes is None else sizes.named,
-        tuple(x.records for x in operands) if records else _NEITHER,
+        tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
     )
     dims = meeting.dims
-    if records and _keeps_rows(operands, letters, added, out, dims):
+    if tracked and _keeps_rows(operands, letters, added, out, dims):
         x = next(x for x in operands if x.padded_dims)
         fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
         product = result(call.dense(), meeting.out, sizes, fill).gradient_masked()
-        x.sends_zero(product)
+        x.gradient_is_zero_if(product)
         return product
-    changed: dict[str, Any] = {}
+    changed: dict[str, Tensor] = {}
     for name, x, filling in zip(names, operands, meeting.fillings, strict=True):
         filled = _filled(x, filling, sizes)
         if filled is not x.dense:
             changed[name] = filled
         if filling.is_whole:
-            x.sends_zero()
+            x.gradient_is_zero_if()
     if added is not None and added_name in call and call[added_name] is not added:
         changed[added_name] = added.dense
     product = result(call.dense(changed), meeting.out, sizes, _fill_after(operands, added))
-    if meeting.is_summed or (added is not None and added.records and meeting.added_lacks):
+    if meeting.is_summed or (added is not None and added.is_tracked and meeting.added_lacks):
         return product.gradient_masked()
     return product
 
@@ -185,7 +185,7 @@ def _meeting(
     operands: tuple[tuple[Factors, ...], ...],
     added: tuple[Factors, ...] | None,
     sizes: Named | None,
-    records: tuple[bool, ...],
+    tracked: tuple[bool, ...],
 ) -> _Meeting:
     """Plan a contraction from the dims of its operands.
 
@@ -199,13 +199,13 @@ def _meeting(
     dims: dict[str, Factors] = {}
     for letter in dict.fromkeys("".join(letters)):
         held = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
-        dims[letter] = met(held, sizes)
+        dims[letter] = broadcast_dim(held, sizes)
     for back in range(1, len(added or ()) + 1):
         assert added is not None
-        dims[out[-back]] = met([added[-back], dims[out[-back]]], sizes)
+        dims[out[-back]] = broadcast_dim([added[-back], dims[out[-back]]], sizes)
     contracted = {letter for letter in dims if letter not in out}
     lacking = [_lacks(own, at, out, dims) for own, at in zip(operands, letters, strict=True)]
-    sums = [is_followed and lacks for is_followed, lacks in zip(records, lacking, strict=True)]
+    sums = [is_tracked and lacks for is_tracked, lacks in zip(tracked, lacking, strict=True)]
     fillings = []
     for own, at, other_sums in zip(operands, letters, reversed(sums), strict=True):
         to_fill = {letter for letter in at if letter in contracted} | (set(at) if other_sums else set())
@@ -232,7 +232,7 @@ def _keeps_rows(
     Its padded rows are then rows of the result and meet nothing but gradients, which are zero there.
     """
     padded = [(x, at) for x, at in zip(operands, letters, strict=True) if x.padded_dims]
-    if len(padded) != 1 or not padded[0][0].holds_numbers:
+    if len(padded) != 1 or not padded[0][0].padding_is_finite:
         return False
     x, at = padded[0]
     own = {at[d] for d in x.padded_dims}

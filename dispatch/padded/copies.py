@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gathered
+from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -49,7 +49,7 @@ def cat(call: PaddedCall) -> PaddedValue:
         bucket_end += x.shape[d]
         end = real_end.unsqueeze(-1) if real_end.dim() else real_end
         index = torch.where(position >= end, position - end + bucket_end, index)
-    return gathered(unpacked, d, index, total)
+    return gather_along(unpacked, d, index, total)
 
 
 @table.register(aten.stack, aten._stack)
@@ -85,7 +85,7 @@ def flip_or_roll(call: PaddedCall) -> PaddedValue:
         size = size.unsqueeze(-1) if size.dim() else size
         position = torch.arange(x.shape[d], device=x.dense.device)
         index = size - 1 - position if is_flip else (position - shift) % size.clamp(min=1)
-        x = gathered(x, d, index, x.dims[d])
+        x = gather_along(x, d, index, x.dims[d])
     return x
 
 
@@ -114,7 +114,7 @@ def repeat(call: PaddedCall) -> PaddedValue:
         assert isinstance(true, Tensor)
         bucket = value.shape[d] * count
         index = torch.arange(bucket, device=dense.device) % (true.unsqueeze(-1) if true.dim() else true).clamp(min=1)
-        value = gathered(value, d, index, padded_dim(bucket, multiplied(size, count)))
+        value = gather_along(value, d, index, padded_dim(bucket, multiplied(size, count)))
     return value
 
 
@@ -146,7 +146,7 @@ def rot90(call: PaddedCall) -> PaddedValue:
     if turns % 2:
         x = apply(aten.transpose.int, x, a, b)
     flipped = [[], [a], [a, b], [b]][turns]
-    return apply(aten.flip.default, x, flipped)  # type: ignore[no-any-return]
+    return apply(aten.flip.default, x, flipped)
 
 
 @table.register(aten.diag_embed)
@@ -177,7 +177,7 @@ def pixel_shuffle(call: PaddedCall) -> PaddedValue:
             if size.has(rows_symbol()):
                 raise refuse(call, "it repeats the rows of a ragged batch")
             dims[d] = padded_dim(out.shape[d], multiplied(size, times))
-    return result(out, dims, x.sizes, x.fill_elsewhere)
+    return result(out, dims, x.sizes, x.fill_if_shifted)
 
 
 @table.register(aten.tril, aten.triu)

@@ -6,15 +6,14 @@ How long it is nobody knows before: a compiler and a graph capture are told so, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
+from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, same_factors
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -22,20 +21,20 @@ aten = torch.ops.aten
 
 
 @table.register(aten.nonzero, aten.argwhere, aten.nonzero_numpy, aten.where.default)
-def nonzero(call: PaddedCall) -> Any:
+def nonzero(call: PaddedCall) -> PyTree:
     """The positions of what is not zero, which padding is not."""
     require_values(call)
     out = _positions(call)
-    return [plain(t) for t in out] if isinstance(out, (list, tuple)) else plain(out)
+    return [unpadded_value(t) for t in out] if isinstance(out, (list, tuple)) else unpadded_value(out)
 
 
 @table.register(aten.nonzero_static)
 def nonzero_static(call: PaddedCall) -> PaddedValue:
     """As many of them as the caller says."""
-    return plain(_positions(call))
+    return unpadded_value(_positions(call))
 
 
-def _positions(call: PaddedCall) -> Any:
+def _positions(call: PaddedCall) -> PyTree:
     name = "condition" if "condition" in call else "self"
     x: PaddedValue = call[name]
     if not all(map(is_prefix, x.dims)):
@@ -50,16 +49,16 @@ def masked_select(call: PaddedCall) -> PaddedValue:
     dims, sizes = broadcast([call["self"], call["mask"]])
     mask = call["mask"].dense
     real = PaddedValue(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
-    return plain(call.dense({"mask": mask if real is None else mask & real}))
+    return unpadded_value(call.dense({"mask": mask if real is None else mask & real}))
 
 
-def by_mask(call: PaddedCall) -> PaddedValue:
+def index_by_mask(call: PaddedCall) -> PaddedValue:
     """`x[..., mask]` with a bool mask of some adjacent dims."""
     require_values(call)
     x: PaddedValue = call["self"]
-    at, mask = _the_mask(call)
+    at, mask = _bool_mask(call)
     over = range(at, at + mask.dim())
-    dims = [met([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
+    dims = [broadcast_dim([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
     whole = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
     real = whole.mask(over)
     chosen = mask.dense
@@ -72,13 +71,13 @@ def by_mask(call: PaddedCall) -> PaddedValue:
     return result(out, [*x.dims[:at], *selected, *x.dims[at + mask.dim() :]], x.sizes).gradient_masked()
 
 
-def is_by_mask(call: PaddedCall) -> bool:
+def has_bool_mask(call: PaddedCall) -> bool:
     """Return whether the index of a call is a single bool mask."""
     given = [i for i in call["indices"] if i is not None]
     return len(given) == 1 and given[0].dense.dtype == torch.bool and given[0].dim() > 0
 
 
-def _the_mask(call: PaddedCall) -> tuple[int, PaddedValue]:
+def _bool_mask(call: PaddedCall) -> tuple[int, PaddedValue]:
     return next((at, i) for at, i in enumerate(call["indices"]) if i is not None)
 
 
@@ -89,38 +88,38 @@ def masked_scatter(call: PaddedCall) -> PaddedValue:
     dims, sizes = broadcast([x, mask])
     shape = list(map(bucket_of, dims))
     real = PaddedValue(x.dense.expand(shape), dims, sizes).mask()
-    changed: dict[str, Any] = {"source": in_a_row(source)}
+    changed: dict[str, Tensor] = {"source": valid_first(source)}
     if real is not None:
         changed["mask"] = mask.dense & real
     return result(call.dense(changed), dims, sizes).gradient_masked()
 
 
 @table.register(aten._unique2, aten._unique)
-def unique(call: PaddedCall) -> Any:
+def unique(call: PaddedCall) -> PyTree:
     """The values of real elements."""
-    return _of_all(call)
+    return _unique_values(call)
 
 
 @table.register(aten.unique_consecutive)
-def unique_consecutive(call: PaddedCall) -> Any:
+def unique_consecutive(call: PaddedCall) -> PyTree:
     """The values of real elements, one for each run of equal ones."""
-    return _of_all(call) if call["dim"] is None else unique_along(call)
+    return _unique_values(call) if call["dim"] is None else unique_along(call)
 
 
-def _of_all(call: PaddedCall) -> Any:
+def _unique_values(call: PaddedCall) -> PyTree:
     require_values(call)
     x: PaddedValue = call["self"]
     mask = _mask_of_all(x)
     values, inverse, *counts = call.dense({"self": x.dense[mask]})
     if not call.get("return_inverse"):
-        return (plain(values), plain(inverse), *map(plain, counts))
+        return (unpadded_value(values), unpadded_value(inverse), *map(unpadded_value, counts))
     placed = torch.zeros(x.shape, dtype=inverse.dtype, device=inverse.device)
     placed[mask] = inverse
-    return (plain(values), x.like(placed), *map(plain, counts))
+    return (unpadded_value(values), x.like(placed), *map(unpadded_value, counts))
 
 
 @table.register(aten.unique_dim, aten.unique_dim_consecutive)
-def unique_along(call: PaddedCall) -> Any:
+def unique_along(call: PaddedCall) -> PyTree:
     """The slices of a dim that differ; the padding that they themselves have is the same in each."""
     require_values(call)
     x: PaddedValue = call["self"]
@@ -139,8 +138,8 @@ def unique_along(call: PaddedCall) -> Any:
         widths = (0, x.shape[d] - inverse.shape[0])
         where = result(torch.constant_pad_nd(inverse, widths), [x.dims[d]], x.sizes)
     else:
-        where = plain(inverse)
-    return result(values, dims, x.sizes), where, plain(counts)
+        where = unpadded_value(inverse)
+    return result(values, dims, x.sizes), where, unpadded_value(counts)
 
 
 @table.register(aten.bincount)
@@ -153,7 +152,7 @@ def bincount(call: PaddedCall) -> PaddedValue:
     changed = {"self": x.dense[mask]}
     if weights is not None:
         changed["weights"] = weights.dense[mask]
-    return plain(call.dense(changed))
+    return unpadded_value(call.dense(changed))
 
 
 @table.register(aten.equal, aten.allclose)
@@ -172,7 +171,7 @@ def all_equal(call: PaddedCall) -> bool:
     return bool(same[_mask_of_all(a)].all())
 
 
-def in_a_row(x: PaddedValue) -> Tensor:
+def valid_first(x: PaddedValue) -> Tensor:
     """All elements, flat: the real ones first, in their order."""
     flat, mask = x.dense.reshape(-1), x.mask()
     if mask is None:

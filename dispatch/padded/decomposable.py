@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import overload_name
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import is_padded
 
@@ -81,7 +81,7 @@ FUNCTIONS = frozenset(
 }
 """Functions of torch that are written in Python."""
 
-EXCEPT: dict[str, Callable[[tuple[Any, ...], list[str]], bool]] = {
+EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
     # The mean over the batch divides by its size.
     "torch.nn.functional.kl_div": lambda args, words: "batchmean" in words and _counts_padding(args, 0),
     # So does the mean over the classes by theirs.
@@ -90,7 +90,7 @@ EXCEPT: dict[str, Callable[[tuple[Any, ...], list[str]], bool]] = {
 """Calls of those that compute with sizes after all, by their arguments and the words among them."""
 
 
-def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_function(func: Callable[..., object], args: Args, kwargs: Kwargs) -> None:
     """Raise NotDecomposed for a Python function of torch that isn't listed."""
     if not isinstance(func, types.FunctionType):
         return
@@ -100,13 +100,13 @@ def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
 
 
-def _counts_padding(args: tuple[Any, ...], d: int) -> bool:
+def _counts_padding(args: Args, d: int) -> bool:
     """Return whether this dim of the first argument counts padding; the rows of a ragged batch are all valid."""
     dims = getattr(args[0], "_dims", None) if args else None
     return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [rows_symbol()])
 
 
-def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:
+def check_caller(frame: types.FrameType, is_padded_alike: Callable[[object], bool]) -> None:
     """Raise RuleError where Python of torch that no type can intercept is about to count a bucket's elements.
 
     Args:
@@ -135,7 +135,7 @@ def is_composite(op: OpOverload) -> bool:
     return (name in OPS or name.split(".")[0] in OPS) and op._can_decompose()
 
 
-def decompose(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decompose(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
     """Run an op as the simpler ones.
 
     Raises:

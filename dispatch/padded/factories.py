@@ -6,15 +6,21 @@ Draws are those of the bucket, so the value of a valid element does not depend o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import tree_map_only
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, PaddedValue, host_sizes, plain, result
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, run, table
+from subtensors.dispatch.padded.padded_value import (
+    EDGE_FILL,
+    FINITE_FILL,
+    PaddedValue,
+    host_sizes,
+    result,
+    unpadded_value,
+)
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.sizes.dim_factors import bucket_of, static_dims
 
@@ -37,25 +43,25 @@ def like(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
-def of_its_shape(call: PaddedCall) -> PaddedValue:
+def new_like(call: PaddedCall) -> PaddedValue:
     """`x.new_zeros(x.shape)` is padded as `x` is; of other sizes it is plain."""
     x: PaddedValue = call["self"]
     out = call.dense()
-    return x.like(out) if out.shape == x.shape else plain(out)
+    return x.like(out) if out.shape == x.shape else unpadded_value(out)
 
 
 @table.register(OpClass.FACTORY)
 def from_sizes(call: PaddedCall) -> PaddedValue:
     """A tensor of the sizes that the caller gave, none of them padded."""
-    return plain(call.dense())
+    return unpadded_value(call.dense())
 
 
 @table.register(OpClass.RANDOM)
-def drawn(call: PaddedCall) -> Any:
+def drawn(call: PaddedCall) -> PyTree:
     """A draw for each element of the bucket; parameters in the padding are ones that can be drawn with."""
     operands = call.values
     dims, sizes = broadcast(operands)
-    out = call.dense(tree_map_only(PaddedValue, lambda x: x.repeated(), call.named))
+    out = call.dense(tree_map_only(PaddedValue, lambda x: x.edge_filled(), call.named))
     shape = [bucket_of(f) for f in dims]
 
     def wrapped(t: Tensor) -> PaddedValue:
@@ -74,19 +80,19 @@ def multinomial(call: PaddedCall) -> PaddedValue:
     for size in host_sizes(x, at) or ():
         if not call["replacement"] and call["num_samples"] > size:
             raise RuntimeError(f"cannot sample {call['num_samples']} of {size} positions without replacement")
-    weights = PaddedValue(x.repeated([d for d in x.padded_dims if d != at]), x.dims, x.sizes).filled(0, [at])
+    weights = PaddedValue(x.edge_filled([d for d in x.padded_dims if d != at]), x.dims, x.sizes).filled(0, [at])
     out = call.dense({"self": weights})
     return result(out, [*x.dims[:at], *static_dims([out.shape[at]])], x.sizes)
 
 
 @table.register(aten.native_dropout)
-def native_dropout(call: PaddedCall) -> Any:
+def native_dropout(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
     """Each real element is kept or dropped as the bucket's draw says."""
     x: PaddedValue = call["input"]
     out, kept = call.dense()
     fill = 0 if x.fill == 0 else FINITE_FILL if x.fill in (FINITE_FILL, EDGE_FILL) else None
-    dropped = x.like(out, fill).gradient_noted()
-    x.sends_zero(dropped)
+    dropped = x.like(out, fill).gradient_tracked()
+    x.gradient_is_zero_if(dropped)
     return dropped, x.like(kept)
 
 
@@ -95,9 +101,9 @@ def dropout(call: PaddedCall) -> PaddedValue:
     """In evaluation nothing is dropped, and nothing is copied either."""
     x: PaddedValue = call["input"]
     if not call["train"] or call["p"] == 0:
-        same = replace(x, view="copy" if x.view == "copy" else "alias", arrival=None).gradient_noted()
-        x.sends_zero(same)
+        same = replace(x, view="copy" if x.view == "copy" else "alias", tracker=None).gradient_tracked()
+        x.gradient_is_zero_if(same)
         return same
-    out: PaddedValue = apply(aten.native_dropout.default, x, call["p"], True)[0]
-    x.sends_zero(out)
+    out: PaddedValue = run(aten.native_dropout.default, (x, call["p"], True), {})[0]
+    x.gradient_is_zero_if(out)
     return out

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.data_dependent import by_mask, is_by_mask
+from subtensors.dispatch.padded.data_dependent import has_bool_mask, index_by_mask
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gathered, rows_dim
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe, met, pointwise
+from subtensors.dispatch.padded.offset_reads import gather_along, rows_dim
+from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe, pointwise
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -31,7 +30,7 @@ def index_select(call: PaddedCall) -> PaddedValue:
     if x.dim() == 0:
         raise refuse(call, "it selects from a single number")
     d = call["dim"] % x.dim()
-    check_bounds(x, d, index, _least_end(x, d))
+    check_bounds(x, d, index, _min_end(x, d))
     out = call.dense({"index": index.filled(0)})
     dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
     return result(out, dims, call.sizes()).gradient_masked()
@@ -64,27 +63,27 @@ def take_along_dim(call: PaddedCall) -> PaddedValue:
         own = [*dims[:d], t.dims[d], *dims[d + 1 :]]
         shape = list(map(bucket_of, own))
         widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
-    if _scalar(x, d):
+    if _has_one_size(x, d):
         # Unlike gather, it counts negative positions from the end.
         found = widened[1]
         size = torch.as_tensor(x.size(d), device=found.dense.device)
         widened[1] = found.like(torch.where(found.dense < 0, found.dense + size, found.dense))
-    return apply(aten.gather.default, widened[0], d, widened[1])  # type: ignore[no-any-return]
+    return apply(aten.gather.default, widened[0], d, widened[1])
 
 
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: PaddedCall) -> PaddedValue:
     """Advanced indexing with integers, or with one bool mask."""
     _move_indices(call)
-    if is_by_mask(call):
-        return by_mask(call)
+    if has_bool_mask(call):
+        return index_by_mask(call)
     x: PaddedValue = call["self"]
     given = {d: i for d, i in enumerate(call["indices"]) if i is not None}
     if len(given) == 1:
         ((d, positions),) = given.items()
         if positions.dim() == 1 and _differs_by_row(x, d):
-            return _of_each_row(x, d, positions)
-    indices, at = _integers(call, x)
+            return _index_each_row(x, d, positions)
+    indices, at = _integer_indices(call, x)
     out = call.dense({"indices": indices})
     picked, _ = broadcast([*given.values()])
     rest = [x.dims[d] for d in range(x.dim()) if d not in at]
@@ -111,13 +110,14 @@ def index_put(call: PaddedCall) -> PaddedValue:
         )
         value = PaddedValue(values.dense.reshape(()).to(x.dense.dtype), ())
         named = {"condition": widened, "self": value, "other": x}
-        return pointwise(PaddedCall(aten.where.self, (), named))  # type: ignore[no-any-return]
+        chosen: PaddedValue = pointwise(PaddedCall(aten.where.self, (), named))
+        return chosen
     if any(i.dense.dtype == torch.bool for i in only):
         raise refuse(call, "how many positions a mask names depends on its values")
-    indices, at = _integers(call, x, slot=True)
-    widened_x = _with_slot(x, at[0])
+    indices, at = _integer_indices(call, x, slot=True)
+    widened_x = _with_extra_slot(x, at[0])
     out = call.dense({"self": widened_x, "indices": indices, "values": values.filled(0)})
-    return _cut(out, x, at[0], call)
+    return _without_slot(out, x, at[0], call)
 
 
 @table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce)
@@ -133,16 +133,16 @@ def scatter(call: PaddedCall) -> PaddedValue:
     if isinstance(source, PaddedValue):
         for e in range(len(dims)):
             if is_padded(source.dims[e]) and source.shape[e] == index.shape[e]:
-                dims[e] = met([dims[e], source.dims[e]], sizes)
+                dims[e] = broadcast_dim([dims[e], source.dims[e]], sizes)
     for e in range(len(dims)):
         if e != d and is_padded(x.dims[e]) and x.shape[e] == index.shape[e]:
-            dims[e] = met([dims[e], x.dims[e]], sizes)
+            dims[e] = broadcast_dim([dims[e], x.dims[e]], sizes)
     placed = PaddedValue(index.dense, tuple(dims), sizes)
     check_bounds(x, d, placed)
-    changed: dict[str, Any] = {"self": _with_slot(x, d), "index": placed.filled(x.shape[d])}
+    changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": placed.filled(x.shape[d])}
     if isinstance(source, PaddedValue):
         changed["src"] = source.filled(0)
-    return _cut(call.dense(changed), x, d, call)
+    return _without_slot(call.dense(changed), x, d, call)
 
 
 @table.register(aten.index_add, aten.index_copy, aten.index_reduce, aten.index_fill)
@@ -155,25 +155,25 @@ def index_write(call: PaddedCall) -> PaddedValue:
     source = call.get("source")
     factors = index.dims[0] if index.dim() else static_dims([1])[0]
     if isinstance(source, PaddedValue) and source.dim():
-        factors = met([factors, source.dims[d]], call.sizes())
+        factors = broadcast_dim([factors, source.dims[d]], call.sizes())
         for e in range(x.dim()):
             if e != d:
-                met([x.dims[e], source.dims[e]], call.sizes())
+                broadcast_dim([x.dims[e], source.dims[e]], call.sizes())
     placed = PaddedValue(index.dense, (factors,) if index.dim() else (), call.sizes())
-    check_bounds(x, d, placed, _least_end(x, d))
+    check_bounds(x, d, placed, _min_end(x, d))
     filled = placed.filled(x.shape[d])
     if call.op.overloadpacket is aten.index_fill:
         # Unlike the others, it counts negative positions from the end.
-        if not _scalar(x, d):
-            return _filled_in_each_row(call, x, d, filled)
+        if not _has_one_size(x, d):
+            return _fill_each_row(call, x, d, filled)
         filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d), device=filled.device), filled)
-    changed: dict[str, Any] = {"self": _with_slot(x, d), "index": filled}
+    changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
     if isinstance(source, PaddedValue):
         changed["source"] = source.filled(0)
-    return _cut(call.dense(changed), x, d, call)
+    return _without_slot(call.dense(changed), x, d, call)
 
 
-def _filled_in_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> PaddedValue:
+def _fill_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> PaddedValue:
     """One value at the same positions of every row of a ragged batch: negative ones count from the row's own end."""
     ends = torch.as_tensor(x.size(d), device=index.device).unsqueeze(-1)
     named = torch.where(index.reshape(-1) < 0, index.reshape(-1) + ends, index.reshape(-1))
@@ -186,11 +186,11 @@ def _filled_in_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor)
     number = (
         value
         if isinstance(value, PaddedValue)
-        else plain(torch.full((), value, dtype=x.dense.dtype, device=index.device))
+        else unpadded_value(torch.full((), value, dtype=x.dense.dtype, device=index.device))
     )
     dims = [x.dims[e] if e in (rows, d) else static_dims([1])[0] for e in range(x.dim())]
     named_alike = PaddedValue(is_named.view(shape), tuple(dims), x.sizes)
-    return apply(aten.where.self, named_alike, number, x)  # type: ignore[no-any-return]
+    return apply(aten.where.self, named_alike, number, x)
 
 
 @table.register(aten.take)
@@ -207,7 +207,7 @@ def _index_dims(call: PaddedCall, x: PaddedValue, index: PaddedValue, d: int) ->
     dims = []
     for e in range(index.dim()):
         same = e != d and index.shape[e] == x.shape[e]
-        dims.append(met([index.dims[e], x.dims[e]], call.sizes()) if same else index.dims[e])
+        dims.append(broadcast_dim([index.dims[e], x.dims[e]], call.sizes()) if same else index.dims[e])
     return tuple(dims)
 
 
@@ -217,7 +217,7 @@ def _move_indices(call: PaddedCall) -> None:
     call.replace("indices", [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]])
 
 
-def _integers(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
+def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
     """Indices without padding, counted from the start; and the dims they are of."""
     found: list[Tensor | None] = []
     at: list[int] = []
@@ -228,7 +228,7 @@ def _integers(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[lis
         if given.dense.dtype in (torch.bool, torch.uint8):
             raise refuse(call, "how many positions a mask names depends on its values")
         dense = given.dense
-        if x.is_padded(d) and not is_rows(x, d):
+        if x.is_padded(d) and not is_rows_dim(x, d):
             ends = _end(call, x, d)
             check_bounds(x, d, given, ends)
             dense = torch.where(dense < 0, dense + ends, dense)
@@ -242,53 +242,53 @@ def _integers(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[lis
 
 def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
     """The end that a negative position of a dim counts from: in a ragged dim, the length of the row that is indexed."""
-    if _scalar(x, d):
+    if _has_one_size(x, d):
         return torch.as_tensor(x.size(d))
     if len(x.dims[d]) == 1:
         for e, given in enumerate(call["indices"]):
-            if given is not None and is_rows(x, e):
+            if given is not None and is_rows_dim(x, e):
                 return torch.as_tensor(x.size(d))[given.filled(0)]
     raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
 
 
 def _differs_by_row(x: PaddedValue, d: int) -> bool:
-    return not _scalar(x, d) and not is_rows(x, d) and len(x.dims[d]) == 1
+    return not _has_one_size(x, d) and not is_rows_dim(x, d) and len(x.dims[d]) == 1
 
 
-def _of_each_row(x: PaddedValue, d: int, given: PaddedValue) -> PaddedValue:
+def _index_each_row(x: PaddedValue, d: int, given: PaddedValue) -> PaddedValue:
     """The same positions of every row of a ragged batch: negative ones count from the row's own end."""
-    check_bounds(x, d, given, _least_end(x, d))
+    check_bounds(x, d, given, _min_end(x, d))
     positions = given.filled(0)
     ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
-    return gathered(x, d, torch.where(positions < 0, positions + ends, positions), given.dims[0])
+    return gather_along(x, d, torch.where(positions < 0, positions + ends, positions), given.dims[0])
 
 
-def _least_end(x: PaddedValue, d: int) -> Tensor:
+def _min_end(x: PaddedValue, d: int) -> Tensor:
     """The true size of a dim; of a ragged one that of its shortest row."""
     return torch.as_tensor(x.size(d)).min()
 
 
-def _scalar(x: PaddedValue, d: int) -> bool:
+def _has_one_size(x: PaddedValue, d: int) -> bool:
     """Return whether the true size of this dim is one number and its valid part a prefix."""
     if not x.is_padded(d) or x.sizes is None:
         return True
-    return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and not is_rows(x, d)
+    return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and not is_rows_dim(x, d)
 
 
-def is_rows(x: PaddedValue, d: int) -> bool:
+def is_rows_dim(x: PaddedValue, d: int) -> bool:
     """Return whether a dim is the rows of a ragged batch."""
     from subtensors.dispatch.padded.true_sizes import rows_symbol
 
     return len(x.dims[d]) == 1 and x.dims[d][0].size == rows_symbol()
 
 
-def _with_slot(x: PaddedValue, d: int) -> Tensor:
+def _with_extra_slot(x: PaddedValue, d: int) -> Tensor:
     widths = [0] * (2 * x.dim())
     widths[2 * (x.dim() - 1 - d) + 1] = 1
     return torch.constant_pad_nd(x.dense, widths)
 
 
-def _cut(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> PaddedValue:
+def _without_slot(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> PaddedValue:
     return result(
         out.narrow(d, 0, x.shape[d]), x.dims, x.sizes if x.sizes is not None else call.sizes()
     ).gradient_masked()
@@ -310,7 +310,7 @@ def embedding(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.embedding_renorm)
-def renormed(call: PaddedCall) -> PaddedValue:
+def renorm(call: PaddedCall) -> PaddedValue:
     """The table, its rows that occur no longer than a norm."""
     weight, indices = call["self"], call["indices"]
     if weight.padded_dims:
@@ -338,7 +338,7 @@ _watching: list[bool] = []
 
 
 @contextmanager
-def watched_bounds() -> Iterator[None]:
+def checked_bounds() -> Iterator[None]:
     """Meanwhile a position beyond the true size is an IndexError."""
     _watching.append(True)
     try:

@@ -7,10 +7,10 @@ and in captured graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -21,7 +21,7 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 aten = torch.ops.aten
 
-KINDS: dict[Any, str] = {
+KINDS: dict[OpOverloadPacket, str] = {
     aten.sum: "sum",
     aten.mean: "mean",
     aten.prod: "prod",
@@ -64,7 +64,9 @@ def softmax(x: PaddedValue, dim: int, is_log: bool) -> PaddedValue | None:
     return x.like(masked_ops.masked_softmax(x.dense, dim, padding, 0.0, is_log), 0)
 
 
-def reduced(op: Any, x: PaddedValue, dims: Sequence[int], p: float = 2.0, correction: float = 1.0) -> Tensor | None:
+def reduced(
+    op: OpOverloadPacket, x: PaddedValue, dims: Sequence[int], p: float = 2.0, correction: float = 1.0
+) -> Tensor | None:
     """A reduction by a kernel, without the reduced dims; None where there is none for it."""
     kind = KINDS.get(op)
     padding = extents(x) if kind is not None and dims and p >= 0 else None

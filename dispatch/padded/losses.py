@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import met, pointwise
+from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim, pointwise
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -17,14 +17,14 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @table.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
                 aten.binary_cross_entropy_with_logits)  # fmt: skip
-def elementwise(call: PaddedCall) -> Any:
+def elementwise(call: PaddedCall) -> PaddedValue:
     """A loss of pairs of elements."""
     named = {**call.named, "reduction": _NONE}
     if call.op is aten.binary_cross_entropy.default:
         # Torch refuses values that are no probabilities, in the padding too.
         named["self"] = call["self"].cleaned(0.5)
         named["target"] = call["target"].cleaned(0.5)
-    each = pointwise(PaddedCall(call.op, (), named))
+    each: PaddedValue = pointwise(PaddedCall(call.op, (), named))
     if call["reduction"] == _NONE:
         return each
     return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
@@ -32,7 +32,7 @@ def elementwise(call: PaddedCall) -> Any:
 
 @table.register(aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_forward,
                 aten.nll_loss2d_forward)  # fmt: skip
-def classes(call: PaddedCall) -> Any:
+def classes(call: PaddedCall) -> PyTree:
     """The log-probability of a class: a padded target is one to ignore, which takes it out of every mean."""
     x: PaddedValue = call["self"]
     target: PaddedValue = call["target"]
@@ -45,13 +45,13 @@ def classes(call: PaddedCall) -> Any:
         return _by_probabilities(call, x, target, at)
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
     sizes = call.sizes()
-    dims = [met([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
+    dims = [broadcast_dim([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
     target = PaddedValue(target.dense, tuple(dims), sizes)
     ignored = target.filled(call["ignore_index"])
     scored = PaddedValue(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes, x.fill)
     # What is ignored gives its scores a gradient of zero, if they are numbers.
-    scores = scored.finite() if scored.dims == x.dims else scored.filled(0)
-    x.sends_zero()
+    scores = scored.with_finite_padding() if scored.dims == x.dims else scored.filled(0)
+    x.gradient_is_zero_if()
     real_classes = x.mask([at])
     if real_classes is not None and call.op is aten.cross_entropy_loss.default:
         # A padded class has no probability.
@@ -59,11 +59,11 @@ def classes(call: PaddedCall) -> Any:
     out = call.dense({"self": scores, "target": ignored})
     outs = out if isinstance(out, tuple) else (out,)
     reduced = call["reduction"] != _NONE
-    wrapped = [plain(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
+    wrapped = [unpadded_value(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
     return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
 
 
-def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> Any:
+def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> PaddedValue:
     """-sum(weight * target * log_softmax(x)) over the classes; its mean is over positions, whatever they weigh."""
     smoothing, weight = call["label_smoothing"], call["weight"]
     if smoothing:
@@ -71,7 +71,7 @@ def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at:
     each = apply(aten.mul.Tensor, apply(aten.log_softmax.int, x, at), target)
     if weight is not None:
         shape = [-1 if d == at else 1 for d in range(x.dim())]
-        each = apply(aten.mul.Tensor, each, plain(weight.dense.view(shape)))
+        each = apply(aten.mul.Tensor, each, unpadded_value(weight.dense.view(shape)))
     each = apply(aten.neg.default, apply(aten.sum.dim_IntList, each, [at]))
     if call["reduction"] == _NONE:
         return each
@@ -79,12 +79,12 @@ def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at:
 
 
 @table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)
-def margins(call: PaddedCall) -> Any:
+def margins(call: PaddedCall) -> PaddedValue:
     """A loss of each sample's scores."""
     x: PaddedValue = call["self"]
     if x.dim() != 2 or x.is_padded(1):
         raise refuse(call, "the classes themselves are padded")
-    samples = met([x.dims[0], call["target"].dims[0]], call.sizes())
+    samples = broadcast_dim([x.dims[0], call["target"].dims[0]], call.sizes())
     weight = {"weight": call["weight"].dense} if call.get("weight") is not None else {}
     target = PaddedValue(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
     scores = PaddedValue(x.dense, (samples, x.dims[1]), call.sizes()).filled(0)
@@ -95,7 +95,7 @@ def margins(call: PaddedCall) -> Any:
 
 
 @table.register(aten.ctc_loss)
-def alignments(call: PaddedCall) -> Any:
+def alignments(call: PaddedCall) -> PaddedValue:
     """The log-probability of some labels: lengths are the caller's, and what lies beyond them isn't read."""
     x: PaddedValue = call["log_probs"]
     targets: PaddedValue = call["targets"]
@@ -112,7 +112,7 @@ def alignments(call: PaddedCall) -> Any:
     safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, PaddedValue)}
     each = call.dense({**named, **safe})
     if x.dim() == 2:
-        samples = plain(each)
+        samples = unpadded_value(each)
     else:
         samples = result(each, [x.dims[1]], x.sizes)
     if call["reduction"] == _NONE:
@@ -126,7 +126,7 @@ def alignments(call: PaddedCall) -> Any:
 
 
 @table.register(aten.dist)
-def dist(call: PaddedCall) -> Any:
+def dist(call: PaddedCall) -> PaddedValue:
     """The norm of a difference."""
     difference = apply(aten.sub.Tensor, call["self"], call["other"])
     return apply(aten.linalg_vector_norm.default, difference, call["p"])

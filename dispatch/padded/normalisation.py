@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, PaddedValue, result
 from subtensors.dispatch.padded.pointwise import same_factors
-from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.sizes.dim_factors import Factors, static_dims
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -27,7 +26,7 @@ aten = torch.ops.aten
 
 
 @table.register(aten.layer_norm, aten.native_layer_norm)
-def layer_norm(call: PaddedCall) -> Any:
+def layer_norm(call: PaddedCall) -> PyTree:
     """Over the last dims."""
     x: PaddedValue = call["input"]
     first = x.dim() - len(call["normalized_shape"])
@@ -36,7 +35,7 @@ def layer_norm(call: PaddedCall) -> Any:
     if call.op.overloadpacket is aten.layer_norm:
         by_kernel = kernels.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
         if by_kernel is not None:
-            x.sends_zero()
+            x.gradient_is_zero_if()
             return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)
@@ -56,7 +55,7 @@ def rms_norm(call: PaddedCall) -> PaddedValue:
     eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
     by_kernel = kernels.normed(x, len(over), weight, None, eps, is_rms=True)
     if by_kernel is not None:
-        x.sends_zero()
+        x.gradient_is_zero_if()
         return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)  # type: ignore[no-any-return]
@@ -87,8 +86,8 @@ def batch_norm(call: PaddedCall) -> PaddedValue:
     average, spread = call["running_mean"], call["running_var"]
     if x.is_padded(1) and any(call[name] is not None for name in ("weight", "bias", "running_mean", "running_var")):
         raise refuse(call, "the channels are padded")
-    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    if not call["training"] and not followed:
+    is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    if not call["training"] and not is_tracked:
         return result(call.dense(), x.dims, x.sizes)
     if not call["training"]:
         return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
@@ -138,17 +137,17 @@ def _parameter(call: PaddedCall, weight: PaddedValue | None, x: PaddedValue, fir
     return weight.cleaned()
 
 
-def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> Any:
+def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> PyTree:
     """Run torch's kernel; when tracked by autograd, on valid rows in place of padded ones, which may lack gradients."""
-    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    if not followed:
+    is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    if not is_tracked:
         out = call.dense()
         if not isinstance(out, tuple):
             return result(out, x.dims, x.sizes).cleaned()
         return tuple(result(o, d, x.sizes) for o, d in zip(out, _dims_of(x, out, rows), strict=True))
     # The gradient of the results is masked, and a row of zeros is one of zeros before the norm.
-    x.sends_zero()
-    out = call.dense({"input": x.repeated(is_known=lambda: True)})
+    x.gradient_is_zero_if()
+    out = call.dense({"input": x.edge_filled(is_zero=lambda: True)})
     if not isinstance(out, tuple):
         return result(out, x.dims, x.sizes, EDGE_FILL).gradient_masked()
     return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, _dims_of(x, out, rows), strict=True))
@@ -182,7 +181,7 @@ def _without_padding(x: PaddedValue, normal: Tensor) -> Tensor:
 
 
 def _count(x: PaddedValue, over: list[int]) -> Tensor | int:
-    return real_count(x, over) if x.mask(over) is not None else math.prod(x.shape[d] for d in over)
+    return x.valid_count(over) if x.mask(over) is not None else math.prod(x.shape[d] for d in over)
 
 
 def _scaled(

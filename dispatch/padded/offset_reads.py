@@ -13,7 +13,9 @@ from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of
 
 
-def taken(x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1) -> PaddedValue:
+def take_range(
+    x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1
+) -> PaddedValue:
     """`count` positions of a dim from `first` on, a step apart: a view that had to be copied.
 
     Args:
@@ -25,11 +27,11 @@ def taken(x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Fa
     """
     steps = torch.arange(count, device=x.dense.device) * step
     start = torch.as_tensor(first, device=x.dense.device)
-    found = gathered(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
+    found = gather_along(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
     return replace(found, view="copy")
 
 
-def gathered(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
+def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
     """The positions of a dim that an index names; names beyond the ends are of padding.
 
     Args:
@@ -42,7 +44,7 @@ def gathered(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> Padde
     if index.dim() == 1:
         out = x.dense.index_select(dim, index)
     else:
-        rows, outer, inner = _place_of_rows(x)
+        rows, outer, inner = _rows_position(x)
         # Flattened with heads, say, a row is in its dim once for each.
         index = index.repeat_interleave(inner, 0).repeat(outer, 1)
         shape = [1] * x.dim()
@@ -65,7 +67,7 @@ def rows_dim(x: PaddedValue) -> int:
     raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
 
 
-def _place_of_rows(x: PaddedValue) -> tuple[int, int, int]:
+def _rows_position(x: PaddedValue) -> tuple[int, int, int]:
     """The dim of a ragged batch's rows, and how many indices there are around all rows and within each."""
     for d, factors in enumerate(x.dims):
         at = next((i for i, factor in enumerate(factors) if factor.size == rows_symbol()), None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gathered
+from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static, static_dims
@@ -22,7 +22,7 @@ def bordered(call: PaddedCall) -> PaddedValue:
     """A constant around the real part, which stands in the padding too, so that it follows the true end; or a copy."""
     x: PaddedValue = call["self"]
     if call.get("mode", "constant") != "constant":
-        return _of_itself(call, x)
+        return _pad_from_values(call, x)
     widths = list(call["pad"])
     value = call["value"] or 0
     dims = list(x.dims)
@@ -49,16 +49,16 @@ def bordered(call: PaddedCall) -> PaddedValue:
 
 
 # Which position of n a border's position p repeats.
-_REPEATED: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
+_SOURCE_POSITION: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
     "replicate": lambda p, n: p.clamp(min=0).minimum(torch.as_tensor(n - 1, device=p.device)),
     "reflect": lambda p, n: (n - 1) - ((n - 1) - p.abs()).abs(),
     "circular": lambda p, n: p % n,
 }
 # How much wider than the dim a border may be.
-_ROOM = {"reflect": -1, "circular": 0}
+_MAX_EXCESS = {"reflect": -1, "circular": 0}
 
 
-def _of_itself(call: PaddedCall, x: PaddedValue) -> PaddedValue:
+def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """A border that repeats the real part: each dim after the other."""
     mode, widths = call["mode"], list(call["pad"])
     if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
@@ -77,15 +77,15 @@ def _of_itself(call: PaddedCall, x: PaddedValue) -> PaddedValue:
         if size.has(rows_symbol()):
             raise refuse(call, "it adds rows to a ragged batch")
         for n in host_sizes(x, d) or [x.shape[d]]:
-            if mode in _ROOM and max(left, right) > n + _ROOM[mode]:
+            if mode in _MAX_EXCESS and max(left, right) > n + _MAX_EXCESS[mode]:
                 raise RuntimeError(f"a border of {max(left, right)} by {mode} is wider than a dim of {n} allows")
         bucket = x.shape[d] + left + right
         dims: Factors = padded_dim(bucket, size + left + right) if x.is_padded(d) else static_dims([bucket])[0]
-        x = repeated(x, d, mode, left, bucket, dims)
+        x = pad_dim(x, d, mode, left, bucket, dims)
     return x
 
 
-def repeated(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
+def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
     """A dim with what it repeats beside its real part.
 
     Args:
@@ -100,4 +100,4 @@ def repeated(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors:
     position = torch.arange(bucket, device=x.dense.device) - left
     if isinstance(n, Tensor) and n.dim():
         n = n.unsqueeze(-1)
-    return gathered(x, d, _REPEATED[mode](position, n), factors)
+    return gather_along(x, d, _SOURCE_POSITION[mode](position, n), factors)

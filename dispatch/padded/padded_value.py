@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, Known, MaskGradient
-from subtensors.dispatch.padded.masks import real_positions
-from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol, valid_positions
 from subtensors.dispatch.sizes.dim_factors import (
     Factor,
     Factors,
@@ -37,10 +37,10 @@ Number = int | float | bool
 FINITE_FILL: Literal["finite"] = "finite"
 """A fill of which only that is known: numbers, no NaN or infinity unless real values have them for the same reason."""
 
-EDGE_FILL: Literal["repeated"] = "repeated"
+EDGE_FILL: Literal["edge"] = "edge"
 """A fill with what stands at the first position of each padded dim: what an op makes of it, is made of real values."""
 
-Fill = Number | Literal["finite", "repeated"]
+Fill = Number | Literal["finite", "edge"]
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class PaddedValue:
     sizes: TrueSizes | None = None
     fill: Fill | None = None
     view: Literal["", "alias", "copy"] = ""
-    arrival: GradientTracker | None = None
+    tracker: GradientTracker | None = None
     _padded_dims: list[int] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -86,7 +86,7 @@ class PaddedValue:
         return self._padded_dims
 
     @property
-    def records(self) -> bool:
+    def is_tracked(self) -> bool:
         """Return whether the storage is tracked by autograd."""
         return self.dense.requires_grad and torch.is_grad_enabled()
 
@@ -109,34 +109,42 @@ class PaddedValue:
         if not wanted or self.sizes is None:
             return None
         if self.sizes.is_captured and not self.sizes.serves_one_run:
-            return real_positions(self.dims, wanted, self.sizes)
+            return valid_positions(self.dims, wanted, self.sizes)
         key = (self.dims, wanted)
         found = self.sizes.masks.get(key)
         if found is None:
-            found = real_positions(self.dims, wanted, self.sizes)
+            found = valid_positions(self.dims, wanted, self.sizes)
             if found is None:
                 return None
             self.sizes.masks[key] = found
         return found
 
+    def valid_count(self, dims: Sequence[int]) -> Tensor:
+        """Count the valid elements along some dims, which are kept with size 1."""
+        mask = self.mask(dims)
+        if mask is None:
+            return torch.full((), math.prod(self.shape[d] for d in dims), device=self.dense.device)
+        constant = math.prod(self.shape[d] for d in dims if mask.shape[d] == 1)
+        return mask.sum(list(dims), keepdim=True) * constant
+
     @property
-    def holds_numbers(self) -> bool:
+    def padding_is_finite(self) -> bool:
         """Return whether the padding has no NaN or infinity, unless valid values have them for the same reason."""
         return isinstance(self.fill, str) or (self.fill is not None and math.isfinite(self.fill))
 
     @property
-    def fill_elsewhere(self) -> Fill | None:
+    def fill_if_shifted(self) -> Fill | None:
         """The fill that is still known once a padded dim starts at other positions; None when unknown."""
         return None if self.fill == EDGE_FILL else self.fill
 
     @property
-    def is_tame(self) -> bool:
+    def padding_is_bounded(self) -> bool:
         """Return whether the padding holds zeros or numbers of the magnitude of valid values."""
         return self.fill == 0 or isinstance(self.fill, str)
 
-    def tamed(self) -> Tensor:
+    def with_bounded_padding(self) -> Tensor:
         """The storage, filled with 0 in the padding unless `is_tame`; a tame one keeps the op's gradient there."""
-        return self.dense if self.is_tame else self.filled(0)
+        return self.dense if self.padding_is_bounded else self.filled(0)
 
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
         """The storage with `value` in the padding of some dims, all by default; their gradient stops there."""
@@ -145,29 +153,29 @@ class PaddedValue:
         mask = self.mask(only)
         return self.dense if mask is None else self._filled(self.dense, mask, value)
 
-    def _filled(self, dense: Tensor, mask: Tensor, value: Any, is_known: Known | None = None) -> Tensor:
+    def _filled(self, dense: Tensor, mask: Tensor, value: Number | Tensor, is_zero: IsZero | None = None) -> Tensor:
         if not isinstance(value, Tensor):
             value = self._number(value, dense)
-        if not self.records:
+        if not self.is_tracked:
             return torch.where(mask, dense, value)
-        return FillPadding.apply(dense, mask, value, self._number(0, dense), is_known)  # type: ignore[no-untyped-call, no-any-return]
+        return FillPadding.apply(dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _number(self, value: Number, like: Tensor) -> Any:
+    def _number(self, value: Number, like: Tensor) -> Number | Tensor:
         assert self.sizes is not None
         return self.sizes.fill(_as_dtype(value, like.dtype), like.dtype, like.device)
 
-    def finite(self, value: Number = 0) -> Tensor:
+    def with_finite_padding(self, value: Number = 0) -> Tensor:
         """The storage with numbers in the padding: what is there, where those are some, else `value`.
 
         The gradient there is that of the op.
         """
-        return self.dense if self.holds_numbers else self.filled(value)
+        return self.dense if self.padding_is_finite else self.filled(value)
 
     def cleaned(self, value: Number = 0) -> PaddedValue:
         """The same value with `value` throughout its padding."""
-        return replace(self, dense=self.filled(value), fill=value, arrival=None)
+        return replace(self, dense=self.filled(value), fill=value, tracker=None)
 
-    def repeated(self, only: Iterable[int] | None = None, is_known: Known | None = None) -> Tensor:
+    def edge_filled(self, only: Iterable[int] | None = None, is_zero: IsZero | None = None) -> Tensor:
         """The storage with the first real values in place of padding: whatever an op's domain is, they are in it.
 
         Args:
@@ -184,30 +192,30 @@ class PaddedValue:
                 if torch.is_grad_enabled():
                     # There may be none, and a gradient of zero takes numbers to be one.
                     first = torch.where(mask.narrow(d, 0, 1), first, self._number(0, dense))
-                dense = self._filled(dense, mask, first, is_known)
+                dense = self._filled(dense, mask, first, is_zero)
         return dense
 
     def gradient_masked(self) -> PaddedValue:
         """The same value; the gradient that arrives in its padding is taken for zero."""
-        mask = self.mask() if self.records else None
+        mask = self.mask() if self.is_tracked else None
         if mask is None:
             return self
         assert self.sizes is not None
-        arrival = GradientTracker(is_masked=True)
-        return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, arrival.comes_zero), arrival=arrival)
+        tracker = GradientTracker(is_masked=True)
+        return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, tracker.arrives_zero), tracker=tracker)
 
-    def gradient_noted(self) -> PaddedValue:
+    def gradient_tracked(self) -> PaddedValue:
         """The same value, of which it is known in the backward whether the gradient is zero in its padding."""
-        return replace(self, arrival=GradientTracker()) if self.records else self
+        return replace(self, tracker=GradientTracker()) if self.is_tracked else self
 
-    def sends_zero(self, *results: PaddedValue) -> None:
+    def gradient_is_zero_if(self, *results: PaddedValue) -> None:
         """Say that this call's gradient of it, an operand, is zero in its padding where that of some results is."""
-        if self.arrival is not None:
-            self.arrival.conditions.append([r.arrival or GradientTracker() for r in results])
+        if self.tracker is not None:
+            self.tracker.conditions.append([r.tracker or GradientTracker() for r in results])
 
     def as_view(self, view: Literal["", "alias", "copy"]) -> PaddedValue:
         """The same value, as a view of this kind."""
-        return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.arrival)
+        return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.tracker)
 
     def like(self, dense: Tensor, fill: Fill | None = None) -> PaddedValue:
         """Another storage of the same shape with the same padding."""
@@ -215,7 +223,7 @@ class PaddedValue:
         return PaddedValue(dense, self.dims, sizes, fill)
 
 
-def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Known | None = None) -> Tensor:
+def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZero | None = None) -> Tensor:
     """`dense`, whose gradient is zero where a mask is False.
 
     Args:
@@ -225,10 +233,10 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Kno
         is_known: asked in the backward whether the gradient is zero there as it comes.
     """
     zero = sizes.fill(0.0, dense.dtype, dense.device)
-    return MaskGradient.apply(dense, mask, zero, is_known)  # type: ignore[no-untyped-call, no-any-return]
+    return MaskGradient.apply(dense, mask, zero, is_zero)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def plain(dense: Tensor) -> PaddedValue:
+def unpadded_value(dense: Tensor) -> PaddedValue:
     """A tensor without padding."""
     value = PaddedValue(dense, static_dims(dense.shape))
     value._padded_dims = []
@@ -254,6 +262,17 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
                     "the rows of a ragged batch, whose lengths differ, are mixed, repeated or cut by it"
                 )
     return PaddedValue(dense, dims, sizes if sizes is None else sizes.to(dense.device), fill)
+
+
+def reduced_result(out: PyTree, x: PaddedValue, reduced: Sequence[int], keepdim: bool) -> PyTree:
+    """The results of a reduction of `x`, with the padding of the dims that remain."""
+    if keepdim:
+        dims: list[Factors] = [static_dims([1])[0] if d in reduced else f for d, f in enumerate(x.dims)]
+    else:
+        dims = [f for d, f in enumerate(x.dims) if d not in reduced]
+    if not any(not f.is_static for factors in dims for f in factors):
+        return tree_map_only(Tensor, unpadded_value, out)
+    return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), out)
 
 
 def _rows_apart(factors: Factors, rows: int) -> Factors:

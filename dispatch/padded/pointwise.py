@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
-from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
+from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
 
@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 
 @table.register(OpClass.POINTWISE, aten.fake_quantize_per_tensor_affine)
-def pointwise(call: PaddedCall) -> Any:
+def pointwise(call: PaddedCall) -> PyTree:
     """Run the op on the storages, which broadcast as the logical tensors do."""
     operands = call.values
     dims, sizes = broadcast(operands)
@@ -60,7 +60,7 @@ def pointwise(call: PaddedCall) -> Any:
     out = call.dense(named)
     fill = _fill_after(call, operands, dims)
     if isinstance(out, Tensor) and out.requires_grad:
-        noted = result(out, dims, sizes, fill).gradient_noted()
+        noted = result(out, dims, sizes, fill).gradient_tracked()
         _say_what_is_sent(call, operands, noted)
         return noted
     return tree_map_only(Tensor, lambda t: result(t, dims, sizes, fill), out)
@@ -80,7 +80,7 @@ def _say_what_is_sent(call: PaddedCall, operands: Sequence[PaddedValue], out: Pa
     if name in _LINEAR or (name in _SMOOTH and all(_is_tame(x, out) for x in operands)):
         for x in operands:
             if all(d >= 0 and is_padded_alike(x.dims[d], out.dims[d - x.dim()]) for d in _padded_from_behind(x, out)):
-                x.sends_zero(out)
+                x.gradient_is_zero_if(out)
 
 
 def _padded_from_behind(x: PaddedValue, out: PaddedValue) -> list[int]:
@@ -90,7 +90,7 @@ def _padded_from_behind(x: PaddedValue, out: PaddedValue) -> list[int]:
 
 def _is_tame(x: PaddedValue, out: PaddedValue) -> bool:
     """Return whether an operand of a broadcast op is tame (`is_tame`) at the padded positions of the result."""
-    return x.is_tame if x.padded_dims else not _is_aligned(x, out.dims)
+    return x.padding_is_bounded if x.padded_dims else not _is_aligned(x, out.dims)
 
 
 def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
@@ -117,7 +117,7 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
     Raises:
         Inexpressible: two operands have different true sizes along one dim.
     """
-    sizes = together([x.sizes for x in operands if x.sizes is not None])
+    sizes = merge_sizes([x.sizes for x in operands if x.sizes is not None])
     return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.named), sizes
 
 
@@ -125,10 +125,12 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
 def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: Named | None) -> tuple[Factors, ...]:
     """The dims that operands of these dims broadcast to."""
     rank = max(map(len, operands), default=0)
-    return tuple(met([dims[-back] for dims in operands if len(dims) >= back], sizes) for back in range(rank, 0, -1))
+    return tuple(
+        broadcast_dim([dims[-back] for dims in operands if len(dims) >= back], sizes) for back in range(rank, 0, -1)
+    )
 
 
-def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Factors:
+def broadcast_dim(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Factors:
     """One dim of several operands: a padded one wins over a plain one of its bucket's size, and any over bucket 1.
 
     What a slice as `x[:, :1]` leaves of a padded dim is Min(1, size) long: where that is 0 there is no plain program.
@@ -185,7 +187,7 @@ def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int],
     One that lacks a padded dim of the result, or has only real positions there, would take padding's gradients for
     its own: it is expanded first, and the gradient masked before it is added up.
     """
-    if not x.records or sizes is None:
+    if not x.is_tracked or sizes is None:
         return x.dense
     lacking = [
         d

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.tree import tree_find
+from subtensors.dispatch.ops.tree import PyTree, tree_find
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
-from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.sizes.dim_factors import static_dims
 
 aten = torch.ops.aten
@@ -34,11 +33,11 @@ SATURATED = 1e4
 def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
     """The outputs of the last layer, and the last states of all."""
     time = 1 if call["batch_first"] else 0
-    x, states = _of_one_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 1 - time)
+    x, states = _with_shared_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 1 - time)
     hidden = [static_dims([s.shape[2]])[0] for s in states]
     if not x.is_padded(time):
-        given: Any = [s.filled(0) for s in states]
-        out, *ends = call.dense({"input": x.filled(0), "hx": given if isinstance(call["hx"], list) else given[0]})
+        initial = [s.filled(0) for s in states]
+        out, *ends = call.dense({"input": x.filled(0), "hx": initial if isinstance(call["hx"], list) else initial[0]})
         dims = [*x.dims[:2], *static_dims([out.shape[2]])]
         last = [
             result(e, [s.dims[0], x.dims[1 - time], h], x.sizes) for e, s, h in zip(ends, states, hidden, strict=True)
@@ -77,7 +76,7 @@ def _layer(
         gate = weights[1].new_full((weights[1].shape[0] // 4, 1), SATURATED)
         others = torch.zeros_like(gate)
         weights = [torch.cat([weights[0], torch.cat([-gate, gate, others, others])], 1), *weights[1:]]
-    begin: Any = states if is_lstm else states[0]
+    begin: list[Tensor] | Tensor = states if is_lstm else states[0]
     options = call["has_biases"], 1, 0.0, call["train"], False, call["batch_first"]
     with warnings.catch_warnings():
         # One layer's weights are not where cuDNN keeps those of the whole network, so that it copies them.
@@ -93,17 +92,17 @@ def _layer(
 
 
 @table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
-def cell(call: PaddedCall) -> Any:
+def cell(call: PaddedCall) -> PyTree:
     """One step."""
-    x, states = _of_one_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 0)
-    given: Any = [s.filled(0) for s in states]
-    out = call.dense({"input": x.filled(0), "hx": given if len(states) > 1 else given[0]})
+    x, states = _with_shared_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 0)
+    initial = [s.filled(0) for s in states]
+    out = call.dense({"input": x.filled(0), "hx": initial if len(states) > 1 else initial[0]})
     outs = out if isinstance(out, tuple) else (out,)
     wrapped = [result(o, [x.dims[0], *static_dims([o.shape[1]])], x.sizes).gradient_masked() for o in outs]
     return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
 
 
-def _of_one_batch(
+def _with_shared_batch(
     call: PaddedCall, x: PaddedValue, states: Sequence[PaddedValue], at: int
 ) -> tuple[PaddedValue, list[PaddedValue]]:
     """The input and the states, padded alike in their batch, which is a dim `at` of the input."""
@@ -112,6 +111,6 @@ def _of_one_batch(
     if any(features) or any(w.padded_dims for w in weights):
         raise refuse(call, "its features, its layers or its weights are padded")
     sizes = call.sizes()
-    batch = met([x.dims[at], *(s.dims[-2] for s in states)], sizes)
-    together = PaddedValue(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
-    return together, [PaddedValue(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]
+    batch = broadcast_dim([x.dims[at], *(s.dims[-2] for s in states)], sizes)
+    batched = PaddedValue(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
+    return batched, [PaddedValue(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.ops.tree import tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
-from subtensors.dispatch.padded.reductions import greatest, least
+from subtensors.dispatch.padded.reductions import max_value, min_value
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
 aten = torch.ops.aten
@@ -39,18 +39,18 @@ def softmax(call: PaddedCall) -> PaddedValue:
     return x.like(call.dense({"self": real.filled(float("-inf"), [d])})).gradient_masked()
 
 
-SCANS: dict[Any, Callable[[torch.dtype], Number]] = {
+SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {
     aten.cumsum: lambda dtype: 0,
     aten.cumprod: lambda dtype: 1,
-    aten.logcumsumexp: least,
-    aten._logcumsumexp: least,
-    aten.cummax: least,
-    aten.cummin: greatest,
+    aten.logcumsumexp: min_value,
+    aten._logcumsumexp: min_value,
+    aten.cummax: min_value,
+    aten.cummin: max_value,
 }
 
 
 @table.register(*SCANS)
-def scan(call: PaddedCall) -> Any:
+def scan(call: PaddedCall) -> PyTree:
     """A running value: what is real comes before the padding, which only the gradient runs back through."""
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from torch import Tensor
 from subtensors.dispatch.padded.batch_independent import row_wise
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.pad_ops import repeated
+from subtensors.dispatch.padded.pad_ops import pad_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
-from subtensors.dispatch.padded.reductions import least
+from subtensors.dispatch.padded.reductions import min_value
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import convolved, deconvolved, floor_divided, multiplied
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
@@ -37,11 +36,11 @@ def convolution(call: PaddedCall) -> PaddedValue:
     if x.is_padded(1) or weight.padded_dims:
         raise refuse(call, "its channels or its weight are padded")
     # Images are apart from each other, but not in the gradient of the weight.
-    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    out = call.dense({"input": x.filled(0, None if followed else range(2, x.dim()))})
+    is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    out = call.dense({"input": x.filled(0, None if is_tracked else range(2, x.dim()))})
     dims: list[Factors] = [x.dims[0], *static_dims([out.shape[1]])]
     rank = x.dim() - 2
-    given = [_each(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    given = [_per_dim(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
     for i, (stride, padding, dilation, extra) in enumerate(zip(*given, strict=True)):
         d = i + 2
         if not x.is_padded(d):
@@ -80,7 +79,7 @@ def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
     """The greatest of each window, and where in the true image it stands."""
     x: PaddedValue = call["self"]
     rank = 2 if call.op.overloadpacket is aten.max_pool2d_with_indices else 3
-    values, positions = call.dense({"self": x.filled(least(x.dense.dtype), range(x.dim() - rank, x.dim()))})
+    values, positions = call.dense({"self": x.filled(min_value(x.dense.dtype), range(x.dim() - rank, x.dim()))})
     dims = _pooled(call, x, values, rank, ceil=call["ceil_mode"])
     positions = _true_positions(call, x, positions, rank)
     return result(values, dims, x.sizes).gradient_masked(), result(positions, dims, x.sizes)
@@ -97,7 +96,7 @@ def average_pool(call: PaddedCall) -> PaddedValue:
         out = call.dense()
     elif call.get("divisor_override") or (counts_border and not ceil):
         out = call.dense({"self": x.filled(0, over)})
-    elif counts_border and any(_each(call["padding"], rank)):
+    elif counts_border and any(_per_dim(call["padding"], rank)):
         raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
     else:
         dtype = arithmetic_dtype(x.dense.dtype)
@@ -112,9 +111,9 @@ def average_pool(call: PaddedCall) -> PaddedValue:
 
 def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor, rank: int, ceil: bool) -> list[Factors]:
     dims = list(x.dims[: x.dim() - rank])
-    kernel = _each(call["kernel_size"], rank)
-    stride = _each(call["stride"], rank) if call["stride"] else kernel
-    padding, dilation = _each(call["padding"], rank), _each(call.get("dilation", 1), rank)
+    kernel = _per_dim(call["kernel_size"], rank)
+    stride = _per_dim(call["stride"], rank) if call["stride"] else kernel
+    padding, dilation = _per_dim(call["padding"], rank), _per_dim(call.get("dilation", 1), rank)
     for i in range(rank):
         d = x.dim() - rank + i
         if not x.is_padded(d):
@@ -130,54 +129,59 @@ def _true_positions(call: PaddedCall, x: PaddedValue, positions: Tensor, rank: i
     first = x.dim() - rank
     if not any(x.is_padded(d) and math.prod(x.shape[first:d]) > 1 for d in range(first + 1, x.dim())):
         return positions
-    moved = torch.zeros_like(positions)
-    scale: Any = 1
+    valid = torch.zeros_like(positions)
+    scale: Tensor | int = 1
     for d in reversed(range(first, x.dim())):
         index, positions = positions % x.shape[d], positions // x.shape[d]
-        moved = moved + index * scale
-        scale = scale * _of_each_image(x, x.size(d))
-    return moved
+        valid = valid + index * scale
+        scale = scale * _per_image(x, x.size(d))
+    return valid
 
 
-def _of_each_image(x: PaddedValue, size: Tensor | int) -> Tensor | int:
+def _per_image(x: PaddedValue, size: Tensor | int) -> Tensor | int:
     """A true size, shaped to broadcast against the images of a ragged batch."""
     if isinstance(size, int) or not size.dim():
         return size
     return size.view([-1 if d == rows_dim(x) else 1 for d in range(x.dim())])
 
 
-def _each(given: int | Sequence[int], rank: int) -> list[int]:
+def _per_dim(given: int | Sequence[int], rank: int) -> list[int]:
     listed = [given] if isinstance(given, int) else list(given)
     return listed * rank if len(listed) == 1 else listed
 
 
-_RESIZING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+_INTERPOLATIONS = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
     upsample_bicubic2d"""
-EXACT = 1024
+MAX_EXACT_DENOMINATOR = 1024
 """Multiples of 1 / this times a size are exact in float64, in which torch computes sizes."""
 
 
-@table.register(*(getattr(aten, name).vec for name in _RESIZING.split()))
-def resized(call: PaddedCall) -> PaddedValue:
+@table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()))
+def interpolate(call: PaddedCall) -> PaddedValue:
     """By factors, which say nothing of the true size; corners that are aligned, and a size that is given, do."""
     x: PaddedValue = call["input"]
     over = range(2, x.dim())
     if not any(x.is_padded(d) for d in over):
-        return row_wise(call, [len(over)])  # type: ignore[no-any-return]
+        resized: PaddedValue = row_wise(call, [len(over)])
+        return resized
     factors = call["scale_factors"]
     if factors is None or call.get("align_corners"):
         raise refuse(call, "by how much it resizes depends on the true size")
-    edged = x
+    extended = x
     for d, factor in zip(over, factors, strict=True):
         if x.is_padded(d):
-            if factor * EXACT != int(factor * EXACT):
-                raise refuse(call, f"the factor {factor} is no multiple of 1/{EXACT}, and sizes are rounded")
-            edged = repeated(edged, d, "replicate", 0, x.shape[d], static_dims([x.shape[d]])[0])
-    out = call.dense({"input": edged.dense})
+            if factor * MAX_EXACT_DENOMINATOR != int(factor * MAX_EXACT_DENOMINATOR):
+                raise refuse(
+                    call, f"the factor {factor} is no multiple of 1/{MAX_EXACT_DENOMINATOR}, and sizes are rounded"
+                )
+            extended = pad_dim(extended, d, "replicate", 0, x.shape[d], static_dims([x.shape[d]])[0])
+    out = call.dense({"input": extended.dense})
     dims = [*x.dims[:2], *static_dims(out.shape[2:])]
     for d, factor in zip(over, factors, strict=True):
         if x.is_padded(d):
-            size = floor_divided(multiplied(prefix_size(x, d), int(factor * EXACT)), EXACT)
+            size = floor_divided(
+                multiplied(prefix_size(x, d), int(factor * MAX_EXACT_DENOMINATOR)), MAX_EXACT_DENOMINATOR
+            )
             dims[d] = padded_dim(out.shape[d], size)
     return result(out, dims, x.sizes).gradient_masked()

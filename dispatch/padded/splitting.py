@@ -13,10 +13,10 @@ import torch
 
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import taken
+from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.padded.views import row
+from subtensors.dispatch.padded.views import select_row
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import Size, floor_divided, largest, smallest
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -90,7 +90,7 @@ def unbind(call: PaddedCall) -> list[PaddedValue]:
         dims = [factors for i, factors in enumerate(x.dims) if i != d]
         return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
     if prefix_size(x, d) == rows_symbol():
-        return [row(x, d, index) for index in range(x.shape[d])]
+        return [select_row(x, d, index) for index in range(x.shape[d])]
     return [apply(aten.select.int, x, d, i) for i in range(_same_for_all(call, x, d, _known(call, x, d)))]
 
 
@@ -105,7 +105,7 @@ def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> Padded
     """One of `parts` parts of a dim, which starts at the index that `start` expresses."""
     assert x.sizes is not None
     longest = -(-x.shape[d] // parts)
-    return taken(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
+    return take_range(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
 
 
 def _known(call: PaddedCall, x: PaddedValue, d: int) -> list[int]:

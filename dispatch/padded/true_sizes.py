@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +54,9 @@ class TrueSizes:
         self.symbols, self.buckets, self.values = symbols, buckets, values
         self.named = Named(symbols, buckets)
         self._host = host
-        self.masks: dict[Any, Tensor] = {}
+        self.masks: dict[Hashable, Tensor] = {}
         """Masks that were computed from these sizes, by the dimensions they are of."""
-        self.attention_masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self.attention_masks: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
         """The last few masks that were made for attention of these and a caller's mask, which is kept beside each."""
         self.serves_one_run = False
         """Whether this was made for one run of a program, which may be captured with its masks, each computed once."""
@@ -118,7 +118,7 @@ class TrueSizes:
             values = torch.cat([count, values])
         return size_on_device(size, symbols, values)
 
-    def fill(self, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    def fill(self, value: float, dtype: torch.dtype, device: torch.device) -> float | Tensor:
         """A number to put into padding: in one run as a tensor that is made once, and not by every op."""
         if not self.serves_one_run:
             return value
@@ -180,7 +180,7 @@ def _some(size: HostSize, rows: slice) -> HostSize:
     return size if isinstance(size, int) else size[rows]
 
 
-def together(operands: Sequence[TrueSizes]) -> TrueSizes | None:
+def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:
     """The sizes of all symbols of several tensors.
 
     Args:
@@ -225,7 +225,7 @@ def _check_agreement(symbol: sympy.Symbol, a: TrueSizes, i: int, b: TrueSizes, j
         raise SizeError(f"{symbol} is {a.host()[i]} in one tensor and {b.host()[j]} in another")
 
 
-def real_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
+def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
     """The mask of some dims.
 
     Args:
@@ -240,13 +240,13 @@ def real_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: Tr
         Inexpressible: a length differs from row to row, and no dim holds the rows.
     """
     flat = [factor for factors in dims for factor in factors]
-    rows_at = next((i for i, factor in enumerate(flat) if factor.size == rows_symbol()), None)
+    rows_dim_index = next((i for i, factor in enumerate(flat) if factor.size == rows_symbol()), None)
     found: Tensor | None = None
     position = 0
     for d, factors in enumerate(dims):
         for factor in factors:
             if d in wanted and not factor.is_static and not _covers(factor, sizes):
-                real = _below(factor, sizes, position, rows_at, len(flat))
+                real = _below(factor, sizes, position, rows_dim_index, len(flat))
                 found = real if found is None else found & real
             position += 1
     return None if found is None else _unfactored(found, dims)
@@ -258,7 +258,7 @@ def _covers(factor: Factor, sizes: TrueSizes) -> bool:
     return bool(factor.size.free_symbols == {rows} and factor.size.subs(rows, sizes.rows) == factor.bucket)
 
 
-def _below(factor: Factor, sizes: TrueSizes, position: int, rows_at: int | None, rank: int) -> Tensor:
+def _below(factor: Factor, sizes: TrueSizes, position: int, rows_dim_index: int | None, rank: int) -> Tensor:
     index = torch.arange(factor.bucket, device=sizes.values.device)
     size = sizes.of(factor.size)
     shape = [1] * rank
@@ -268,10 +268,10 @@ def _below(factor: Factor, sizes: TrueSizes, position: int, rows_at: int | None,
         return index < size
     if not sizes.differs_by_row(factor.size):
         return index < size[0]
-    if rows_at is None:
+    if rows_dim_index is None:
         raise UnsupportedCall("the rows of a ragged batch are gone, and its lengths with them")
     shape = [1] * rank
-    shape[rows_at] = size.shape[0]
+    shape[rows_dim_index] = size.shape[0]
     return index < size.view(shape)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import taken
+from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -90,10 +90,10 @@ def squeeze(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     given = call.get("dim")
     wanted = range(x.dim()) if given is None else [d % x.dim() for d in _listed(given)]
-    gone = {d for d in wanted if x.shape[d] == 1}
-    if any(x.is_padded(d) for d in gone):
+    squeezed = {d for d in wanted if x.shape[d] == 1}
+    if any(x.is_padded(d) for d in squeezed):
         raise refuse(call, "the dim to squeeze is padded")
-    return result(call.dense(), [f for d, f in enumerate(x.dims) if d not in gone], x.sizes, x.fill)
+    return result(call.dense(), [f for d, f in enumerate(x.dims) if d not in squeezed], x.sizes, x.fill)
 
 
 @table.register(aten.expand, aten.expand_copy)
@@ -110,7 +110,7 @@ def expand(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)
-def expand_as(call: PaddedCall) -> Any:
+def expand_as(call: PaddedCall) -> PyTree:
     """Operands take the dims, padding included, that a pointwise op would give them."""
     if call.op is aten.broadcast_to.default:
         return expand(call)
@@ -190,14 +190,14 @@ def select(call: PaddedCall) -> PaddedValue:
         return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
     if size == rows_symbol():
-        return row(x, d, index)
+        return select_row(x, d, index)
     _check_index(x, d, index)
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
     known = host_sizes(x, d)
     if known is not None and len(known) == 1 and not is_traced(x.dense):
         return result(x.dense.select(d, known[0] + index), dims, x.sizes, x.fill)
-    one = taken(x, d, x.size(d) + index, 1, static_dims([1])[0])
+    one = take_range(x, d, x.size(d) + index, 1, static_dims([1])[0])
     return replace(result(one.dense.squeeze(d), dims, x.sizes), view="copy")
 
 
@@ -225,7 +225,7 @@ def slice_(call: PaddedCall) -> PaddedValue:
         out = x.dense[(slice(None),) * d + (slice(start, bucket_stop, step),)]
         dims = with_dim(x.dims, d, padded_dim(out.shape[d], true_size))
         if bucket_stop >= 0:
-            return result(out, dims, x.sizes, x.fill_elsewhere)
+            return result(out, dims, x.sizes, x.fill_if_shifted)
         # Real positions of the whole are padding of the part, and take no gradient from there.
         return result(out, dims, x.sizes).gradient_masked()
     last = x.shape[d] if stop is None else stop
@@ -239,7 +239,7 @@ def slice_(call: PaddedCall) -> PaddedValue:
             return result(out, with_dim(x.dims, d, padded_dim(longest, true_size)), x.sizes).gradient_masked()
     first = x.size(d)
     assert not isinstance(first, int)
-    return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
+    return take_range(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
 
 
 @table.register(aten.narrow.default)
@@ -252,11 +252,11 @@ def narrow(call: PaddedCall) -> PaddedValue:
         return result(out, with_dim(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)
     end = start + length
     if end == (x.shape[d] if start >= 0 else 0):
-        return apply(aten.slice.Tensor, x, d, start, None)  # type: ignore[no-any-return]
+        return apply(aten.slice.Tensor, x, d, start, None)
     for size in host_sizes(x, d) or ():
         if not -size <= start <= end <= (size if start >= 0 else 0):
             raise RuntimeError(f"start ({start}) + length ({length}) exceeds dim {d} of true size {size}")
-    return apply(aten.slice.Tensor, x, d, start, end)  # type: ignore[no-any-return]
+    return apply(aten.slice.Tensor, x, d, start, end)
 
 
 @table.register(aten.unfold, aten.unfold_copy)
@@ -269,7 +269,7 @@ def unfold(call: PaddedCall) -> PaddedValue:
     if not x.is_padded(d):
         return result(out, [*with_dim(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
     windows = convolved(prefix_size(x, d), call["size"], call["step"])
-    moved = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_elsewhere)
+    moved = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted)
     # A window of the padding may overlap real positions, and would give them its gradient.
     return moved.gradient_masked()
 
@@ -285,10 +285,10 @@ def diagonal(call: PaddedCall) -> PaddedValue:
         return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
     down, along = max(-call["offset"], 0), max(call["offset"], 0)
     length = largest(0, smallest(prefix_size(x, a) - down, prefix_size(x, b) - along))
-    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_elsewhere)
+    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_if_shifted)
 
 
-def row(x: PaddedValue, d: int, index: int) -> PaddedValue:
+def select_row(x: PaddedValue, d: int, index: int) -> PaddedValue:
     """One row of a ragged batch, of its own size."""
     assert x.sizes is not None
     rest = [factors for i, factors in enumerate(x.dims) if i != d]
