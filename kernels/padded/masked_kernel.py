@@ -39,7 +39,7 @@ def _level(WHICH: tl.constexpr, r1, r0, c1, c0):
 
 
 @triton.jit
-def _of_rows(sizes, row, inside):
+def _row_sizes(sizes, row, inside):
     """The sizes of a tile's rows, (BM, 1).
 
     They are loaded as a vector: a column's layout would spread to all that meets it, a thread for each row, which then
@@ -69,7 +69,7 @@ def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, 
         row = _index(_level(STATICS[SLOT][2], r1, r0, c1, c0), batch_div, batch_mod, STATICS[SLOT][3])
         # Lanes past the end of a level have no row to ask about.
         if STATICS[SLOT][2] == 1:
-            size = _of_rows(sizes, row, r0 < R0)
+            size = _row_sizes(sizes, row, r0 < R0)
         elif STATICS[SLOT][2] == 3:
             size = tl.load(sizes + row, mask=c0 < C0, other=0)
         else:
@@ -100,31 +100,31 @@ def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0
 @triton.jit
 def column_bounds(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, in_rows, R0, C0):
     """Up to which column all elements of a tile's rows are real, and from which on none is."""
-    every = tl.min(in_rows.to(tl.int64)) * C0
-    some = tl.max(in_rows.to(tl.int64)) * C0
+    full_end = tl.min(in_rows.to(tl.int64)) * C0
+    valid_end = tl.max(in_rows.to(tl.int64)) * C0
     for i in tl.static_range(ROW_SLOTS, len(STATICS)):
         sizes, div, mod, batch_div, batch_mod = slots[i]
         if STATICS[i][2] == 3 or STATICS[i][0] < 2 or (STATICS[i][0] == 3 and STATICS[i][1]):
             # What is real comes and goes along the columns.
-            every = every * 0
+            full_end = full_end * 0
         else:
             if STATICS[i][2] == 1:
-                size = _of_rows(sizes, _index(r0, batch_div, batch_mod, STATICS[i][3]), in_rows)
-                most = tl.max(size)
-                least = tl.min(tl.where(in_rows, size, most))
+                size = _row_sizes(sizes, _index(r0, batch_div, batch_mod, STATICS[i][3]), in_rows)
+                max_size = tl.max(size)
+                min_size = tl.min(tl.where(in_rows, size, max_size))
             else:
                 if STATICS[i][2] == 0:
-                    least = tl.load(sizes + _index(r1, batch_div, batch_mod, STATICS[i][3]))
+                    min_size = tl.load(sizes + _index(r1, batch_div, batch_mod, STATICS[i][3]))
                 elif STATICS[i][2] == 2:
-                    least = tl.load(sizes + _index(c1, batch_div, batch_mod, STATICS[i][3]))
+                    min_size = tl.load(sizes + _index(c1, batch_div, batch_mod, STATICS[i][3]))
                 else:
-                    least = tl.load(sizes)
-                most = least
+                    min_size = tl.load(sizes)
+                max_size = min_size
             if STATICS[i][0] == 3:
-                every = tl.minimum(every, least * div)
-                some = tl.minimum(some, most * div)
+                full_end = tl.minimum(full_end, min_size * div)
+                valid_end = tl.minimum(valid_end, max_size * div)
             else:
                 at = _index(c1, div, mod, STATICS[i][1])
-                every = every * (at < least).to(tl.int64)
-                some = some * (at < most).to(tl.int64)
-    return every, some
+                full_end = full_end * (at < min_size).to(tl.int64)
+                valid_end = valid_end * (at < max_size).to(tl.int64)
+    return full_end, valid_end

@@ -19,7 +19,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +29,15 @@ R1, R0, C1, C0 = range(4)
 """The levels, as the kernels number them."""
 
 NO_BATCH = -1
-"""In place of a level, for an extent with one size for all rows."""
+"""In place of a level, for a valid length with one size for all rows."""
 
-TILE = 4096
+TILE_ELEMENTS = 4096
 """Elements that a program holds at once, where the tensor has as many: 32 a thread of four warps."""
 
-OF_A_WARP = 1024
+WARP_ELEMENTS = 1024
 """Elements of whole rows that a warp holds at once: 32 a thread."""
 
-NEIGHBOURS = 64
+MIN_ADJACENT_ROWS = 64
 """Rows of a tile where rows lie side by side in memory: 128 bytes of half precision, the width of a memory access."""
 
 
@@ -68,7 +67,7 @@ class MaskedLayout:
     row_strides: tuple[int, int]
     column_strides: tuple[int, int]
     slots: tuple[Slot, ...]
-    """The slots of the extents, those of rows first; `order` holds the extents' numbers."""
+    """The slots of the valid lengths, those of rows first; `order` holds the lengths' numbers."""
     order: tuple[int, ...]
     row_shape: tuple[int, ...]
 
@@ -92,10 +91,10 @@ class MaskedLayout:
         """The number of leading slots that are the same for all columns."""
         return sum(slot.is_of_rows for slot in self.slots)
 
-    def slot_arguments(self, extents: Sequence[ValidLength]) -> tuple[tuple[Any, ...], ...]:
+    def slot_arguments(self, lengths: Sequence[ValidLength]) -> tuple[tuple[Tensor | int, ...], ...]:
         """Return the run-time arguments of each slot."""
         return tuple(
-            (extents[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
+            (lengths[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
             for i, slot in zip(self.order, self.slots, strict=True)
         )
 
@@ -107,7 +106,7 @@ class MaskedLayout:
     @property
     def _neighbours(self) -> int:
         """The minimum number of rows in a tile, for wide loads where rows lie side by side in memory."""
-        return NEIGHBOURS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
+        return MIN_ADJACENT_ROWS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
 
     def fits_whole_rows(self, limit: int) -> bool:
         """Return whether a tile of at most `limit` elements can hold whole rows."""
@@ -118,29 +117,29 @@ class MaskedLayout:
         """Return whether the valid part of `c0` depends on `c1`."""
         return any(C1 in (slot.level, slot.batch_level) for slot in self.slots[self.row_slots :])
 
-    def lanes(self, wide: int, element_size: int) -> int:
+    def lanes(self, block_columns: int, element_size: int) -> int:
         """In how many columns of a tile so wide four warps load at once; what else it has stays in their registers."""
-        loaded = LOADED // element_size
-        return max(min(wide, loaded // self._neighbours), 1)
+        loaded = LOAD_BYTES // element_size
+        return max(min(block_columns, loaded // self._neighbours), 1)
 
     def tile(self, whole_rows: bool = False) -> tuple[int, int]:
         """Rows and columns of a tile, powers of two; `whole_rows` when one has to hold all of `c0`."""
         rows, columns = power_of_two(self.rows[1]), power_of_two(self.columns[1])
         least = min(rows, self._neighbours)
-        wide = columns if whole_rows else min(columns, max(TILE // least, 1))
-        return max(min(rows, TILE // wide), least), wide
+        block_columns = columns if whole_rows else min(columns, max(TILE_ELEMENTS // least, 1))
+        return max(min(rows, TILE_ELEMENTS // block_columns), least), block_columns
 
     def whole_rows(self) -> tuple[int, int, int]:
         """Rows, columns and warps of a tile that holds its rows whole: of one warp if it can, which waits for none."""
         if self._neighbours > 1:
-            high, wide = self.tile(whole_rows=True)
-            return high, wide, warps(high * wide)
-        wide = power_of_two(self.columns[1])
-        high = min(power_of_two(self.rows[1]), max(min(OF_A_WARP, TILE) // wide, 1))
-        return high, wide, max(high * wide // OF_A_WARP, 1)
+            block_rows, block_columns = self.tile(whole_rows=True)
+            return block_rows, block_columns, warps(block_rows * block_columns)
+        block_columns = power_of_two(self.columns[1])
+        block_rows = min(power_of_two(self.rows[1]), max(min(WARP_ELEMENTS, TILE_ELEMENTS) // block_columns, 1))
+        return block_rows, block_columns, max(block_rows * block_columns // WARP_ELEMENTS, 1)
 
 
-LOADED = 2048
+LOAD_BYTES = 2048
 """Bytes that four warps load at once: 16 a thread."""
 
 
@@ -155,14 +154,14 @@ def power_of_two(number: int) -> int:
 
 
 def plan(
-    x: Tensor, columns: Sequence[int], extents: Sequence[ValidLength], whole_columns: bool = False
+    x: Tensor, columns: Sequence[int], lengths: Sequence[ValidLength], whole_columns: bool = False
 ) -> tuple[Tensor, MaskedLayout]:
     """Plan the walk of a kernel along some dimensions of `x`.
 
     Args:
         x: the padded tensor.
         columns: the dimensions that the kernel works along.
-        extents: the padded dimensions.
+        lengths: the padded dimensions.
         whole_columns: whether columns that lie in memory as one are one level. Otherwise, and in rows, a padded
             dimension starts a level where possible, so that its valid part comes first.
 
@@ -170,16 +169,16 @@ def plan(
         `x`, or a copy that can be walked, and the layout of its shape and strides.
 
     Raises:
-        ValueError: a dimension is out of range, or a ragged extent has another number of rows than its batch.
+        ValueError: a dimension is out of range, or a ragged length has another number of rows than its batch.
     """
-    extents = normalize_dims(extents, x.dim())
-    for extent in extents:
-        if extent.sizes.dim() and extent.sizes.shape != (x.shape[extent.batch_dim],):
+    lengths = normalized(lengths, x.dim())
+    for length in lengths:
+        if length.sizes.dim() and length.sizes.shape != (x.shape[length.batch_dim],):
             raise ValueError(
-                f"the sizes of dim {extent.dim} are one or one a row, () or ({x.shape[extent.batch_dim]},); "
-                f"got {tuple(extent.sizes.shape)}"
+                f"the sizes of dim {length.dim} are one or one a row, () or ({x.shape[length.batch_dim]},); "
+                f"got {tuple(length.sizes.shape)}"
             )
-    shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in extents)
+    shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in lengths)
     wanted = tuple(sorted({d % x.dim() for d in columns}))
     if not is_dense(x):
         x = x.contiguous()
@@ -211,7 +210,7 @@ def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], extents: tuple[tuple[int, int], ...],
+    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], lengths: tuple[tuple[int, int], ...],
     whole_columns: bool,
 ) -> MaskedLayout | None:  # fmt: skip
     """The layout; None where rows or columns need more than two levels."""
@@ -222,7 +221,7 @@ def _layout(
         if len(merged) > 2:
             return None
         if len(merged) == 1 and not (whole_columns and dims is columns):
-            merged = _split(merged[0], shape, {dim for dim, _ in extents})
+            merged = _split(merged[0], shape, {dim for dim, _ in lengths})
         levels += [[]] * (2 - len(merged)) + merged
     places = {
         d: (level, math.prod(shape[e] for e in dims[dims.index(d) + 1 :]))
@@ -236,7 +235,7 @@ def _layout(
         return level, div, 0 if levels[level][0] == dim else shape[dim]
 
     slots = []
-    for dim, batch_dim in extents:
+    for dim, batch_dim in lengths:
         slots.append(Slot(*place(dim), *(place(batch_dim) if batch_dim != NO_BATCH else (NO_BATCH, 1, 0))))
     order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].is_of_rows))
     sizes = [math.prod(shape[d] for d in dims) for dims in levels]
@@ -267,7 +266,7 @@ def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[in
 def _split(run: list[int], shape: Sequence[int], padded: set[int]) -> list[list[int]]:
     """A run of dimensions cut before the last padded one, where what comes after is enough to fill tiles."""
     for at in range(len(run) - 1, 0, -1):
-        if run[at] in padded and math.prod(shape[d] for d in run[at:]) >= NEIGHBOURS:
+        if run[at] in padded and math.prod(shape[d] for d in run[at:]) >= MIN_ADJACENT_ROWS:
             return [run[:at], run[at:]]
     return [run]
 

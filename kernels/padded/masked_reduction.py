@@ -7,9 +7,10 @@ mean and var NaN; where that is because the row itself is padding, it gives `fil
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,20 +23,28 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
-PARTS = 2048
+MAX_PARTS = 2048
 """The most parts that a row is cut into."""
 
-THREADS = 128
+THREADS_PER_PROGRAM = 128
 """The threads of a program."""
 
-REGISTERS = 65536
+REGISTERS_PER_MULTIPROCESSOR = 65536
 """The registers of a multiprocessor, which runs as many programs at a time as its registers hold."""
 
-MERGING = 4
+MERGE_COST = 4
 """The time of a second kernel, in tiles of a program of the first."""
 
-MERGED = 2048
+MAX_MERGED_STATES = 2048
 """States that a program of the second kernel holds, where a row has fewer parts."""
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Import the kernels, and Triton with them, at the first launch."""
+    from subtensors.kernels.padded import masked_reduction_kernel
+
+    return masked_reduction_kernel
 
 
 class Reduced(NamedTuple):
@@ -75,13 +84,13 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def masked_reduction_reference(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """Compute `masked_reduction` in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
     dims = [d % x.dim() for d in dims]
-    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
+    real = real_mask(x.shape, lengths, x.device).expand(x.shape)
     counts = real.sum(dims, keepdim=True)
     value = x.to(arithmetic_dtype(dtype))
     zeros = torch.zeros_like(value)
@@ -110,7 +119,7 @@ def masked_reduction_reference(
         out = torch.linalg.vector_norm(torch.where(real, value, zeros), p, dims, keepdim=True)
         if p == math.inf:
             aux = (real & (value.abs() == out)).sum(dims, keepdim=True)
-    in_rows = valid_mask(x.shape, [e for e in extents if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
+    in_rows = real_mask(x.shape, [e for e in lengths if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
     results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
     return Reduced(results[0].to(dtype), results[1].to(sum_dtype(x.dtype)), results[2])
 
@@ -130,13 +139,13 @@ def _bound(dtype: torch.dtype, kind: str) -> float:
     return torch.iinfo(dtype).min if kind == "amax" else torch.iinfo(dtype).max
 
 
-def _is_of_rows(extent: ValidLength, dims: Sequence[int], ndim: int) -> bool:
-    """Return whether an extent determines valid rows, rather than valid elements within rows."""
-    return extent.dim % ndim not in dims and not (extent.sizes.dim() and extent.batch_dim % ndim in dims)
+def _is_of_rows(length: ValidLength, dims: Sequence[int], ndim: int) -> bool:
+    """Return whether a valid length determines valid rows, rather than valid elements within rows."""
+    return length.dim % ndim not in dims and not (length.sizes.dim() and length.batch_dim % ndim in dims)
 
 
 def masked_reduction_backward_reference(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Compute `masked_reduction_backward` in torch ops."""
@@ -154,7 +163,7 @@ def masked_reduction_backward_reference(
         "norm": lambda: _norm_gradient(value, out, g, p),
     }[kind]()
     # Rows of padding have a gradient, but nothing to give it to.
-    return torch.where(valid_mask(x.shape, extents, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
+    return torch.where(real_mask(x.shape, lengths, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
 
 
 def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:
@@ -187,31 +196,29 @@ def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction:
 
 
 def masked_reduction_forward(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """`masked_reduction` by its kernels; arguments as there."""
-    from subtensors.kernels.padded.masked_reduction_kernel import merge_kernel, reduction_kernel
-
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
         return _as_bool(
-            masked_reduction_forward(x.to(torch.uint8), kind, dims, extents, p, correction, fill, for_gradient)
+            masked_reduction_forward(x.to(torch.uint8), kind, dims, lengths, p, correction, fill, for_gradient)
         )
-    x, layout = plan(x, dims, extents)
+    x, layout = plan(x, dims, lengths)
     accumulated = sum_dtype(x.dtype)
     out = x.new_empty(layout.row_shape, dtype=dtype)
     aux = x.new_empty(layout.row_shape, dtype=accumulated)
     counts = x.new_empty(layout.row_shape, dtype=torch.int64)
     if not out.numel():
         return Reduced(out, aux, counts)
-    high, wide = layout.tile()
-    programs = layout.rows[0] * -(-layout.rows[1] // high)
-    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
+    block_rows, block_columns = layout.tile()
+    programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
+    tiles = layout.columns[0] * -(-layout.columns[1] // block_columns)
     # A state of lanes along contiguous columns is small enough for twice as many, and so many more loads under way.
     resident = 8 if layout.is_flat and kind != "var" and dtype != torch.float64 else 4
     parts = _parts(programs, tiles, multiprocessors(x.device) * resident) if tiles else 1
-    registers = REGISTERS // (THREADS * resident)
+    registers = REGISTERS_PER_MULTIPROCESSOR // (THREADS_PER_PROGRAM * resident)
     grid = (programs, parts)
     statics = (
         layout.statics,
@@ -222,19 +229,26 @@ def masked_reduction_forward(
         float(correction),
         fill if dtype.is_floating_point else int(fill),
     )
-    slots = layout.slot_arguments(extents)
-    tile = (high, wide, layout.lanes(wide, x.element_size()), for_gradient, layout.bounds_vary)
+    slots = layout.slot_arguments(lengths)
+    tile = (block_rows, block_columns, layout.lanes(block_columns, x.element_size()), for_gradient, layout.bounds_vary)
     results: tuple[Tensor, ...] = (out, aux, counts)
+    kernels = _kernels()
     with launching_on(x.device):
         if parts > 1:
             states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
-            reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers)
+            kernels.reduction_kernel[grid](
+                x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers
+            )
             merged = power_of_two(parts)
-            high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
-            programs = layout.rows[0] * -(-layout.rows[1] // high)
-            merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
+            block_rows = min(max(MAX_MERGED_STATES // merged, 1), power_of_two(layout.rows[1]))
+            programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
+            kernels.merge_kernel[(programs,)](
+                *states, *results, slots, parts, *layout.rows, *statics, block_rows, merged
+            )
         else:
-            reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers)
+            kernels.reduction_kernel[grid](
+                x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers
+            )
     return Reduced(out, aux, counts)
 
 
@@ -242,7 +256,7 @@ def _as_bool(reduced: Reduced) -> Reduced:
     return Reduced(reduced.out.bool(), reduced.aux, reduced.counts)
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def _parts(programs: int, tiles: int, slots: int) -> int:
     """Return the number of programs that share a row, chosen so that the last program finishes soonest.
 
@@ -253,38 +267,37 @@ def _parts(programs: int, tiles: int, slots: int) -> int:
     """
 
     def rounds(parts: int) -> int:
-        return -(-programs * parts // slots) * -(-tiles // parts) + MERGING * (parts > 1)
+        return -(-programs * parts // slots) * -(-tiles // parts) + MERGE_COST * (parts > 1)
 
-    return min(range(1, min(tiles, PARTS) + 1), key=rounds)
+    return min(range(1, min(tiles, MAX_PARTS) + 1), key=rounds)
 
 
 def masked_reduction_backward(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The gradient of `masked_reduction` by its kernel.
 
     Args:
         gradient: of the result, in its shape.
-        x, kind, dims, extents, p, correction: as in the forward.
+        x, kind, dims, lengths, p, correction: as in the forward.
         reduced: what the forward gave.
 
     Returns:
         The gradient of `x`, zero in padding.
     """
-    from subtensors.kernels.padded.masked_reduction_kernel import reduction_backward_kernel
-
-    x, layout = plan(x, dims, extents)
+    x, layout = plan(x, dims, lengths)
     g = _scaled(gradient, reduced, kind, p, correction).contiguous()
     result = torch.empty_like(x)
     if not x.numel():
         return result
-    high, wide = layout.tile()
-    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
-    programs = layout.rows[0] * -(-layout.rows[1] // high) * tiles
+    block_rows, block_columns = layout.tile()
+    tiles = layout.columns[0] * -(-layout.columns[1] // block_columns)
+    programs = layout.rows[0] * -(-layout.rows[1] // block_rows) * tiles
     with launching_on(x.device):
-        reduction_backward_kernel[(programs,)](
-            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(extents),
-            *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p), high, wide,
+        _kernels().reduction_backward_kernel[(programs,)](
+            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(lengths),
+            *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p),
+            block_rows, block_columns,
         )  # fmt: skip
     return result

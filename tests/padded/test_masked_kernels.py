@@ -48,8 +48,8 @@ each_on_cpu = pytest.mark.parametrize("lowering", ON_CPU)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so large that they hold a case whole, or so small that it takes many."""
     if request.param == "many tiles":
-        monkeypatch.setattr(masked_layout, "TILE", 32)
-        monkeypatch.setattr(masked_softmax, "ONE_PASS", 4)
+        monkeypatch.setattr(masked_layout, "TILE_ELEMENTS", 32)
+        monkeypatch.setattr(masked_softmax, "MAX_ONE_PASS_ELEMENTS", 4)
 
 
 def case(name: str) -> Padded:
@@ -234,7 +234,7 @@ def test_a_product_with_zeros_has_torchs_gradient(lowering: Lowering) -> None:
 
 @each_lowering
 def test_a_long_row_among_few_is_shared_by_programs(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_layout, "TILE", 64)
+    monkeypatch.setattr(masked_layout, "TILE_ELEMENTS", 64)
     monkeypatch.setattr(masked_reduction, "_parts", lambda programs, tiles, slots: min(tiles, 3))
     x = padded((2, 500), {1: ([500, 170], 0)})
     for number, (kind, p) in sampled(enumerate(KINDS_AND_ORDERS), "ragged", lowering):
@@ -341,7 +341,7 @@ def test_a_norm_of_any_padded_tensor_is_that_of_the_real_elements(
 
 @each_lowering
 def test_a_row_too_long_for_a_program_is_normalized_too(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_norm, "LONGEST", 16)
+    monkeypatch.setattr(masked_norm, "MAX_ROW_LENGTH", 16)
     check_norm(padded((3, 17), {0: 2, 1: 11}), 1, False, True, lowering)
 
 
