@@ -21,9 +21,9 @@ MASKS = 4
 
 @table.register(aten.scaled_dot_product_attention)
 def attention(call: PaddedCall) -> PaddedValue:
-    """softmax(q @ k.T * scale + mask) @ v over real keys.
+    """softmax(q @ k.T * scale + mask) @ v over valid keys.
 
-    Where queries and keys are one sequence a causal mask hides the padded keys from every real query, so none is made
+    Where queries and keys are one sequence a causal mask hides the padded keys from every valid query, so none is made
     and torch may choose a kernel that takes none.
     """
     q, k, v = call["query"], call["key"], call["value"]
@@ -77,7 +77,7 @@ def _mask(
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
-    """The caller's mask, or a causal one, in one with that of the real keys, where these are to be told apart."""
+    """The caller's mask, or a causal one, in one with that of the valid keys, where these are to be told apart."""
     if sizes is None or not sizes.serves_one_run or (given is not None and given.dense.is_inference()):
         return _for_each_query(_joined(q, scores, sizes, given, causal, hides_keys), scores)
     # Layers share a mask: it is made once a run, as what kernels add to the scores, and not by torch in every call.

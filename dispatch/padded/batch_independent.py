@@ -158,7 +158,7 @@ def solve(call: PaddedCall) -> PyTree:
 
 @table.register(aten._linalg_check_errors)
 def check_errors(call: PaddedCall) -> None:
-    """Raise where a real matrix could not be worked on."""
+    """Raise where a valid matrix could not be worked on."""
     call.dense({"info": call["info"].edge_filled()})
 
 

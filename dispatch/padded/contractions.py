@@ -90,10 +90,10 @@ def bilinear(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.cov)
 def covariance(call: PaddedCall) -> PaddedValue:
-    """Products of distances from the means of rows, over the number of real columns less the correction."""
+    """Products of distances from the means of rows, over the number of valid columns less the correction."""
     x: PaddedValue = call["self"]
     if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
-        raise refuse(call, "its columns have weights, or its numbers are no real ones")
+        raise refuse(call, "its columns have weights, or it is not floating point")
     rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
     distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
     product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))

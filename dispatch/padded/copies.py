@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @table.register(aten.cat, aten.concat, aten.concatenate)
 def cat(call: PaddedCall) -> PaddedValue:
-    """Tensors side by side: along a padded dim the real parts follow each other, and the padding comes last."""
+    """Tensors side by side: along a padded dim the valid parts follow each other, and the padding comes last."""
     parts = [x for x in call["tensors"] if list(x.shape) != [0]]
     d = call["dim"] % parts[0].dim()
     # A dim of size 1 does not broadcast here, so dims meet as they are.
@@ -42,12 +42,12 @@ def cat(call: PaddedCall) -> PaddedValue:
         return unpacked
     assert sizes is not None
     position = torch.arange(joined.shape[d], device=joined.device)
-    index, real_end, bucket_end = position, None, 0
+    index, valid_end, bucket_end = position, None, 0
     for x, size in zip(parts[:-1], true_sizes[:-1], strict=True):
         value = sizes.of_each(size)
-        real_end = value if real_end is None else real_end + value
+        valid_end = value if valid_end is None else valid_end + value
         bucket_end += x.shape[d]
-        end = real_end.unsqueeze(-1) if real_end.dim() else real_end
+        end = valid_end.unsqueeze(-1) if valid_end.dim() else valid_end
         index = torch.where(position >= end, position - end + bucket_end, index)
     return gather_along(unpacked, d, index, total)
 
@@ -65,7 +65,7 @@ def stack(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.flip, aten.roll)
 def flip_or_roll(call: PaddedCall) -> PaddedValue:
-    """Positions of a dim in another order: of a padded one the real positions among themselves."""
+    """Positions of a dim in another order: of a padded one the valid positions among themselves."""
     x: PaddedValue = call["self"]
     named = call["dims"]
     named = [named] if isinstance(named, int) else list(named)
@@ -182,6 +182,6 @@ def pixel_shuffle(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.tril, aten.triu)
 def triangle(call: PaddedCall) -> PaddedValue:
-    """Zero above or below a diagonal: positions count from the start, where the real ones are."""
+    """Zero above or below a diagonal: positions count from the start, where the valid ones are."""
     x: PaddedValue = call["self"]
     return x.like(call.dense(), 0 if x.fill == 0 else None)

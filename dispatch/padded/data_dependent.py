@@ -1,6 +1,6 @@
 """Selections whose length the values decide: nonzero, a bool index, unique. What they give is plain, and so long.
 
-In order, the real elements of a padded tensor are those of the logical one, so that a selection among them is the same.
+In order, the valid elements of a padded tensor are those of the logical one, so that a selection among them is the same.
 How long it is nobody knows before: a compiler and a graph capture are told so, as torch tells them of plain tensors.
 """
 
@@ -44,12 +44,12 @@ def _positions(call: PaddedCall) -> PyTree:
 
 @table.register(aten.masked_select)
 def masked_select(call: PaddedCall) -> PaddedValue:
-    """The elements under a mask, of real positions only."""
+    """The elements under a mask, of valid positions only."""
     require_values(call)
     dims, sizes = broadcast([call["self"], call["mask"]])
     mask = call["mask"].dense
-    real = PaddedValue(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
-    return unpadded_value(call.dense({"mask": mask if real is None else mask & real}))
+    valid = PaddedValue(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
+    return unpadded_value(call.dense({"mask": mask if valid is None else mask & valid}))
 
 
 def index_by_mask(call: PaddedCall) -> PaddedValue:
@@ -60,12 +60,12 @@ def index_by_mask(call: PaddedCall) -> PaddedValue:
     over = range(at, at + mask.dim())
     dims = [broadcast_dim([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
     whole = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
-    real = whole.mask(over)
+    valid = whole.mask(over)
     chosen = mask.dense
-    if real is not None:
-        if any(size != 1 for d, size in enumerate(real.shape) if d not in over):
+    if valid is not None:
+        if any(size != 1 for d, size in enumerate(valid.shape) if d not in over):
             raise refuse(call, "which of its positions are real differs from row to row")
-        chosen = chosen & real.reshape([real.shape[d] for d in over])
+        chosen = chosen & valid.reshape([valid.shape[d] for d in over])
     out = call.dense({"indices": [*[None] * at, chosen]})
     selected = static_dims([out.shape[at]])
     return result(out, [*x.dims[:at], *selected, *x.dims[at + mask.dim() :]], x.sizes).gradient_masked()
@@ -87,22 +87,22 @@ def masked_scatter(call: PaddedCall) -> PaddedValue:
     x, mask, source = call["self"], call["mask"], call["source"]
     dims, sizes = broadcast([x, mask])
     shape = list(map(bucket_of, dims))
-    real = PaddedValue(x.dense.expand(shape), dims, sizes).mask()
+    valid = PaddedValue(x.dense.expand(shape), dims, sizes).mask()
     changed: dict[str, Tensor] = {"source": valid_first(source)}
-    if real is not None:
-        changed["mask"] = mask.dense & real
+    if valid is not None:
+        changed["mask"] = mask.dense & valid
     return result(call.dense(changed), dims, sizes).gradient_masked()
 
 
 @table.register(aten._unique2, aten._unique)
 def unique(call: PaddedCall) -> PyTree:
-    """The values of real elements."""
+    """The values of valid elements."""
     return _unique_values(call)
 
 
 @table.register(aten.unique_consecutive)
 def unique_consecutive(call: PaddedCall) -> PyTree:
-    """The values of real elements, one for each run of equal ones."""
+    """The values of valid elements, one for each run of equal ones."""
     return _unique_values(call) if call["dim"] is None else unique_along(call)
 
 
@@ -129,9 +129,9 @@ def unique_along(call: PaddedCall) -> PyTree:
     if not x.dim() or not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
     dense = x.filled(0)
-    real = x.mask([d])
-    if real is not None:
-        dense = dense.index_select(d, real.reshape(-1).nonzero().squeeze(1))
+    valid = x.mask([d])
+    if valid is not None:
+        dense = dense.index_select(d, valid.reshape(-1).nonzero().squeeze(1))
     values, inverse, counts = call.dense({"self": dense})
     dims: list[Factors] = [*x.dims[:d], *static_dims([values.shape[d]]), *x.dims[d + 1 :]]
     if call.get("return_inverse"):
@@ -172,7 +172,7 @@ def all_equal(call: PaddedCall) -> bool:
 
 
 def valid_first(x: PaddedValue) -> Tensor:
-    """All elements, flat: the real ones first, in their order."""
+    """All elements, flat: the valid ones first, in their order."""
     flat, mask = x.dense.reshape(-1), x.mask()
     if mask is None:
         return flat

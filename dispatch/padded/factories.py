@@ -87,7 +87,7 @@ def multinomial(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.native_dropout)
 def native_dropout(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
-    """Each real element is kept or dropped as the bucket's draw says."""
+    """Each valid element is kept or dropped as the bucket's draw says."""
     x: PaddedValue = call["input"]
     out, kept = call.dense()
     fill = 0 if x.fill == 0 else FINITE_FILL if x.fill in (FINITE_FILL, EDGE_FILL) else None

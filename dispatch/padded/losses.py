@@ -1,4 +1,4 @@
-"""Losses: computed element by element, then reduced over real elements."""
+"""Losses: computed element by element, then reduced over valid elements."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def classes(call: PaddedCall) -> PyTree:
     # What is ignored gives its scores a gradient of zero, if they are numbers.
     scores = scored.with_finite_padding() if scored.dims == x.dims else scored.filled(0)
     x.gradient_is_zero_if()
-    real_classes = x.mask([at])
-    if real_classes is not None and call.op is aten.cross_entropy_loss.default:
+    valid_classes = x.mask([at])
+    if valid_classes is not None and call.op is aten.cross_entropy_loss.default:
         # A padded class has no probability.
-        scores = torch.where(real_classes, scores, -math.inf)
+        scores = torch.where(valid_classes, scores, -math.inf)
     out = call.dense({"self": scores, "target": ignored})
     outs = out if isinstance(out, tuple) else (out,)
     reduced = call["reduction"] != _NONE

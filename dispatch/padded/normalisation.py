@@ -1,4 +1,4 @@
-"""Layer, group, batch and instance norm: statistics of real elements.
+"""Layer, group, batch and instance norm: statistics of valid elements.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
@@ -81,7 +81,7 @@ def group_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.batch_norm)
 def batch_norm(call: PaddedCall) -> PaddedValue:
-    """Over the batch and the positions, for each channel; the running statistics learn of real elements."""
+    """Over the batch and the positions, for each channel; the running statistics learn of valid elements."""
     x: PaddedValue = call["input"]
     average, spread = call["running_mean"], call["running_var"]
     if x.is_padded(1) and any(call[name] is not None for name in ("weight", "bias", "running_mean", "running_var")):
@@ -159,10 +159,10 @@ def _dims_of(x: PaddedValue, outs: Sequence[Tensor], rows: int) -> list[Sequence
 
 
 def _normalised(call: PaddedCall, x: PaddedValue, over: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / sqrt(var + eps), mean and var over the real elements of some dims, which are kept."""
+    """(x - mean) / sqrt(var + eps), mean and var over the valid elements of some dims, which are kept."""
     if not x.dense.is_floating_point():
         call.dense()
-        raise refuse(call, "its numbers are no real ones")
+        raise refuse(call, "it is not floating point")
     eps = call["eps"]
     dtype = arithmetic_dtype(x.dense.dtype)
     values = x.filled(0).to(dtype)
@@ -187,7 +187,7 @@ def _count(x: PaddedValue, over: list[int]) -> Tensor | int:
 def _scaled(
     x: PaddedValue, normal: Tensor, weight: PaddedValue | None, bias: PaddedValue | None, shape: Sequence[int]
 ) -> PaddedValue:
-    """Times the weight, plus the bias, in the dtype of the input; both learn of real elements only."""
+    """Times the weight, plus the bias, in the dtype of the input; both learn of valid elements only."""
     out = normal if weight is None else normal * weight.dense.view(shape)
     out = out if bias is None else out + bias.dense.view(shape)
     return result(out.to(x.dense.dtype), x.dims, x.sizes).gradient_masked()

@@ -55,7 +55,7 @@ def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> P
         target[dim] = shape[dim]
         out = x.dense.gather(dim, index.reshape(shape).expand(target))
     dims = [*x.dims[:dim], factors, *x.dims[dim + 1 :]]
-    # Several positions of padding may name one real position, and would give it their gradients.
+    # Several positions of padding may name one valid position, and would give it their gradients.
     return result(out, dims, x.sizes).gradient_masked()
 
 

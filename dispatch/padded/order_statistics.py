@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
-    """Values and positions in order, the real ones first. A sort puts NaN above all numbers."""
+    """Values and positions in order, the valid ones first. A sort puts NaN above all numbers."""
     if not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
     dtype = x.dense.dtype

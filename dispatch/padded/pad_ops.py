@@ -1,4 +1,4 @@
-"""Borders around the real part: of a constant, or of what lies next to them within it."""
+"""Borders around the valid part: of a constant, or of what lies next to them within it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @table.register(aten.constant_pad_nd, aten.pad)
 def bordered(call: PaddedCall) -> PaddedValue:
-    """A constant around the real part, which stands in the padding too, so that it follows the true end; or a copy."""
+    """A constant around the valid part, which stands in the padding too, so that it follows the true end; or a copy."""
     x: PaddedValue = call["self"]
     if call.get("mode", "constant") != "constant":
         return _pad_from_values(call, x)
@@ -44,7 +44,7 @@ def bordered(call: PaddedCall) -> PaddedValue:
     dense = x.filled(value, touched) if touched else x.dense
     out = torch.constant_pad_nd(dense, widths, value)
     moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
-    # Cut off at the end, real positions of the whole are padding of the part, and take no gradient from there.
+    # Cut off at the end, valid positions of the whole are padding of the part, and take no gradient from there.
     return moved.gradient_masked() if touched else moved
 
 
@@ -59,7 +59,7 @@ _MAX_EXCESS = {"reflect": -1, "circular": 0}
 
 
 def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
-    """A border that repeats the real part: each dim after the other."""
+    """A border that repeats the valid part: each dim after the other."""
     mode, widths = call["mode"], list(call["pad"])
     if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         # Autocast has them in single precision, on a CPU.
@@ -86,7 +86,7 @@ def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
 
 
 def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
-    """A dim with what it repeats beside its real part.
+    """A dim with what it repeats beside its valid part.
 
     Args:
         x: the value.
@@ -94,7 +94,7 @@ def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: 
         mode: "replicate", "reflect" or "circular".
         left: how many positions come before the first.
         bucket: how many there are in all.
-        factors: the dim of the result, whose real positions may be more than the true size.
+        factors: the dim of the result, whose valid positions may be more than the true size.
     """
     n = x.size(d)
     position = torch.arange(bucket, device=x.dense.device) - left

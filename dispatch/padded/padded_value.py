@@ -35,10 +35,10 @@ from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_h
 Number = int | float | bool
 
 FINITE_FILL: Literal["finite"] = "finite"
-"""A fill of which only that is known: numbers, no NaN or infinity unless real values have them for the same reason."""
+"""A fill of which only that is known: numbers, no NaN or infinity unless valid values have them for the same reason."""
 
 EDGE_FILL: Literal["edge"] = "edge"
-"""A fill with what stands at the first position of each padded dim: what an op makes of it, is made of real values."""
+"""A fill with what stands at the first position of each padded dim: what an op makes of it, is made of valid values."""
 
 Fill = Number | Literal["finite", "edge"]
 
@@ -176,7 +176,7 @@ class PaddedValue:
         return replace(self, dense=self.filled(value), fill=value, tracker=None)
 
     def edge_filled(self, only: Iterable[int] | None = None, is_zero: IsZero | None = None) -> Tensor:
-        """The storage with the first real values in place of padding: whatever an op's domain is, they are in it.
+        """The storage with the first valid values in place of padding: whatever an op's domain is, they are in it.
 
         Args:
             only: the dims whose padding counts; all by default.
@@ -300,13 +300,13 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
 
 
 def prefix_size(value: PaddedValue, dim: int) -> Size:
-    """The true size of a dim whose real positions come first.
+    """The true size of a dim whose valid positions come first.
 
     Raises:
-        Inexpressible: the real positions lie scattered, as after a flatten.
+        Inexpressible: the valid positions lie scattered, as after a flatten.
     """
     if len(value.dims[dim]) != 1:
-        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its real positions lie scattered in it")
+        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
     return value.dims[dim][0].size
 
 
@@ -314,7 +314,7 @@ def host_sizes(value: PaddedValue, dim: int) -> list[int] | None:
     """The true size of a dim as the host knows it, of each row where rows differ; None where it doesn't know.
 
     Raises:
-        Inexpressible: the real positions lie scattered, as after a flatten.
+        Inexpressible: the valid positions lie scattered, as after a flatten.
     """
     size, sizes = prefix_size(value, dim), value.sizes
     if sizes is None or not sizes.known_on_host:

@@ -1,4 +1,4 @@
-"""Pointwise ops: `out[i]` is a function of the operands at `i`, so real positions never see the padding."""
+"""Pointwise ops: `out[i]` is a function of the operands at `i`, so valid positions never see the padding."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], 
 def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:
     """The storage of an operand of a broadcast op.
 
-    One that lacks a padded dim of the result, or has only real positions there, would take padding's gradients for
+    One that lacks a padded dim of the result, or has only valid positions there, would take padding's gradients for
     its own: it is expanded first, and the gradient masked before it is added up.
     """
     if not x.is_tracked or sizes is None:

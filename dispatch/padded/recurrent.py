@@ -6,7 +6,7 @@ input gate shut,
 
     c_t = sigmoid(f + 1e4) c_(t-1) + sigmoid(i - 1e4) g = c_(t-1),
 
-which is exact, and so is its gradient. Backwards in time a layer runs forward over the real steps in reversed order.
+which is exact, and so is its gradient. Backwards in time a layer runs forward over the valid steps in reversed order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reductions: padding is filled with the element that changes nothing, and counts are of real elements.
+"""Reductions: padding is filled with the element that changes nothing, and counts are of valid elements.
 
 A reduction over padded dims is `f(where(mask, x, e))` with `e` neutral for f. What divides by the number of elements
-divides by the number of real ones, which the device reads from the true sizes: mean = sum / count and
+divides by the number of valid ones, which the device reads from the true sizes: mean = sum / count and
 var = sum((x - mean)^2) / (count - correction).
 """
 
@@ -64,7 +64,7 @@ NEUTRAL: dict[OpOverload | OpOverloadPacket, Callable[[torch.dtype], Number]] = 
     aten.min.dim: max_value,
     aten.logsumexp: min_value,
 }
-"""The element that a reduction ignores. max.dim and min.dim give positions too, of which the real ones come first."""
+"""The element that a reduction ignores. max.dim and min.dim give positions too, of which the valid ones come first."""
 
 
 @table.register(*NEUTRAL)
@@ -108,7 +108,7 @@ def mean(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
 def variance(call: PaddedCall) -> PyTree:
-    """Squared distances from the mean of the real elements, over their count less the correction."""
+    """Squared distances from the mean of the valid elements, over their count less the correction."""
     x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
     keepdim = call["keepdim"]
@@ -162,7 +162,7 @@ def norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.argmax, aten.argmin)
 def argmax(call: PaddedCall) -> PaddedValue:
-    """The position of an extreme; that of the flattened tensor counts real elements only."""
+    """The position of an extreme; that of the flattened tensor counts valid elements only."""
     x: PaddedValue = call["self"]
     extreme = min_value if call.op.overloadpacket is aten.argmax else max_value
     reduced = reduced_dims(call, x)

@@ -35,8 +35,8 @@ def softmax(call: PaddedCall) -> PaddedValue:
         if by_kernel is not None:
             return by_kernel
     # An integer input is cast to a real dtype, in which its least value is no neutral element.
-    real = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
-    return x.like(call.dense({"self": real.filled(float("-inf"), [d])})).gradient_masked()
+    floating = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
+    return x.like(call.dense({"self": floating.filled(float("-inf"), [d])})).gradient_masked()
 
 
 SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {

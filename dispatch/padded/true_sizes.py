@@ -246,8 +246,8 @@ def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: T
     for d, factors in enumerate(dims):
         for factor in factors:
             if d in wanted and not factor.is_static and not _covers(factor, sizes):
-                real = _below(factor, sizes, position, rows_dim_index, len(flat))
-                found = real if found is None else found & real
+                valid = _below(factor, sizes, position, rows_dim_index, len(flat))
+                found = valid if found is None else found & valid
             position += 1
     return None if found is None else _unfactored(found, dims)
 

@@ -270,7 +270,7 @@ def unfold(call: PaddedCall) -> PaddedValue:
         return result(out, [*with_dim(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
     windows = convolved(prefix_size(x, d), call["size"], call["step"])
     moved = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted)
-    # A window of the padding may overlap real positions, and would give them its gradient.
+    # A window of the padding may overlap valid positions, and would give them its gradient.
     return moved.gradient_masked()
 
 

@@ -1,12 +1,12 @@
 """Layer norm and rms norm of a padded tensor, forward and backward.
 
-Over the `n` real elements of a row of the normalized dimensions,
+Over the `n` valid elements of a row of the normalized dimensions,
 
     layer norm: h = (x - mean) / sqrt(sum (x - mean)^2 / n + eps),   rms norm: h = x / sqrt(sum x^2 / n + eps),
     y = h * weight + bias,
 
 and `fill` in padding. What padding holds is never computed with: not in a row, where normalized dimensions are padded
-too, nor in the gradients of weight and bias, which are sums over the real rows.
+too, nor in the gradients of weight and bias, which are sums over the valid rows.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def masked_norm_reference(
 ) -> Normed:  # fmt: skip
     """Compute `masked_norm` in torch ops: the readable definition."""
     dims = range(x.dim() - normalized, x.dim())
-    real = real_mask(x.shape, lengths, x.device).expand(x.shape)
-    count = real.sum(tuple(dims), keepdim=True).clamp(min=1)
-    value = torch.where(real, x.to(arithmetic_dtype(x.dtype)), 0)
+    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    count = valid.sum(tuple(dims), keepdim=True).clamp(min=1)
+    value = torch.where(valid, x.to(arithmetic_dtype(x.dtype)), 0)
     mean = torch.zeros_like(count, dtype=value.dtype) if is_rms else value.sum(tuple(dims), keepdim=True) / count
-    centered = torch.where(real, value - mean, 0)
+    centered = torch.where(valid, value - mean, 0)
     scale = (centered.square().sum(tuple(dims), keepdim=True) / count + eps).rsqrt()
     y = centered * scale
     y = y * weight if weight is not None else y
@@ -80,7 +80,7 @@ def masked_norm_reference(
     in_rows = real_mask(x.shape, row_lengths, x.device)
     shape = x.shape[: dims[0]]
     kept = [torch.where(in_rows, t, 0).reshape(shape) for t in (mean, scale)]
-    return Normed(torch.where(real, y, fill).to(x.dtype), *kept)
+    return Normed(torch.where(valid, y, fill).to(x.dtype), *kept)
 
 
 def masked_norm_backward_reference(
@@ -89,17 +89,17 @@ def masked_norm_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `masked_norm_backward` in torch ops."""
     dims = tuple(range(x.dim() - normalized, x.dim()))
-    real = real_mask(x.shape, lengths, x.device).expand(x.shape)
-    count = real.sum(dims, keepdim=True).clamp(min=1)
+    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    count = valid.sum(dims, keepdim=True).clamp(min=1)
     mean, scale = (t.view(*t.shape, *[1] * normalized) for t in (mean, scale))
-    unit = torch.where(real, (x.to(mean.dtype) - mean) * scale, 0)
-    g = torch.where(real, gradient.to(mean.dtype), 0)
+    unit = torch.where(valid, (x.to(mean.dtype) - mean) * scale, 0)
+    g = torch.where(valid, gradient.to(mean.dtype), 0)
     u = g * weight.to(g.dtype) if weight is not None else g
     gx = u - unit * (u * unit).sum(dims, keepdim=True) / count
     gx = gx if is_rms else gx - u.sum(dims, keepdim=True) / count
     rows = tuple(range(dims[0]))
     weight_gradient, bias_gradient = ((g * unit).sum(rows), g.sum(rows)) if rows else (g * unit, g)
-    return torch.where(real, gx * scale, 0).to(x.dtype), weight_gradient, bias_gradient
+    return torch.where(valid, gx * scale, 0).to(x.dtype), weight_gradient, bias_gradient
 
 
 def masked_norm_forward(
@@ -139,7 +139,7 @@ def masked_norm_backward(
 
     Returns:
         The gradients of `x`, zero in padding, and in the dtype of the arithmetic those of weight and bias; the latter
-        two are sums over the real rows, of the normalized shape.
+        two are sums over the valid rows, of the normalized shape.
     """
     if math.prod(x.shape[x.dim() - normalized :]) > MAX_ROW_LENGTH:
         return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, lengths, is_rms)

@@ -32,7 +32,7 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength
 def masked_softmax(
     x: Tensor, dim: int, lengths: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
-    """Softmax over the real elements along a dimension.
+    """Softmax over the valid elements along a dimension.
 
     Args:
         x: floating point, of any shape and strides; what padding holds has no effect.
@@ -57,7 +57,7 @@ def masked_reduction(
     x: Tensor, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool | None = None,
 ) -> reductions.Reduced:  # fmt: skip
-    """Reduce the real elements along dimensions.
+    """Reduce the valid elements along dimensions.
 
     Args:
         x: of any shape and strides; integers and bools for sum, prod, amax and amin.
@@ -71,7 +71,7 @@ def masked_reduction(
             is recording.
 
     Returns:
-        The result without the reduced dimensions, what its gradient needs, and the counts of real elements.
+        The result without the reduced dimensions, what its gradient needs, and the counts of valid elements.
 
     Raises:
         ValueError: there is no such kind, or the order of the norm is negative.
@@ -97,7 +97,7 @@ def masked_norm(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, lengths: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> norms.Normed:  # fmt: skip
-    """Layer norm or rms norm over the real elements of the last dimensions.
+    """Layer norm or rms norm over the valid elements of the last dimensions.
 
     Args:
         x: floating point.

@@ -1,6 +1,6 @@
 """Reductions of what is real in a padded tensor, along any of its dimensions, forward and backward.
 
-What padding holds is never computed with, and counts are those of real elements, read on the device. A row of which
+What padding holds is never computed with, and counts are those of valid elements, read on the device. A row of which
 nothing is real gives what its kind gives for no elements: sum 0, prod 1, amax -inf, amin inf, logsumexp -inf, norm 0,
 mean and var NaN; where that is because the row itself is padding, it gives `fill`.
 """
@@ -54,7 +54,7 @@ class Reduced(NamedTuple):
         out: the result, without the reduced dimensions.
         aux: one number a row in the dtype of the arithmetic: of var the mean, of amax, amin and an infinite norm how
             many elements are equal to it (counted for a gradient only), of prod the product of what is not zero.
-        counts: int64, how many real elements a row has.
+        counts: int64, how many valid elements a row has.
     """
 
     out: Tensor
@@ -90,35 +90,35 @@ def masked_reduction_reference(
     """Compute `masked_reduction` in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
     dims = [d % x.dim() for d in dims]
-    real = real_mask(x.shape, lengths, x.device).expand(x.shape)
-    counts = real.sum(dims, keepdim=True)
+    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    counts = valid.sum(dims, keepdim=True)
     value = x.to(arithmetic_dtype(dtype))
     zeros = torch.zeros_like(value)
     aux = torch.zeros_like(counts)
     if kind in ("sum", "mean"):
-        out = torch.where(real, value, zeros).sum(dims, keepdim=True)
+        out = torch.where(valid, value, zeros).sum(dims, keepdim=True)
         out = out if kind == "sum" else torch.where(counts > 0, out / counts.clamp(min=1), float("nan"))
     elif kind == "prod":
-        others = torch.where(real & (value != 0), value, zeros + 1)
-        absent = (real & (value == 0)).sum(dims, keepdim=True)
+        others = torch.where(valid & (value != 0), value, zeros + 1)
+        absent = (valid & (value == 0)).sum(dims, keepdim=True)
         aux = _product(others, dims)
         out, aux = torch.where(absent > 0, aux * 0, aux), torch.where(absent > 1, aux * 0, aux)
     elif kind in ("amax", "amin"):
-        out = getattr(value.masked_fill(~real, _bound(dtype, kind)), kind)(dims, keepdim=True)
-        aux = (real & (value == out)).sum(dims, keepdim=True)
+        out = getattr(value.masked_fill(~valid, _bound(dtype, kind)), kind)(dims, keepdim=True)
+        aux = (valid & (value == out)).sum(dims, keepdim=True)
     elif kind == "logsumexp":
         # Of no elements it is -inf, whose gradient would be NaN.
-        least = value.masked_fill(~real, float("-inf")).masked_fill(counts == 0, 0)
+        least = value.masked_fill(~valid, float("-inf")).masked_fill(counts == 0, 0)
         out = least.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
     elif kind == "var":
-        aux = torch.where(real, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
-        squares = torch.where(real, value - aux, zeros).square().sum(dims, keepdim=True)
+        aux = torch.where(valid, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
+        squares = torch.where(valid, value - aux, zeros).square().sum(dims, keepdim=True)
         out = squares / (counts - correction).clamp(min=0)
         out = torch.where(counts > 0, out, float("nan"))
     else:
-        out = torch.linalg.vector_norm(torch.where(real, value, zeros), p, dims, keepdim=True)
+        out = torch.linalg.vector_norm(torch.where(valid, value, zeros), p, dims, keepdim=True)
         if p == math.inf:
-            aux = (real & (value.abs() == out)).sum(dims, keepdim=True)
+            aux = (valid & (value.abs() == out)).sum(dims, keepdim=True)
     in_rows = real_mask(x.shape, [e for e in lengths if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
     results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
     return Reduced(results[0].to(dtype), results[1].to(sum_dtype(x.dtype)), results[2])

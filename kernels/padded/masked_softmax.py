@@ -1,11 +1,11 @@
 """Softmax of what is real along a dimension of a padded tensor, forward and backward.
 
-Over the real elements `i` of a row,
+Over the valid elements `i` of a row,
 
     softmax(x)[i] = exp(x[i] - m) / sum over j of exp(x[j] - m),   m = max over j of x[j],
     gradient[i]   = y[i] * (g[i] - sum over j of g[j] * y[j])
 
-and everything else is a given fill, or zero in the gradient: also the whole of a row without real elements, where the
+and everything else is a given fill, or zero in the gradient: also the whole of a row without valid elements, where the
 formula is 0/0. What padding holds is never computed with.
 """
 
@@ -38,11 +38,11 @@ def masked_softmax_reference(
     x: Tensor, dim: int, lengths: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax` in torch ops: the readable definition."""
-    real = real_mask(x.shape, lengths, x.device).expand(x.shape)
-    # A row of nothing but -inf would be NaN, also in the gradient; one without real elements is all fill.
-    neutral = x.masked_fill(~real, float("-inf")).masked_fill(~real.any(dim, keepdim=True), 0)
+    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    # A row of nothing but -inf would be NaN, also in the gradient; one without valid elements is all fill.
+    neutral = x.masked_fill(~valid, float("-inf")).masked_fill(~valid.any(dim, keepdim=True), 0)
     y = torch.log_softmax(neutral, dim) if is_log else torch.softmax(neutral, dim)
-    return y.masked_fill(~real, fill)
+    return y.masked_fill(~valid, fill)
 
 
 def masked_softmax_backward_reference(

@@ -13,7 +13,7 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 @triton.jit
 def _safe(m):
-    """A maximum to subtract: zero for a row without real elements, whose maximum is -inf."""
+    """A maximum to subtract: zero for a row without valid elements, whose maximum is -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -32,7 +32,7 @@ def softmax_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, LOG: tl.constexpr, ONE_PASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, :] = softmax of x[row, :] over its real elements, `fill` elsewhere."""
+    """y[row, :] = softmax of x[row, :] over its valid elements, `fill` elsewhere."""
     dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
     row_tiles = tl.cdiv(R0, BM)

@@ -50,8 +50,8 @@ def pad_ragged_reference(
     values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
     """Compute `pad_ragged` in torch ops."""
-    real = real_mask(shape, lengths, values.device).expand(tuple(shape))
-    return values.new_full(shape, value).masked_scatter(real, values)
+    valid = real_mask(shape, lengths, values.device).expand(tuple(shape))
+    return values.new_full(shape, value).masked_scatter(valid, values)
 
 
 def unpad_ragged_reference(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
@@ -120,7 +120,7 @@ def pad_rows(
 
 
 def unpad_ragged(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
-    """The real elements of a ragged batch, row after row: (total,).
+    """The valid elements of a ragged batch, row after row: (total,).
 
     Args:
         padded: (B, ...).
