@@ -15,13 +15,13 @@ from subtensors.kernels.runtime.custom_ops import materialize
 
 aten = torch.ops.aten
 
-MASKS = 4
-"""How many masks a graph keeps for later layers: a model has one or two kinds of attention."""
+MAX_SHARED_MASKS = 4
+"""The most masks that one run keeps for later layers: a model has one or two kinds of attention."""
 
 
 @table.register(aten.scaled_dot_product_attention)
 def attention(call: PaddedCall) -> PaddedValue:
-    """softmax(q @ k.T * scale + mask) @ v over valid keys.
+    """Compute softmax(q @ k.T * scale + mask) @ v over valid keys.
 
     Where queries and keys are one sequence a causal mask hides the padded keys from every valid query, so none is made
     and torch may choose a kernel that takes none.
@@ -39,7 +39,7 @@ def attention(call: PaddedCall) -> PaddedValue:
     causal = call["is_causal"]
     hides_keys = is_padded(keys) and not (causal and q.dims[-2] == keys)
     mask = _mask(q, scores, sizes, given, causal, hides_keys) if hides_keys or given is not None else None
-    # What a padded query attends to stays in its own row; its gradient would not.
+    # The result of a padded query stays in its own row, but its gradient would reach all keys.
     is_tracked = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
     if is_tracked:
         operands = {
@@ -51,9 +51,9 @@ def attention(call: PaddedCall) -> PaddedValue:
         operands = {"query": q.dense, "key": k.with_finite_padding(), "value": v.with_finite_padding()}
     out = call.dense({**operands, "attn_mask": mask, "is_causal": causal and not hides_keys})
     for x in (q, k, v):
-        # A query of no gradient gives none to any key, and no query looks at padded keys but padded ones.
+        # Padded queries have no gradient to pass to keys, and only padded queries attend to padded keys.
         x.gradient_is_zero_if()
-    # A mean of numbers is one, where a padded query is not kept from all keys.
+    # A padded query that may attend to some key yields a mean of finite numbers.
     is_mean = is_tracked and (given is None or given.shape[-2] == 1)
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE_FILL if is_mean else None).gradient_masked()
 
@@ -77,10 +77,10 @@ def _mask(
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
-    """The caller's mask, or a causal one, in one with that of the valid keys, where these are to be told apart."""
+    """Return the caller's mask or a causal one, combined with the mask of valid keys where some keys are padding."""
     if sizes is None or not sizes.serves_one_run or (given is not None and given.dense.is_inference()):
         return _for_each_query(_joined(q, scores, sizes, given, causal, hides_keys), scores)
-    # Layers share a mask: it is made once a run, as what kernels add to the scores, and not by torch in every call.
+    # Layers share a mask: it is made once a run, in the additive form that kernels take, so no layer converts it.
     which = None if given is None else (id(given.dense), given.dense._version)
     key = q.dense.dtype, scores, causal, which
     made = sizes.attention_masks
@@ -88,17 +88,17 @@ def _mask(
         mask = _joined(q, scores, sizes, given, causal, hides_keys)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dense.dtype).masked_fill_(~mask, float("-inf"))
-        while len(made) >= MASKS:
+        while len(made) >= MAX_SHARED_MASKS:
             made.pop(next(iter(made)))
         if is_traced(mask) and not mask.requires_grad:
             mask = materialize(_for_each_query(mask, scores))
-        # While the caller's is held, no other tensor gets its id.
+        # Keeping the caller's mask alive keeps its id unique.
         made[key] = mask, given.dense if given is not None else None
     return _for_each_query(made[key][0], scores)
 
 
 def _for_each_query(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
-    """A mask that may be one for all queries, in the shape that kernels take."""
+    """Expand a mask over the queries, as kernels require."""
     return mask.expand(*mask.shape[:-2], bucket_of(scores[-2]), mask.shape[-1])
 
 
@@ -127,7 +127,7 @@ def _joined(
 
 
 def _unexpanded(given: PaddedValue) -> PaddedValue:
-    """A mask whose leading dims all repeat one part, as that part."""
+    """Undo the expansion of a mask's leading dims."""
     if given.padded_dims:
         return given
     part = given.dense
@@ -137,5 +137,5 @@ def _unexpanded(given: PaddedValue) -> PaddedValue:
 
 
 def _clean(given: PaddedValue) -> Tensor:
-    """The caller's mask, which lets everything through where it is padding itself: a row of NaN would leak back."""
+    """Return the caller's mask, its own padding filled to hide nothing: a row of NaN would leak into gradients."""
     return given.filled(given.dense.dtype == torch.bool)

@@ -1,7 +1,7 @@
-"""Ops that treat each row alone: padding along other dims than those of a row is rows that nobody reads.
+"""Ops that treat each row of a batch independently: padding along batch dims only makes rows that nobody reads.
 
-The core dims of an operand are those that the op mixes; all before them are rows. Padded rows are filled with real
-ones, so that an op which needs a positive matrix, or a number in range, meets what it can work on.
+The core dims of an operand are those that the op mixes; all dims before them are batch dims. Padded rows are filled
+with valid ones, so that an op which needs a positive definite matrix, or an index in range, gets one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded,
 
 aten = torch.ops.aten
 
-# How many of the last dims an op mixes, in each of its tensors.
+# The number of trailing dims that an op mixes, in each of its tensors.
 MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_cholesky cholesky cholesky_inverse linalg_eig
     linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd
     linalg_qr qr linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet
@@ -38,7 +38,7 @@ IMAGE_OPS = {
     4: "grid_sampler_3d",
 }
 
-# Pivots and reflectors' factors are vectors, tolerances single numbers.
+# Pivots and the factors of reflectors are vectors; tolerances are scalars.
 MIXED_OPS = {
     "lu_unpack": (2, 1),
     "linalg_lu_solve": (2, 1, 2),
@@ -62,23 +62,22 @@ _CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _over
 
 
 def by_last_dims(call: PaddedCall) -> PyTree:
-    """An op that mixes its last dims."""
+    """Run an op that mixes its last dims."""
     cores = _CORE[call.op.overloadpacket]
     operands = len(call.values)
     if [call.get("dim1", -2), call.get("dim2", -1)] != [-2, -1] or ("ord" in call and call["dim"] != [-2, -1]):
         raise refuse(call, "it mixes other dims than the last")
     if isinstance(cores, tuple) and len(cores) < operands:
-        raise refuse(call, "how its operands are laid out isn't known")
+        raise refuse(call, "the layout of its operands is unknown")
     return row_wise(call, cores[:operands] if isinstance(cores, tuple) else [cores] * operands)
 
 
-def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -> PyTree:
+def row_wise(call: PaddedCall, cores: Sequence[int]) -> PyTree:
     """Run an op whose rows are independent.
 
     Args:
         call: the call.
-        cores: of each operand, how many of its last dims are mixed.
-        out_leading: whether the rows are the first dims of the result.
+        cores: the number of mixed trailing dims of each operand.
     """
     operands = call.values
     for x, core in zip(operands, cores, strict=True):
@@ -137,7 +136,7 @@ _ADAPTIVE = {
 
 @table.register(*_ADAPTIVE)
 def adaptive_pool(call: PaddedCall) -> PyTree:
-    """Down to one position it is a reduction; windows for more of them depend on the true size."""
+    """Pool to a single position as a reduction; more windows would depend on the true size."""
     x: PaddedValue = call["self"]
     rank = _ADAPTIVE[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
@@ -150,7 +149,7 @@ def adaptive_pool(call: PaddedCall) -> PyTree:
 
 @table.register(aten._linalg_solve_ex)
 def solve(call: PaddedCall) -> PyTree:
-    """Systems of equations; the right side is of vectors where it has a dim less than the matrices."""
+    """Solve systems of equations; the right side holds vectors if it has a dim less than the matrices."""
     a, b = call["A"], call["B"]
     vectors = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
     return row_wise(call, [2, 1 if vectors else 2])
@@ -158,7 +157,7 @@ def solve(call: PaddedCall) -> PyTree:
 
 @table.register(aten._linalg_check_errors)
 def check_errors(call: PaddedCall) -> None:
-    """Raise where a valid matrix could not be worked on."""
+    """Raise if the op failed on a valid matrix."""
     call.dense({"info": call["info"].edge_filled()})
 
 
@@ -176,7 +175,7 @@ def cosine(call: PaddedCall) -> PaddedValue:
 
 
 class ClampValue(torch.autograd.Function):
-    """At least a number, as torch clamps these norms: out of autograd's sight."""
+    """Clamp from below without a gradient for the clamping, as torch clamps these norms."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, minimum: float) -> Tensor:
@@ -185,13 +184,13 @@ class ClampValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradient as it is."""
+        """The gradient, unchanged."""
         return gradients[0], None
 
 
 @table.register(aten.cdist, aten._cdist_forward)
 def distances(call: PaddedCall) -> PaddedValue:
-    """The distance of each row of one matrix to each of another: zeros in padded features add nothing to it."""
+    """The distance from each row of one matrix to each row of another; zeros in padded features add nothing."""
     a, b = call["x1"], call["x2"]
     sizes = call.sizes()
     features = broadcast_dim([a.dims[-1], b.dims[-1]], sizes)
@@ -225,7 +224,7 @@ def cross(call: PaddedCall) -> PyTree:
 
 @table.register(*_overloads("""_fft_c2c _fft_r2c _fft_c2r"""))
 def fourier(call: PaddedCall) -> PaddedValue:
-    """A transform of some dims: the others are rows."""
+    """A Fourier transform of some dims; the others are batch dims."""
     x: PaddedValue = call["self"]
     mixed = {d % x.dim() for d in call["dim"]}
     if any(x.is_padded(d) for d in mixed):

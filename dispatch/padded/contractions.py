@@ -1,7 +1,7 @@
 """Contractions: products summed over shared positions, where padding counts as zero in both operands.
 
-Both must be filled: 0 * NaN is NaN. The gradient of an operand sums over the dims that it lacks, so where one records
-the others are filled along those dims too, and the result's gradient is masked.
+Both must be filled: 0 * NaN is NaN. The gradient of an operand sums over the dims that it lacks, so if one requires
+grad the other is filled along those dims too, and the result's gradient is masked.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def bilinear(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.cov)
 def covariance(call: PaddedCall) -> PaddedValue:
-    """Products of distances from the means of rows, over the number of valid columns less the correction."""
+    """Products of deviations from the row means, divided by the number of valid columns minus the correction."""
     x: PaddedValue = call["self"]
     if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
         raise refuse(call, "its columns have weights, or it is not floating point")
@@ -109,7 +109,7 @@ def contract(
     added: PaddedValue | None,
     added_name: str = "self",
 ) -> PaddedValue:
-    """Fill, run, mask."""
+    """Fill the operands with zeros where needed, run the op, and mask the result's gradient where needed."""
     operands = [call[name] for name in names]
     sizes = call.sizes()
     tracked = any(x.is_tracked for x in call.values)
@@ -133,7 +133,7 @@ def contract(
         filled = _filled(x, filling, sizes)
         if filled is not x.dense:
             changed[name] = filled
-        if filling.is_whole:
+        if filling.is_complete:
             x.gradient_is_zero_if()
     if added is not None and added_name in call and call[added_name] is not added:
         changed[added_name] = added.dense
@@ -148,13 +148,13 @@ class _Filling(NamedTuple):
 
     Args:
         wanted: the dims along which it is filled.
-        assumed: the operand's dims, padded too where the other one is; None where those are its own.
-        is_whole: whether these are all of its padded dims.
+        assumed: the operand's dims, with those of the other operand where that is padded; None if they are its own.
+        is_complete: whether these are all of its padded dims.
     """
 
     wanted: list[int]
     assumed: tuple[Factors, ...] | None
-    is_whole: bool
+    is_complete: bool
 
 
 class _Meeting(NamedTuple):
@@ -193,8 +193,8 @@ def _meeting(
         letters: of the dims of each operand.
         out: of the result's.
         operands, added: their dims.
-        sizes: that these speak of.
-        records: which operands require grad.
+        sizes: the true sizes behind the dims.
+        tracked: the operands that require grad.
     """
     dims: dict[str, Factors] = {}
     for letter in dict.fromkeys("".join(letters)):
@@ -213,9 +213,9 @@ def _meeting(
             dims[letter] if letter in to_fill and bucket_of(own[i]) == bucket_of(dims[letter]) else own[i]
             for i, letter in enumerate(at)
         )
-        is_whole = to_fill.issuperset(at[d] for d, factors in enumerate(own) if is_padded(factors))
+        is_complete = to_fill.issuperset(at[d] for d, factors in enumerate(own) if is_padded(factors))
         wanted = [i for i, letter in enumerate(at) if letter in to_fill]
-        fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_whole))
+        fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_complete))
     lacks_added = added is not None and _lacks(added, out[len(out) - len(added) :], out, dims)
     return _Meeting(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
 
@@ -242,7 +242,7 @@ def _keeps_rows(
 
 
 def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:
-    """Products with zeros are zeros, where the other factors are numbers; what is added to them stays."""
+    """Return the known fill: products with zeros are zeros if the other factors are finite; addends keep theirs."""
     is_zero = all(x.fill == 0 for x in operands if x.padded_dims)
     return FINITE_FILL if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
 
@@ -256,14 +256,14 @@ def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) 
 
 
 def _filled(x: PaddedValue, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
-    """The operand's storage, zero in the padding of some of its dims, and where the other operand's padding is."""
+    """Return the operand's storage with zeros in the padding of some dims, the other operand's padding included."""
     if filling.assumed is None:
         return x.filled(0, filling.wanted)
     widened = replace(x, dims=filling.assumed, sizes=sizes, fill=None)
     try:
         if sizes is not None and sizes.rows is not None:
             if not any(f.size == rows_symbol() for factors in filling.assumed for f in factors):
-                # A plain operand without rows has no padding of its own; the other's zeros are what counts.
+                # An unpadded operand has nothing to fill; the other operand's zeros suffice.
                 return x.filled(0, filling.wanted)
             rows_dim(widened)
     except UnsupportedCall:

@@ -1,4 +1,4 @@
-"""Ops that only move elements: laid side by side, repeated, flipped, cut off above a diagonal."""
+"""Ops that only move elements: concatenation, repetition, flips, and triangles."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 @table.register(aten.cat, aten.concat, aten.concatenate)
 def cat(call: PaddedCall) -> PaddedValue:
-    """Tensors side by side: along a padded dim the valid parts follow each other, and the padding comes last."""
+    """Concatenate: along a padded dim the valid parts follow each other, and the padding comes last."""
     parts = [x for x in call["tensors"] if list(x.shape) != [0]]
     d = call["dim"] % parts[0].dim()
-    # A dim of size 1 does not broadcast here, so dims meet as they are.
+    # Unlike in pointwise ops, a dim of size 1 does not broadcast here.
     others = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
     dims, sizes = broadcast(others)
     dense = []
@@ -54,7 +54,7 @@ def cat(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.stack, aten._stack)
 def stack(call: PaddedCall) -> PaddedValue:
-    """Tensors along a new dim."""
+    """Stack tensors along a new dim."""
     parts = call["tensors"]
     d = call["dim"] % (parts[0].dim() + 1)
     dims, sizes = broadcast(parts)
@@ -65,7 +65,7 @@ def stack(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.flip, aten.roll)
 def flip_or_roll(call: PaddedCall) -> PaddedValue:
-    """Positions of a dim in another order: of a padded one the valid positions among themselves."""
+    """Reorder the positions of a dim; in a padded dim only the valid ones."""
     x: PaddedValue = call["self"]
     named = call["dims"]
     named = [named] if isinstance(named, int) else list(named)
@@ -91,7 +91,7 @@ def flip_or_roll(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.repeat, aten.tile)
 def repeat(call: PaddedCall) -> PaddedValue:
-    """The tensor again and again along its dims."""
+    """Repeat the tensor along its dims."""
     x: PaddedValue = call["self"]
     times = list(call.get("repeats", call.get("dims")))
     times = [1] * (x.dim() - len(times)) + times
@@ -120,7 +120,7 @@ def repeat(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.repeat_interleave.self_int)
 def repeat_interleave(call: PaddedCall) -> PaddedValue:
-    """Every position of a dim several times in a row."""
+    """Repeat each position of a dim several times in a row."""
     x, count = call["self"], call["repeats"]
     if call["dim"] is None:
         if x.dim() != 1:
@@ -139,7 +139,7 @@ def repeat_interleave(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.rot90)
 def rot90(call: PaddedCall) -> PaddedValue:
-    """Two dims turned by right angles."""
+    """Rotate two dims by right angles."""
     x: PaddedValue = call["self"]
     a, b = (d % x.dim() for d in call["dims"])
     turns = call["k"] % 4
@@ -151,7 +151,7 @@ def rot90(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.diag_embed)
 def diag_embed(call: PaddedCall) -> PaddedValue:
-    """The last dim along a diagonal of the last two, zeros around it."""
+    """Put the last dim on a diagonal of two new last dims, with zeros around it."""
     x: PaddedValue = call["self"]
     if [call["dim1"] % (x.dim() + 1), call["dim2"] % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
         raise refuse(call, "its diagonal is not of the last dims")

@@ -1,7 +1,7 @@
-"""Selections whose length the values decide: nonzero, a bool index, unique. What they give is plain, and so long.
+"""Selections whose length depends on values: nonzero, a bool index, unique. Their results are unpadded.
 
-In order, the valid elements of a padded tensor are those of the logical one, so that a selection among them is the same.
-How long it is nobody knows before: a compiler and a graph capture are told so, as torch tells them of plain tensors.
+The valid elements of a padded tensor are in the order of the unpadded one, so a selection among them is the same. Its
+length is unknown beforehand: a compiler and a graph capture get an error, as they do for plain tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @table.register(aten.nonzero, aten.argwhere, aten.nonzero_numpy, aten.where.default)
 def nonzero(call: PaddedCall) -> PyTree:
-    """The positions of what is not zero, which padding is not."""
+    """The positions of nonzero elements; padding counts as zero."""
     require_values(call)
     out = _positions(call)
     return [unpadded_value(t) for t in out] if isinstance(out, (list, tuple)) else unpadded_value(out)
@@ -30,7 +30,7 @@ def nonzero(call: PaddedCall) -> PyTree:
 
 @table.register(aten.nonzero_static)
 def nonzero_static(call: PaddedCall) -> PaddedValue:
-    """As many of them as the caller says."""
+    """The positions of nonzero elements, as many as the caller asks for."""
     return unpadded_value(_positions(call))
 
 
@@ -44,7 +44,7 @@ def _positions(call: PaddedCall) -> PyTree:
 
 @table.register(aten.masked_select)
 def masked_select(call: PaddedCall) -> PaddedValue:
-    """The elements under a mask, of valid positions only."""
+    """The valid elements under a mask."""
     require_values(call)
     dims, sizes = broadcast([call["self"], call["mask"]])
     mask = call["mask"].dense
@@ -64,7 +64,7 @@ def index_by_mask(call: PaddedCall) -> PaddedValue:
     chosen = mask.dense
     if valid is not None:
         if any(size != 1 for d, size in enumerate(valid.shape) if d not in over):
-            raise refuse(call, "which of its positions are real differs from row to row")
+            raise refuse(call, "its valid positions differ from row to row")
         chosen = chosen & valid.reshape([valid.shape[d] for d in over])
     out = call.dense({"indices": [*[None] * at, chosen]})
     selected = static_dims([out.shape[at]])
@@ -83,7 +83,7 @@ def _bool_mask(call: PaddedCall) -> tuple[int, PaddedValue]:
 
 @table.register(aten.masked_scatter)
 def masked_scatter(call: PaddedCall) -> PaddedValue:
-    """The elements of a source, one after the other, at the positions under a mask that are real."""
+    """Write the elements of a source, in order, to the valid positions under a mask."""
     x, mask, source = call["self"], call["mask"], call["source"]
     dims, sizes = broadcast([x, mask])
     shape = list(map(bucket_of, dims))
@@ -120,12 +120,12 @@ def _unique_values(call: PaddedCall) -> PyTree:
 
 @table.register(aten.unique_dim, aten.unique_dim_consecutive)
 def unique_along(call: PaddedCall) -> PyTree:
-    """The slices of a dim that differ; the padding that they themselves have is the same in each."""
+    """The unique slices of a dim; padding inside of them is filled alike."""
     require_values(call)
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.sizes is not None and x.sizes.rows is not None:
-        raise refuse(call, "rows of different lengths are compared by what they hold")
+        raise refuse(call, "rows of different lengths cannot be compared as slices")
     if not x.dim() or not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
     dense = x.filled(0)
@@ -172,7 +172,7 @@ def all_equal(call: PaddedCall) -> bool:
 
 
 def valid_first(x: PaddedValue) -> Tensor:
-    """All elements, flat: the valid ones first, in their order."""
+    """Flatten all elements, the valid ones first, in their order."""
     flat, mask = x.dense.reshape(-1), x.mask()
     if mask is None:
         return flat
@@ -181,10 +181,10 @@ def valid_first(x: PaddedValue) -> Tensor:
 
 
 def require_values(call: PaddedCall) -> None:
-    """Refuse a call where values are not known."""
+    """Raise DataDependentCall where values are unknown: under a compiler and in a graph capture."""
     for x in call.values:
         if is_traced(x.dense) or (x.dense.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise refuse(call, "how long its result is depends on values", DataDependentCall)
+            raise refuse(call, "the length of its result depends on values", DataDependentCall)
 
 
 def _mask_of_all(x: PaddedValue) -> Tensor:

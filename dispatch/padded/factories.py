@@ -36,7 +36,7 @@ _LIKE = {
 
 @table.register(*_LIKE)
 def like(call: PaddedCall) -> PaddedValue:
-    """Same shape, same padding; what fills it fills the padding too."""
+    """A tensor of the same shape and padding; its value fills the padding, too."""
     known = _LIKE[call.op.overloadpacket]
     x: PaddedValue = call["self"]
     return x.like(call.dense(), call.get("fill_value", known))
@@ -52,13 +52,13 @@ def new_like(call: PaddedCall) -> PaddedValue:
 
 @table.register(OpClass.FACTORY)
 def from_sizes(call: PaddedCall) -> PaddedValue:
-    """A tensor of the sizes that the caller gave, none of them padded."""
+    """An unpadded tensor of the given sizes."""
     return unpadded_value(call.dense())
 
 
 @table.register(OpClass.RANDOM)
-def drawn(call: PaddedCall) -> PyTree:
-    """A draw for each element of the bucket; parameters in the padding are ones that can be drawn with."""
+def draw(call: PaddedCall) -> PyTree:
+    """Draw for each element of the bucket; the padding of parameters is filled with valid ones."""
     operands = call.values
     dims, sizes = broadcast(operands)
     out = call.dense(tree_map_only(PaddedValue, lambda x: x.edge_filled(), call.named))
@@ -74,7 +74,7 @@ def drawn(call: PaddedCall) -> PyTree:
 
 @table.register(aten.multinomial)
 def multinomial(call: PaddedCall) -> PaddedValue:
-    """Positions drawn by their weights, of which padding has none."""
+    """Draw positions by their weights; padding has weight zero."""
     x: PaddedValue = call["self"]
     at = x.dim() - 1
     for size in host_sizes(x, at) or ():
@@ -87,7 +87,7 @@ def multinomial(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.native_dropout)
 def native_dropout(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
-    """Each valid element is kept or dropped as the bucket's draw says."""
+    """Keep or drop each valid element by the bucket's draw."""
     x: PaddedValue = call["input"]
     out, kept = call.dense()
     fill = 0 if x.fill == 0 else FINITE_FILL if x.fill in (FINITE_FILL, EDGE_FILL) else None
@@ -98,7 +98,7 @@ def native_dropout(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
 
 @table.register(aten.dropout)
 def dropout(call: PaddedCall) -> PaddedValue:
-    """In evaluation nothing is dropped, and nothing is copied either."""
+    """Apply dropout; in evaluation return the input itself, not a copy."""
     x: PaddedValue = call["input"]
     if not call["train"] or call["p"] == 0:
         same = replace(x, view="copy" if x.view == "copy" else "alias", tracker=None).gradient_tracked()

@@ -1,10 +1,10 @@
-"""Gradients in the padding: masked where what arrives there is unknown, left alone where it is known to be zero.
+"""Gradients in the padding: masked where they are unknown, left alone where they are known to be zero.
 
-A backward goes call by call, from results to operands. What arrives at a result is told by the call it comes from; a
-rule says when what it sends back to an operand is zero in the padding: always, or where that of some results is. Most
-of a model's ops keep zeros there, so a mask at the loss serves all of its layers.
+A backward goes call by call, from results to operands. A rule states when its gradient for an operand is zero in the
+padding: always, or if the gradients of some results are. Most of a model's ops keep zeros there, so a mask at the loss
+serves all of its layers.
 
-Where the gradients are to have gradients themselves nothing is left out: theirs are undefined in the padding as well.
+In a double backward every mask is applied, since the gradients of gradients are undefined in the padding as well.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 IsZero = Callable[[], bool]
-"""Asked in the backward: is the gradient that has come zero in the padding as it is?"""
+"""Called in the backward; returns True if the incoming gradient is zero in the padding already."""
 
 
 class GradientTracker:
-    """The gradient that arrives at a value: an operand of a call, which gets it from rules, or a rule's result.
+    """The knowledge of the gradient that arrives at a value: an operand of a call, or the result of a rule.
 
     Args:
-        is_masked: the rule that made the value masks it.
+        is_masked: True if the rule that made the value masks the gradient.
     """
 
     def __init__(self, is_masked: bool = False) -> None:
         self.is_masked = is_masked
         self.outside: list[bool] = []
-        """For each way that the value leaves the call, whether the last gradient from there was zero in the padding."""
+        """One flag for each use of the value outside of the call: True if its last gradient was zero in the padding."""
         self.uses = 0
-        """How often rules of the call took the value."""
+        """The number of rules in the call that used the value."""
         self.conditions: list[Sequence[GradientTracker]] = []
-        """For each of these that said so, the results whose gradients that of the value depends on."""
+        """One entry for each use whose gradient is zero in the padding if the gradients of these results are."""
 
     def arrives_zero(self) -> bool:
         """Return whether the gradient that arrives is zero in the padding."""
@@ -42,7 +42,7 @@ class GradientTracker:
         return all(self.outside) and all(result.is_zero() for each in self.conditions for result in each)
 
     def is_zero(self) -> bool:
-        """Return whether the rule that made the value receives a gradient that is zero in the padding."""
+        """Return whether the gradient is zero in the padding once the value's own mask is applied."""
         return self.is_masked or self.arrives_zero()
 
 
@@ -55,7 +55,7 @@ class _Context(FunctionCtx):
 
 
 class MaskGradient(torch.autograd.Function):
-    """The identity, whose gradient is zero where a mask is False, whatever arrives there."""
+    """The identity; its gradient is zero where a mask is False."""
 
     @staticmethod
     def forward(ctx: _Context, dense: Tensor, mask: Tensor, zero: float | Tensor, is_zero: IsZero | None) -> Tensor:

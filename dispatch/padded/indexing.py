@@ -1,7 +1,10 @@
-"""Reads and writes where an index says: a padded index reads position 0, and writes to a slot that is then cut off.
+"""Indexing, gather, scatter and embeddings: reads and writes at given positions.
 
-What was read for the padding is padding of the result. What is written for it must not stay, so the tensor gets one
-more position along the dim, which takes all such writes.
+The padding of an index reads position 0, and what it reads is padding of the result. It must not write to a valid
+position, so for a write the tensor gets one more position along the dim, which takes these writes and is cut off.
+
+An index is data: one that names positions beyond the true size reads padding, and no look at shapes can tell. A debug
+mode checks positions, which waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ aten = torch.ops.aten
 
 @table.register(aten.index_select)
 def index_select(call: PaddedCall) -> PaddedValue:
-    """Positions of a dim."""
+    """Select positions of a dim."""
     x, index = call["self"], call["index"]
     if x.dim() == 0:
         raise refuse(call, "it selects from a single number")
@@ -38,7 +41,7 @@ def index_select(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.gather)
 def gather(call: PaddedCall) -> PaddedValue:
-    """An element for each one of the index."""
+    """Read an element for each position of an index."""
     x, index = call["self"], call["index"]
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it gathers from a single number")
@@ -51,7 +54,7 @@ def gather(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.take_along_dim)
 def take_along_dim(call: PaddedCall) -> PaddedValue:
-    """An element for each one of an index that broadcasts."""
+    """Read an element for each position of an index that broadcasts."""
     x, index = call["self"], call["indices"]
     if call["dim"] is None or x.dim() != index.dim():
         raise refuse(call, "without a dim it takes from the flattened tensor")
@@ -64,7 +67,7 @@ def take_along_dim(call: PaddedCall) -> PaddedValue:
         shape = list(map(bucket_of, own))
         widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
     if _has_one_size(x, d):
-        # Unlike gather, it counts negative positions from the end.
+        # Unlike gather, take_along_dim counts negative positions from the end.
         found = widened[1]
         size = torch.as_tensor(x.size(d), device=found.dense.device)
         widened[1] = found.like(torch.where(found.dense < 0, found.dense + size, found.dense))
@@ -73,7 +76,7 @@ def take_along_dim(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: PaddedCall) -> PaddedValue:
-    """Advanced indexing with integers, or with one bool mask."""
+    """Index with integers, or with one bool mask."""
     _move_indices(call)
     if has_bool_mask(call):
         return index_by_mask(call)
@@ -95,7 +98,7 @@ def index(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.index_put, aten._unsafe_index_put)
 def index_put(call: PaddedCall) -> PaddedValue:
-    """Writes, or adds, at integer positions; under a bool mask, one value."""
+    """Write or add at integer positions, or write one value under a bool mask."""
     x: PaddedValue = call["self"]
     values: PaddedValue = call["values"]
     _move_indices(call)
@@ -122,7 +125,7 @@ def index_put(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce)
 def scatter(call: PaddedCall) -> PaddedValue:
-    """Writes, adds or reduces at an index of the tensor's own dims."""
+    """Write, add or reduce at positions of one dim, an index for each element."""
     x, index = call["self"], call["index"]
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it scatters into a single number")
@@ -147,7 +150,7 @@ def scatter(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.index_add, aten.index_copy, aten.index_reduce, aten.index_fill)
 def index_write(call: PaddedCall) -> PaddedValue:
-    """Writes whole slices at positions of one dim."""
+    """Write slices at positions of one dim."""
     x, index = call["self"], call["index"]
     if x.dim() == 0:
         raise refuse(call, "it writes to a single number")
@@ -163,7 +166,7 @@ def index_write(call: PaddedCall) -> PaddedValue:
     check_bounds(x, d, placed, _min_end(x, d))
     filled = placed.filled(x.shape[d])
     if call.op.overloadpacket is aten.index_fill:
-        # Unlike the others, it counts negative positions from the end.
+        # Unlike the others, index_fill counts negative positions from the end.
         if not _has_one_size(x, d):
             return _fill_each_row(call, x, d, filled)
         filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d), device=filled.device), filled)
@@ -174,7 +177,7 @@ def index_write(call: PaddedCall) -> PaddedValue:
 
 
 def _fill_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> PaddedValue:
-    """One value at the same positions of every row of a ragged batch: negative ones count from the row's own end."""
+    """Write a value at the same positions of each row of a ragged batch; negative ones count from the row's end."""
     ends = torch.as_tensor(x.size(d), device=index.device).unsqueeze(-1)
     named = torch.where(index.reshape(-1) < 0, index.reshape(-1) + ends, index.reshape(-1))
     position = torch.arange(x.shape[d], device=index.device)
@@ -195,7 +198,7 @@ def _fill_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> P
 
 @table.register(aten.take)
 def take(call: PaddedCall) -> PaddedValue:
-    """Elements of the flattened tensor."""
+    """Read elements of the flattened tensor."""
     x, index = call["self"], call["index"]
     if x.padded_dims:
         raise refuse(call, "positions of the flattened tensor depend on its true size")
@@ -203,7 +206,7 @@ def take(call: PaddedCall) -> PaddedValue:
 
 
 def _index_dims(call: PaddedCall, x: PaddedValue, index: PaddedValue, d: int) -> tuple[Factors, ...]:
-    """The dims of a result that is shaped as its index, which may be of the bucket's shape and plain."""
+    """Return the dims of a result that has the shape of its index; an unpadded index may have the bucket's shape."""
     dims = []
     for e in range(index.dim()):
         same = e != d and index.shape[e] == x.shape[e]
@@ -212,13 +215,13 @@ def _index_dims(call: PaddedCall, x: PaddedValue, index: PaddedValue, d: int) ->
 
 
 def _move_indices(call: PaddedCall) -> None:
-    """Put indices on the device of what they index: torch takes those on a CPU, of which lists are made, too."""
+    """Move indices to the device of the tensor: torch accepts indices on the CPU, where it makes those of lists."""
     device = call["self"].dense.device
     call.replace("indices", [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]])
 
 
 def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
-    """Indices without padding, counted from the start; and the dims they are of."""
+    """Return the indices without padding and counted from the start, and the dims that they index."""
     found: list[Tensor | None] = []
     at: list[int] = []
     for d, given in enumerate(call["indices"]):
@@ -241,14 +244,14 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
 
 
 def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
-    """The end that a negative position of a dim counts from: in a ragged dim, the length of the row that is indexed."""
+    """Return the end that negative positions count from: in a ragged dim, the length of the indexed row."""
     if _has_one_size(x, d):
         return torch.as_tensor(x.size(d))
     if len(x.dims[d]) == 1:
         for e, given in enumerate(call["indices"]):
             if given is not None and is_rows_dim(x, e):
                 return torch.as_tensor(x.size(d))[given.filled(0)]
-    raise refuse(call, "positions of a ragged or flattened dim count from ends of their own")
+    raise refuse(call, "negative positions of a ragged or flattened dim count from different ends")
 
 
 def _differs_by_row(x: PaddedValue, d: int) -> bool:
@@ -256,7 +259,7 @@ def _differs_by_row(x: PaddedValue, d: int) -> bool:
 
 
 def _index_each_row(x: PaddedValue, d: int, given: PaddedValue) -> PaddedValue:
-    """The same positions of every row of a ragged batch: negative ones count from the row's own end."""
+    """Read the same positions of each row of a ragged batch; negative ones count from the row's end."""
     check_bounds(x, d, given, _min_end(x, d))
     positions = given.filled(0)
     ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
@@ -264,7 +267,7 @@ def _index_each_row(x: PaddedValue, d: int, given: PaddedValue) -> PaddedValue:
 
 
 def _min_end(x: PaddedValue, d: int) -> Tensor:
-    """The true size of a dim; of a ragged one that of its shortest row."""
+    """Return the true size of a dim; for a ragged dim, that of its shortest row."""
     return torch.as_tensor(x.size(d)).min()
 
 
@@ -296,12 +299,12 @@ def _without_slot(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> Padd
 
 @table.register(aten.embedding)
 def embedding(call: PaddedCall) -> PaddedValue:
-    """A row of the table an index."""
+    """Read a row of the table for each index; padding adds nothing to the table's gradient."""
     weight, indices = call["weight"], call["indices"]
     if weight.is_padded(0):
         raise refuse(call, "the table itself is padded")
     if call["scale_grad_by_freq"] and indices.padded_dims:
-        # How often a row occurs divides its gradient: padding occurs as one more row.
+        # A row's gradient is divided by its number of occurrences, so padding reads an extra row.
         rows = torch.cat([weight.dense, weight.dense.new_zeros(1, weight.shape[1])])
         out = call.dense({"weight": rows, "indices": indices.filled(weight.shape[0])})
     else:
@@ -310,8 +313,8 @@ def embedding(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.embedding_renorm)
-def renorm(call: PaddedCall) -> PaddedValue:
-    """The table, its rows that occur no longer than a norm."""
+def embedding_renorm(call: PaddedCall) -> PaddedValue:
+    """Return the table with the norms of the rows that occur limited."""
     weight, indices = call["self"], call["indices"]
     if weight.padded_dims:
         raise refuse(call, "the table itself is padded")
@@ -326,10 +329,10 @@ def renorm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.one_hot)
 def one_hot(call: PaddedCall) -> PaddedValue:
-    """A row of zeros with a one where an index says."""
+    """Return for each index a row of zeros with a one at that position."""
     x: PaddedValue = call["self"]
     if call["num_classes"] < 0:
-        raise refuse(call, "without num_classes the result is as wide as the greatest value")
+        raise refuse(call, "without num_classes the result's size depends on values")
     out = call.dense({"self": x.filled(0)})
     return result(out, [*x.dims, *static_dims([call["num_classes"]])], x.sizes)
 
@@ -339,7 +342,7 @@ _watching: list[bool] = []
 
 @contextmanager
 def checked_bounds() -> Iterator[None]:
-    """Meanwhile a position beyond the true size is an IndexError."""
+    """Raise IndexError inside the context for positions beyond the true size."""
     _watching.append(True)
     try:
         yield
@@ -348,17 +351,14 @@ def checked_bounds() -> Iterator[None]:
 
 
 def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
-    """Refuse positions beyond the true size of a dim.
+    """Raise IndexError for positions beyond the true size of a dim, in the debug mode and where values are known.
 
     Args:
-        x: what is indexed.
+        x: the indexed value.
         d: the dim.
         index: the positions.
-        ends: what each must be below, broadcastable to the index; by default the true size of the dim, where the index
-            has the dims of `x`.
-
-    Raises:
-        IndexError: in the debug mode, where values are known.
+        ends: the exclusive bound of each position, broadcastable to the index; by default the true size of the dim, for
+            an index with the dims of `x`.
     """
     if not _watching or not x.is_padded(d) or is_traced(index.dense):
         return

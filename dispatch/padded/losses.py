@@ -17,11 +17,11 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @table.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
                 aten.binary_cross_entropy_with_logits)  # fmt: skip
-def elementwise(call: PaddedCall) -> PaddedValue:
-    """A loss of pairs of elements."""
+def elementwise_loss(call: PaddedCall) -> PaddedValue:
+    """Compute an elementwise loss, then reduce it over valid elements."""
     named = {**call.named, "reduction": _NONE}
     if call.op is aten.binary_cross_entropy.default:
-        # Torch refuses values that are no probabilities, in the padding too.
+        # Torch raises for values that aren't probabilities, in the padding too.
         named["self"] = call["self"].cleaned(0.5)
         named["target"] = call["target"].cleaned(0.5)
     each: PaddedValue = pointwise(PaddedCall(call.op, (), named))
@@ -32,8 +32,8 @@ def elementwise(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_forward,
                 aten.nll_loss2d_forward)  # fmt: skip
-def classes(call: PaddedCall) -> PyTree:
-    """The log-probability of a class: a padded target is one to ignore, which takes it out of every mean."""
+def cross_entropy(call: PaddedCall) -> PyTree:
+    """Compute a cross entropy; padded targets become ignored ones, which no mean counts."""
     x: PaddedValue = call["self"]
     target: PaddedValue = call["target"]
     at = 0 if x.dim() == 1 else 1
@@ -49,7 +49,7 @@ def classes(call: PaddedCall) -> PyTree:
     target = PaddedValue(target.dense, tuple(dims), sizes)
     ignored = target.filled(call["ignore_index"])
     scored = PaddedValue(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes, x.fill)
-    # What is ignored gives its scores a gradient of zero, if they are numbers.
+    # Ignored targets give finite scores a gradient of zero.
     scores = scored.with_finite_padding() if scored.dims == x.dims else scored.filled(0)
     x.gradient_is_zero_if()
     valid_classes = x.mask([at])
@@ -64,7 +64,7 @@ def classes(call: PaddedCall) -> PyTree:
 
 
 def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> PaddedValue:
-    """-sum(weight * target * log_softmax(x)) over the classes; its mean is over positions, whatever they weigh."""
+    """-sum(weight * target * log_softmax(x)) over the classes; its mean divides by the number of positions."""
     smoothing, weight = call["label_smoothing"], call["weight"]
     if smoothing:
         target = apply(aten.add.Tensor, apply(aten.mul.Tensor, target, 1 - smoothing), smoothing / x.shape[at])
@@ -79,8 +79,8 @@ def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at:
 
 
 @table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)
-def margins(call: PaddedCall) -> PaddedValue:
-    """A loss of each sample's scores."""
+def margin_loss(call: PaddedCall) -> PaddedValue:
+    """Compute a margin loss of each sample, then reduce it over valid samples."""
     x: PaddedValue = call["self"]
     if x.dim() != 2 or x.is_padded(1):
         raise refuse(call, "the classes themselves are padded")
@@ -95,8 +95,8 @@ def margins(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.ctc_loss)
-def alignments(call: PaddedCall) -> PaddedValue:
-    """The log-probability of some labels: lengths are the caller's, and what lies beyond them isn't read."""
+def ctc_loss(call: PaddedCall) -> PaddedValue:
+    """Compute a CTC loss; torch reads nothing beyond the lengths that the caller gives."""
     x: PaddedValue = call["log_probs"]
     targets: PaddedValue = call["targets"]
     if x.is_padded(x.dim() - 1):
@@ -107,7 +107,7 @@ def alignments(call: PaddedCall) -> PaddedValue:
         counts.append(targets.shape[0])
     if any(count != math.prod(x.shape[1:-1]) for count in counts):
         raise refuse(call, "the batch is padded in some of its tensors only")
-    # Any label does beyond a target's length, and any length for a sequence that isn't real.
+    # Labels beyond a target's length and lengths of padded sequences may hold any valid value.
     named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": _NONE}
     safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, PaddedValue)}
     each = call.dense({**named, **safe})
@@ -127,6 +127,6 @@ def alignments(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.dist)
 def dist(call: PaddedCall) -> PaddedValue:
-    """The norm of a difference."""
+    """The p-norm of a difference."""
     difference = apply(aten.sub.Tensor, call["self"], call["other"])
     return apply(aten.linalg_vector_norm.default, difference, call["p"])

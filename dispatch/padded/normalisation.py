@@ -2,8 +2,8 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-Where the dims of the statistics have no padding torch's own kernels run, padded rows among the others. Otherwise the
-formula above does, with masked sums over counts read on the device.
+If the dims of the statistics have no padding, torch's own kernels run on all rows. Otherwise the formula above is
+computed with masked sums and with counts that the device computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @table.register(aten.layer_norm, aten.native_layer_norm)
 def layer_norm(call: PaddedCall) -> PyTree:
-    """Over the last dims."""
+    """Normalize over the last dims."""
     x: PaddedValue = call["input"]
     first = x.dim() - len(call["normalized_shape"])
     over = range(first, x.dim())
@@ -66,7 +66,7 @@ def rms_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.group_norm)
 def group_norm(call: PaddedCall) -> PaddedValue:
-    """Over the channels of a group and the positions of an image."""
+    """Normalize over the channels of a group and the positions of an image."""
     x: PaddedValue = call["input"]
     if x.is_padded(1):
         raise refuse(call, "the channels are padded")
@@ -81,7 +81,7 @@ def group_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.batch_norm)
 def batch_norm(call: PaddedCall) -> PaddedValue:
-    """Over the batch and the positions, for each channel; the running statistics learn of valid elements."""
+    """Normalize each channel over the batch and the positions; update running statistics from valid elements."""
     x: PaddedValue = call["input"]
     average, spread = call["running_mean"], call["running_var"]
     if x.is_padded(1) and any(call[name] is not None for name in ("weight", "bias", "running_mean", "running_var")):
@@ -90,7 +90,7 @@ def batch_norm(call: PaddedCall) -> PaddedValue:
     if not call["training"] and not is_tracked:
         return result(call.dense(), x.dims, x.sizes)
     if not call["training"]:
-        return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
+        return _scaled(x, _with_statistics(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = [d for d in range(x.dim()) if d != 1]
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
@@ -104,13 +104,13 @@ def batch_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.instance_norm)
 def instance_norm(call: PaddedCall) -> PaddedValue:
-    """Over the positions, for each channel of each sample; running statistics are means over the samples."""
+    """Normalize each channel of each sample over the positions; running statistics are means over the samples."""
     x: PaddedValue = call["input"]
     if x.is_padded(1):
         raise refuse(call, "the channels are padded")
     average, spread = call["running_mean"], call["running_var"]
     if not call["use_input_stats"]:
-        return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
+        return _scaled(x, _with_statistics(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = list(range(2, x.dim()))
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
@@ -125,27 +125,27 @@ def instance_norm(call: PaddedCall) -> PaddedValue:
 
 
 def _parameter(call: PaddedCall, weight: PaddedValue | None, x: PaddedValue, first: int) -> PaddedValue | None:
-    """A weight or bias, padded as the dims that it scales are, or not at all; its padding then scales by zero."""
+    """Return a weight or bias; one that is padded must be padded as its input, and scales by zero there."""
     if weight is None:
         return None
     if weight.shape != x.shape[first:]:
-        raise refuse(call, "its weight has another size than its input's bucket")
+        raise refuse(call, "the size of its weight is not that of its input's bucket")
     if not weight.padded_dims:
         return weight
     if not all(same_factors(a, b, call.sizes()) for a, b in zip(weight.dims, x.dims[first:], strict=True)):
-        raise refuse(call, "its weight is padded otherwise than its input")
+        raise refuse(call, "the padding of its weight differs from its input's")
     return weight.cleaned()
 
 
 def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> PyTree:
-    """Run torch's kernel; when tracked by autograd, on valid rows in place of padded ones, which may lack gradients."""
+    """Run torch's kernel; with gradients, fill padded rows with valid ones, since a constant row may have none."""
     is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
     if not is_tracked:
         out = call.dense()
         if not isinstance(out, tuple):
             return result(out, x.dims, x.sizes).cleaned()
         return tuple(result(o, d, x.sizes) for o, d in zip(out, _dims_of(x, out, rows), strict=True))
-    # The gradient of the results is masked, and a row of zeros is one of zeros before the norm.
+    # The gradient of the results is masked, and a norm maps a gradient row of zeros to zeros.
     x.gradient_is_zero_if()
     out = call.dense({"input": x.edge_filled(is_zero=lambda: True)})
     if not isinstance(out, tuple):
@@ -175,7 +175,7 @@ def _normalised(call: PaddedCall, x: PaddedValue, over: list[int]) -> tuple[Tens
 
 
 def _without_padding(x: PaddedValue, normal: Tensor) -> Tensor:
-    """Zero in padded rows, which may have no deviation to divide by: a weight's gradient multiplies with them."""
+    """Return zeros in padded rows, which may be NaN: the weight's gradient multiplies with them."""
     mask = x.mask()
     return normal if mask is None else torch.where(mask, normal, 0)
 
@@ -187,7 +187,7 @@ def _count(x: PaddedValue, over: list[int]) -> Tensor | int:
 def _scaled(
     x: PaddedValue, normal: Tensor, weight: PaddedValue | None, bias: PaddedValue | None, shape: Sequence[int]
 ) -> PaddedValue:
-    """Times the weight, plus the bias, in the dtype of the input; both learn of valid elements only."""
+    """Scale and shift in the input's dtype; the result's gradient is masked for weight and bias."""
     out = normal if weight is None else normal * weight.dense.view(shape)
     out = out if bias is None else out + bias.dense.view(shape)
     return result(out.to(x.dense.dtype), x.dims, x.sizes).gradient_masked()
@@ -197,7 +197,7 @@ def _channels(x: PaddedValue) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-def _by_given(x: PaddedValue, mean: PaddedValue, var: PaddedValue, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps), statistics of the channels."""
+def _with_statistics(x: PaddedValue, mean: PaddedValue, var: PaddedValue, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) with the given statistics of the channels."""
     average, spread = (statistic.dense.view(_channels(x)) for statistic in (mean, var))
     return (x.filled(0) - average) * torch.rsqrt(spread + eps)

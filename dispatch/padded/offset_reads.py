@@ -1,4 +1,4 @@
-"""Positions of a dim read from where the true size says: what a shift, a flip or a concatenation of prefixes is."""
+"""Reads of a dim at offsets that depend on the true size, as shifts, flips and concatenations need."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of
 def take_range(
     x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1
 ) -> PaddedValue:
-    """`count` positions of a dim from `first` on, a step apart: a view that had to be copied.
+    """Copy `count` positions of a dim from `first` on, a step apart; the result is marked as a copied view.
 
     Args:
         x: the value.
         dim: the dim.
         first: () or (rows,) int64, the position of the first.
-        count: how many; those beyond the end are padding.
+        count: the number of positions; those beyond the end are padding.
         factors: the dim of the result.
     """
     steps = torch.arange(count, device=x.dense.device) * step
@@ -32,7 +32,7 @@ def take_range(
 
 
 def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
-    """The positions of a dim that an index names; names beyond the ends are of padding.
+    """Read the positions of a dim that an index gives; positions out of range read padding.
 
     Args:
         x: the value.
@@ -45,7 +45,7 @@ def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> P
         out = x.dense.index_select(dim, index)
     else:
         rows, outer, inner = _rows_position(x)
-        # Flattened with heads, say, a row is in its dim once for each.
+        # A dim flattened with heads, say, has each row once a head.
         index = index.repeat_interleave(inner, 0).repeat(outer, 1)
         shape = [1] * x.dim()
         shape[rows], shape[dim] = index.shape
@@ -55,7 +55,7 @@ def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> P
         target[dim] = shape[dim]
         out = x.dense.gather(dim, index.reshape(shape).expand(target))
     dims = [*x.dims[:dim], factors, *x.dims[dim + 1 :]]
-    # Several positions of padding may name one valid position, and would give it their gradients.
+    # Several padded positions may read one valid position, and would add their gradients to it.
     return result(out, dims, x.sizes).gradient_masked()
 
 
@@ -68,7 +68,7 @@ def rows_dim(x: PaddedValue) -> int:
 
 
 def _rows_position(x: PaddedValue) -> tuple[int, int, int]:
-    """The dim of a ragged batch's rows, and how many indices there are around all rows and within each."""
+    """Return the dim of a ragged batch's rows, and the number of indices outside of the rows and within each."""
     for d, factors in enumerate(x.dims):
         at = next((i for i, factor in enumerate(factors) if factor.size == rows_symbol()), None)
         if at is not None and all(factor.is_static for factor in factors if factor.size != rows_symbol()):

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
-    """Values and positions in order, the valid ones first. A sort puts NaN above all numbers."""
+    """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
     if not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
     dtype = x.dense.dtype
@@ -38,7 +38,7 @@ def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool)
 
 @table.register(aten.sort, aten.argsort, aten.msort)
 def sort(call: PaddedCall) -> PyTree:
-    """Elements in order."""
+    """Sort along a dim."""
     x: PaddedValue = call["self"]
     if x.dim() == 0:
         return tree_map_only(Tensor, x.like, call.dense())
@@ -52,7 +52,7 @@ def sort(call: PaddedCall) -> PyTree:
 
 @table.register(aten.topk)
 def topk(call: PaddedCall) -> PyTree:
-    """The k greatest or least."""
+    """The k largest or smallest elements."""
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     k = static_dims([call["k"]])
@@ -78,13 +78,13 @@ def kthvalue(call: PaddedCall) -> PyTree:
 
 @table.register(OpClass.SORT_SELECT)
 def select_without_padding(call: PaddedCall) -> PyTree:
-    """Any other selection along one dim: right over a dim without padding."""
+    """Run any other selection along a dim without padding."""
     x = call.values[0]
     if len(call.values) > 1 or not isinstance(call.get("dim"), int) or not isinstance(call.get("keepdim"), bool):
-        raise refuse(call, "what it selects depends on where padding stands")
+        raise refuse(call, "its selection would include padding")
     d = call["dim"] % max(x.dim(), 1)
     if x.is_padded(d):
-        raise refuse(call, "what it selects depends on where padding stands")
+        raise refuse(call, "its selection would include padding")
     return reduced_result(call.dense(), x, [d], call["keepdim"])
 
 
@@ -108,20 +108,20 @@ def isin(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def searchsorted(call: PaddedCall) -> PaddedValue:
-    """Find where values belong in a sorted sequence, whose padding counts as above them all."""
+    """Find the insertion points of values in a sorted sequence, whose padding is above all of them."""
     sequence = call.get("sorted_sequence", call.get("boundaries"))
     values: PaddedValue = call["self"]
     if sequence.dim() > 1 or call.get("sorter") is not None:
-        raise refuse(call, "each row of the sequence has values of its own")
+        raise refuse(call, "each row of the sequence has its own values")
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():
-        raise refuse(call, "NaN sorts above the infinity that stands in the padding")
+        raise refuse(call, "NaN sorts above the infinity that fills the padding")
     name = "sorted_sequence" if "sorted_sequence" in call else "boundaries"
     found = call.dense({name: sequence.filled(max_value(sequence.dense.dtype))})
     size = sequence.size(0)
     if isinstance(size, Tensor) and size.dim():
-        raise refuse(call, "each row of the sequence has values of its own")
+        raise refuse(call, "each row of the sequence has its own values")
     found = torch.minimum(found, torch.as_tensor(size, dtype=found.dtype, device=found.device))
     return values.like(found) if values.padded_dims else unpadded_value(found)
 
@@ -134,7 +134,7 @@ def _require_enough(x: PaddedValue, d: int, k: int) -> None:
 
 @table.register(aten.median.dim, aten.nanmedian.dim)
 def median(call: PaddedCall) -> PyTree:
-    """The element in the middle, the lower of two, and where it stands; the first NaN if NaN counts and is there."""
+    """The median along a dim, the lower of two, and its position; NaN if there is any and it counts."""
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
@@ -147,7 +147,7 @@ def median(call: PaddedCall) -> PyTree:
 
 @table.register(aten.median.default, aten.nanmedian.default)
 def median_of_all(call: PaddedCall) -> PaddedValue:
-    """The element in the middle of a whole tensor; all that equal it share its gradient."""
+    """The median of all elements; those that equal it share its gradient."""
     x: PaddedValue = call["self"]
     dtype = x.dense.dtype
     if dtype == torch.bool:
@@ -165,9 +165,9 @@ def median_of_all(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.mode)
 def mode(call: PaddedCall) -> PyTree:
-    """The least of the values that occur most often, and where it stands last: in order, where a longest run ends.
+    """The smallest of the most frequent values, and its last position: in sorted order, the end of a longest run.
 
-    What torch gives where some are NaN depends on the order of the elements; here each NaN is a value above all others.
+    With NaN, torch's result depends on the order of the elements; here each NaN is a value above all others.
     """
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
@@ -186,7 +186,7 @@ def mode(call: PaddedCall) -> PyTree:
 
 @table.register(aten.quantile, aten.nanquantile)
 def quantile(call: PaddedCall) -> PaddedValue:
-    """Between the elements below and above the rank q (n - 1)."""
+    """Interpolate between the elements below and above the rank q (n - 1)."""
     x: PaddedValue = call["self"]
     d = None if call["dim"] is None else call["dim"] % max(x.dim(), 1)
     q = _fractions(call, x)
@@ -208,7 +208,7 @@ def quantile(call: PaddedCall) -> PaddedValue:
         ranks = fractions * (count - nans - 1)
     else:
         ranks = torch.where(nans > 0, (count - 1).to(q.dtype), fractions * (count - 1))
-    # Of no elements there is the padding, which is NaN.
+    # Without valid elements, rank 0 is padding, which is NaN.
     ranks = ranks.clamp(min=0)
     out = _between(values, ranks.expand(*values.shape[:-1], len(fractions)), call["interpolation"])
     if call["keepdim"]:
@@ -233,13 +233,13 @@ class SharedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ChosenContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient over the number of elements, at each of them."""
+        """The gradient divided evenly among the chosen elements."""
         (chosen,) = ctx.saved_tensors
         return torch.where(chosen, gradients[0] / chosen.sum(), 0), None, None
 
 
 def _counts(x: PaddedValue, reduced: list[int]) -> tuple[Tensor, Tensor]:
-    """Count the valid elements, and the NaN among them; dims kept."""
+    """Count the valid elements, and the NaN among them, keeping dims."""
     nan, mask = x.dense.detach().isnan(), x.mask(reduced)
     return x.valid_count(reduced), (nan if mask is None else nan & mask).sum(reduced, keepdim=True)
 
@@ -251,7 +251,7 @@ def _median_rank(call: PaddedCall, x: PaddedValue, reduced: list[int]) -> Tensor
 
 
 def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedValue], rank: Tensor) -> PyTree:
-    """The elements of a rank of each row, and their positions."""
+    """Return the element of a rank in each row, and its position."""
     shape = list(x.shape)
     shape[d] = 1
     found = [r.dense.gather(d, rank.expand(shape)) for r in ranked]
@@ -260,7 +260,7 @@ def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedV
 
 
 def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
-    """q as a tensor; what torch would not take is left to torch."""
+    """Return q as a tensor, after checks of what torch requires of it."""
     given = call["q"]
     if x.dense.dtype not in (torch.float32, torch.float64):
         raise refuse(call, "torch has quantiles of float and double only")
@@ -272,10 +272,10 @@ def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
         return torch.full((), given, dtype=x.dense.dtype, device=x.dense.device)
     q = given.dense
     if given.padded_dims or given.is_tracked:
-        raise refuse(call, "which quantiles to take is padded, or has a gradient, that every row would add to")
+        raise refuse(call, "q is padded or requires grad")
     if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
         raise refuse(call, "q must be a number or a vector, of the same dtype and device")
-    # Elsewhere torch doesn't look either, which would wait for the device.
+    # On other devices torch doesn't check either, since that waits for the device.
     if q.device.type == "cpu" and not is_traced(q) and not bool(((q >= 0) & (q <= 1)).all()):
         raise refuse(call, "a q is out of [0, 1]")
     return q
@@ -291,7 +291,7 @@ _ROUNDING: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 
 def _between(values: Tensor, ranks: Tensor, interpolation: str) -> Tensor:
-    """The values at ranks of the last dim that need not be whole."""
+    """Return the values at fractional ranks of the last dim."""
     rounded = _ROUNDING[interpolation]
     ranks = ranks if rounded is None else rounded(ranks)
     low = ranks.floor()

@@ -1,4 +1,4 @@
-"""Borders around the valid part: of a constant, or of what lies next to them within it."""
+"""The pad ops: a border around the valid part, of a constant or of values next to the border."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @table.register(aten.constant_pad_nd, aten.pad)
 def bordered(call: PaddedCall) -> PaddedValue:
-    """A constant around the valid part, which stands in the padding too, so that it follows the true end; or a copy."""
+    """Pad the valid part; a constant fills the padding too, so that the border follows the true end."""
     x: PaddedValue = call["self"]
     if call.get("mode", "constant") != "constant":
         return _pad_from_values(call, x)
@@ -44,31 +44,31 @@ def bordered(call: PaddedCall) -> PaddedValue:
     dense = x.filled(value, touched) if touched else x.dense
     out = torch.constant_pad_nd(dense, widths, value)
     moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
-    # Cut off at the end, valid positions of the whole are padding of the part, and take no gradient from there.
+    # With a negative width, valid positions of the input become padding of the result, without a gradient.
     return moved.gradient_masked() if touched else moved
 
 
-# Which position of n a border's position p repeats.
+# The source of position p of a border, for a true size of n.
 _SOURCE_POSITION: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
     "replicate": lambda p, n: p.clamp(min=0).minimum(torch.as_tensor(n - 1, device=p.device)),
     "reflect": lambda p, n: (n - 1) - ((n - 1) - p.abs()).abs(),
     "circular": lambda p, n: p % n,
 }
-# How much wider than the dim a border may be.
+# The most that a border may exceed the dim's size by.
 _MAX_EXCESS = {"reflect": -1, "circular": 0}
 
 
 def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
-    """A border that repeats the valid part: each dim after the other."""
+    """Pad with values of the valid part, one dim after the other."""
     mode, widths = call["mode"], list(call["pad"])
     if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        # Autocast has them in single precision, on a CPU.
+        # Autocast runs these modes in float32 on a CPU.
         x = x.like(x.dense.float()) if x.dense.dtype in (torch.float16, torch.bfloat16) else x
     for i in range(len(widths) // 2):
         d = x.dim() - 1 - i
         left, right = widths[2 * i], widths[2 * i + 1]
         if mode == "circular" and min(left, right) < 0:
-            # What is cut off does not come round.
+            # Positions that are cut off do not wrap around.
             x = apply(aten.slice.Tensor, x, d, max(-left, 0), min(right, 0) or None)
             left, right = max(left, 0), max(right, 0)
         if not (left or right):
@@ -86,7 +86,7 @@ def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
 
 
 def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
-    """A dim with what it repeats beside its valid part.
+    """Pad one dim with values of its valid part.
 
     Args:
         x: the value.

@@ -1,9 +1,9 @@
-"""A padded value: dense storage of the bucket's shape, and which part of it is real.
+"""A padded value as the rules see it: dense storage of the bucket's shape, and the dims that say which part is valid.
 
-Two invariants hold for every rule. What stands in the padding is undefined unless `fill` says so, and so is the
-gradient that arrives there: NaN is allowed in both. So a rule that lets positions meet fills its operands with a
-neutral element first, which also stops the gradient; and one that lets the *gradients* of positions meet (those of a
-weight, which every row adds to) masks the gradient of its result.
+Two invariants hold for every rule. The contents of the padding are undefined unless `fill` says so, and so is the
+gradient that arrives there: NaN is allowed in both. So a rule that combines positions fills its operands with a neutral
+element first, which also stops the gradient; and a rule whose backward combines positions (every row adds to a weight's
+gradient) masks the gradient of its result.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_h
 Number = int | float | bool
 
 FINITE_FILL: Literal["finite"] = "finite"
-"""A fill of which only that is known: numbers, no NaN or infinity unless valid values have them for the same reason."""
+"""The fill of padding known only to be finite, unless valid values have NaN or infinity for the same reason."""
 
 EDGE_FILL: Literal["edge"] = "edge"
-"""A fill with what stands at the first position of each padded dim: what an op makes of it, is made of valid values."""
+"""The fill with the value at the first position of each padded dim: ops on the padding see only valid values."""
 
 Fill = Number | Literal["finite", "edge"]
 
@@ -50,11 +50,10 @@ class PaddedValue:
     Args:
         dense: the padded storage, of the bucket's shape.
         dims: the factors of each dim; a dim of one static factor has no padding.
-        sizes: the true sizes that the factors speak of; None when nothing is padded.
-        fill: what stands everywhere in the padding, or that it is `FINITE_FILL` or `EDGE_FILL`; None when nothing is
-            known.
-        view: of a view, "alias" where it lies in the memory of what it views, "copy" where it couldn't.
-        arrival: what is known of the gradient that arrives at it; None where nobody asks.
+        sizes: the true sizes behind the factors; None when nothing is padded.
+        fill: the value throughout the padding, `FINITE_FILL` or `EDGE_FILL`; None when nothing is known.
+        view: for the result of a view op, "alias" if it shares the input's memory, "copy" if it had to be copied.
+        tracker: the knowledge of the gradient that arrives at it; None where gradients are not tracked.
     """
 
     dense: Tensor
@@ -97,13 +96,13 @@ class PaddedValue:
         return self.sizes.of_each(size_of(self.dims[dim]))
 
     def mask(self, only: Iterable[int] | None = None) -> Tensor | None:
-        """True where data is real.
+        """Return the mask of valid elements.
 
         Args:
             only: the dims whose padding counts; all by default.
 
         Returns:
-            bool, broadcastable to `dense`; None when everything is real.
+            bool, broadcastable to `dense`; None when every element is valid.
         """
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
         if not wanted or self.sizes is None:
@@ -134,7 +133,7 @@ class PaddedValue:
 
     @property
     def fill_if_shifted(self) -> Fill | None:
-        """The fill that is still known once a padded dim starts at other positions; None when unknown."""
+        """The fill that is known if the positions of a padded dim are shifted; None when unknown."""
         return None if self.fill == EDGE_FILL else self.fill
 
     @property
@@ -143,11 +142,11 @@ class PaddedValue:
         return self.fill == 0 or isinstance(self.fill, str)
 
     def with_bounded_padding(self) -> Tensor:
-        """The storage, filled with 0 in the padding unless `is_tame`; a tame one keeps the op's gradient there."""
+        """Return the storage, with 0 in the padding unless `padding_is_bounded`; then its gradient isn't masked."""
         return self.dense if self.padding_is_bounded else self.filled(0)
 
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
-        """The storage with `value` in the padding of some dims, all by default; their gradient stops there."""
+        """Return the storage with `value` in the padding of some dims, all by default; its gradient there is zero."""
         if self.fill is not None and _same_number(self.fill, value):
             return self.gradient_masked().dense
         mask = self.mask(only)
@@ -165,22 +164,19 @@ class PaddedValue:
         return self.sizes.fill(_as_dtype(value, like.dtype), like.dtype, like.device)
 
     def with_finite_padding(self, value: Number = 0) -> Tensor:
-        """The storage with numbers in the padding: what is there, where those are some, else `value`.
-
-        The gradient there is that of the op.
-        """
+        """Return the storage, with `value` in the padding unless it is known to be finite."""
         return self.dense if self.padding_is_finite else self.filled(value)
 
     def cleaned(self, value: Number = 0) -> PaddedValue:
-        """The same value with `value` throughout its padding."""
+        """Return this padded value with `value` throughout its padding."""
         return replace(self, dense=self.filled(value), fill=value, tracker=None)
 
     def edge_filled(self, only: Iterable[int] | None = None, is_zero: IsZero | None = None) -> Tensor:
-        """The storage with the first valid values in place of padding: whatever an op's domain is, they are in it.
+        """Return the storage with the first valid values in place of padding, which are in the domain of any op.
 
         Args:
             only: the dims whose padding counts; all by default.
-            is_known: asked in the backward whether the gradient is zero there as it comes.
+            is_zero: called in the backward to ask if the incoming gradient is zero there already.
         """
         if self.fill == EDGE_FILL:
             return self.dense
@@ -190,13 +186,13 @@ class PaddedValue:
             if mask is not None:
                 first = dense.narrow(d, 0, 1).detach()
                 if torch.is_grad_enabled():
-                    # There may be none, and a gradient of zero takes numbers to be one.
+                    # There may be no valid value, and a gradient of zero needs finite operands to stay zero.
                     first = torch.where(mask.narrow(d, 0, 1), first, self._number(0, dense))
                 dense = self._filled(dense, mask, first, is_zero)
         return dense
 
     def gradient_masked(self) -> PaddedValue:
-        """The same value; the gradient that arrives in its padding is taken for zero."""
+        """Return this value with the gradient of its padding masked."""
         mask = self.mask() if self.is_tracked else None
         if mask is None:
             return self
@@ -205,49 +201,49 @@ class PaddedValue:
         return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, tracker.arrives_zero), tracker=tracker)
 
     def gradient_tracked(self) -> PaddedValue:
-        """The same value, of which it is known in the backward whether the gradient is zero in its padding."""
+        """Return this value with a tracker of whether its gradient is zero in its padding."""
         return replace(self, tracker=GradientTracker()) if self.is_tracked else self
 
     def gradient_is_zero_if(self, *results: PaddedValue) -> None:
-        """Say that this call's gradient of it, an operand, is zero in its padding where that of some results is."""
+        """State that this call's gradient of an operand is zero in its padding if the gradients of some results are."""
         if self.tracker is not None:
             self.tracker.conditions.append([r.tracker or GradientTracker() for r in results])
 
     def as_view(self, view: Literal["", "alias", "copy"]) -> PaddedValue:
-        """The same value, as a view of this kind."""
+        """Return this value, marked as a view of this kind."""
         return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.tracker)
 
     def like(self, dense: Tensor, fill: Fill | None = None) -> PaddedValue:
-        """Another storage of the same shape with the same padding."""
+        """Return a value with another storage of the same shape, and the same padding."""
         sizes = self.sizes if self.sizes is None else self.sizes.to(dense.device)
         return PaddedValue(dense, self.dims, sizes, fill)
 
 
 def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZero | None = None) -> Tensor:
-    """`dense`, whose gradient is zero where a mask is False.
+    """Return `dense` with a gradient of zero where a mask is False.
 
     Args:
         dense: a storage.
         mask: broadcastable to it.
-        sizes: that the mask is made of.
-        is_known: asked in the backward whether the gradient is zero there as it comes.
+        sizes: the true sizes that the mask is made of.
+        is_zero: called in the backward to ask if the incoming gradient is zero there already.
     """
     zero = sizes.fill(0.0, dense.dtype, dense.device)
     return MaskGradient.apply(dense, mask, zero, is_zero)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def unpadded_value(dense: Tensor) -> PaddedValue:
-    """A tensor without padding."""
+    """Return a tensor without padding as a value."""
     value = PaddedValue(dense, static_dims(dense.shape))
     value._padded_dims = []
     return value
 
 
 def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Fill | None = None) -> PaddedValue:
-    """A rule's result; checked to say what its storage is.
+    """Return a rule's result, after a check that its dims match its storage.
 
     Raises:
-        Inexpressible: a length may differ from row to row and the rows are gone.
+        UnsupportedCall: a length may differ from row to row, and no dim of rows remains.
     """
     dims = tuple(dims)
     assert tuple(map(bucket_of, dims)) == dense.shape, (dims, dense.shape)
@@ -265,7 +261,7 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
 
 
 def reduced_result(out: PyTree, x: PaddedValue, reduced: Sequence[int], keepdim: bool) -> PyTree:
-    """The results of a reduction of `x`, with the padding of the dims that remain."""
+    """Return the results of a reduction of `x`, with the padding of the dims that remain."""
     if keepdim:
         dims: list[Factors] = [static_dims([1])[0] if d in reduced else f for d, f in enumerate(x.dims)]
     else:
@@ -276,7 +272,7 @@ def reduced_result(out: PyTree, x: PaddedValue, reduced: Sequence[int], keepdim:
 
 
 def _rows_apart(factors: Factors, rows: int) -> Factors:
-    """A dim in which the rows are a factor of their own, also where they were flattened with what is in each."""
+    """Split a dim so that the rows of a ragged batch are a factor of their own, even if it was flattened."""
     each = rows_symbol()
     if not any(f.size.has(each) and f.size != each for f in factors):
         return factors
@@ -287,7 +283,7 @@ def _rows_apart(factors: Factors, rows: int) -> Factors:
 
 
 def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
-    """The dims of a batch of one row: its lengths are numbers, wherever a reshape put the dim of the row itself."""
+    """Return the dims of a batch of one row, whose lengths need no dim of rows to refer to."""
     rows = rows_symbol()
     own = (Factor(1, rows),)
     if sum(f.size.has(rows) for factors in dims for f in factors) == 1 and own in dims:
@@ -300,10 +296,10 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
 
 
 def prefix_size(value: PaddedValue, dim: int) -> Size:
-    """The true size of a dim whose valid positions come first.
+    """Return the true size of a dim whose valid positions come first.
 
     Raises:
-        Inexpressible: the valid positions lie scattered, as after a flatten.
+        UnsupportedCall: the valid positions lie scattered, as after a flatten.
     """
     if len(value.dims[dim]) != 1:
         raise UnsupportedCall(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
@@ -311,10 +307,10 @@ def prefix_size(value: PaddedValue, dim: int) -> Size:
 
 
 def host_sizes(value: PaddedValue, dim: int) -> list[int] | None:
-    """The true size of a dim as the host knows it, of each row where rows differ; None where it doesn't know.
+    """Return the true size of a dim, one for each row if rows differ; None where the host doesn't know it.
 
     Raises:
-        Inexpressible: the valid positions lie scattered, as after a flatten.
+        UnsupportedCall: the valid positions lie scattered, as after a flatten.
     """
     size, sizes = prefix_size(value, dim), value.sizes
     if sizes is None or not sizes.known_on_host:

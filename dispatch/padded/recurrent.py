@@ -1,12 +1,12 @@
-"""Recurrent networks: what is real comes before the padding, so only the last states have to be told from it.
+"""Recurrent networks: valid steps precede the padding, so only the final states need care.
 
-The last hidden state is the output at the true end. The last cell of an LSTM is none of its outputs: so padding keeps
-the cell, by one more feature of the input that is 1 in padding and whose weights hold the forget gate open and the
-input gate shut,
+The final hidden state is the output at the true end. The final cell state of an LSTM is not among its outputs, so the
+state is kept constant in the padding: the input gets one more feature, which is 1 in padding and whose weights hold the
+forget gate open and the input gate shut,
 
     c_t = sigmoid(f + 1e4) c_(t-1) + sigmoid(i - 1e4) g = c_(t-1),
 
-which is exact, and so is its gradient. Backwards in time a layer runs forward over the valid steps in reversed order.
+which is exact, and so is its gradient. A backward direction runs forward over the valid steps in reversed order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from subtensors.dispatch.sizes.dim_factors import static_dims
 aten = torch.ops.aten
 
 SATURATED = 1e4
-"""A sigmoid of this is 1 in every dtype, and of its negative 0; float16 holds it."""
+"""A number that a sigmoid maps to 1 in every dtype, and its negative to 0; float16 can hold it."""
 
 
 @table.register(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
-    """The outputs of the last layer, and the last states of all."""
+    """Return the outputs of the last layer, and the final states of all layers."""
     time = 1 if call["batch_first"] else 0
     x, states = _with_shared_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 1 - time)
     hidden = [static_dims([s.shape[2]])[0] for s in states]
@@ -53,8 +53,8 @@ def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
             weights = [w.dense for w in call["params"][k * each : (k + 1) * each]]
             out, *last = _layer(call, x, begin, weights, time, backwards=k % directions == 1)
             sides.append(out)
-            for all_of_it, end in zip(ends, last, strict=True):
-                all_of_it.append(end)
+            for layer_ends, end in zip(ends, last, strict=True):
+                layer_ends.append(end)
         x = apply(aten.cat.default, sides, 2) if directions > 1 else sides[0]
         if call["dropout"] and call["train"] and layer < call["num_layers"] - 1:
             x = apply(aten.dropout.default, x, call["dropout"], True)
@@ -64,7 +64,7 @@ def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
 def _layer(
     call: PaddedCall, x: PaddedValue, states: list[Tensor], weights: list[Tensor], time: int, backwards: bool
 ) -> list[PaddedValue]:
-    """The outputs of one layer in one direction, and its last states."""
+    """Return the outputs of one layer in one direction, and its final states."""
     steps = apply(aten.flip.default, x, [time]) if backwards else x
     dense = steps.filled(0)
     is_lstm = len(states) == 2
@@ -74,14 +74,14 @@ def _layer(
         is_padding = mask.logical_not().expand(*x.shape[:2], 1).to(dense.dtype)
         dense = torch.cat([dense, is_padding], 2)
         gate = weights[1].new_full((weights[1].shape[0] // 4, 1), SATURATED)
-        others = torch.zeros_like(gate)
-        weights = [torch.cat([weights[0], torch.cat([-gate, gate, others, others])], 1), *weights[1:]]
+        zeros = torch.zeros_like(gate)
+        weights = [torch.cat([weights[0], torch.cat([-gate, gate, zeros, zeros])], 1), *weights[1:]]
     begin: list[Tensor] | Tensor = states if is_lstm else states[0]
     options = call["has_biases"], 1, 0.0, call["train"], False, call["batch_first"]
     with warnings.catch_warnings():
-        # One layer's weights are not where cuDNN keeps those of the whole network, so that it copies them.
+        # cuDNN warns that it copies weights which are not in one piece of memory with the others.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-        # Called as torch's own function, its warnings are raised in here.
+        # Through torch's own function, not the op, warnings are raised inside of this block.
         out, *last = getattr(torch, call.op.overloadpacket.__name__)(dense, begin, weights, *options)
     outputs = result(out, [*x.dims[:2], *static_dims([out.shape[2]])], x.sizes).gradient_masked()
     ends = [apply(aten.select.int, outputs, time, -1)]
@@ -93,7 +93,7 @@ def _layer(
 
 @table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
 def cell(call: PaddedCall) -> PyTree:
-    """One step."""
+    """Run one step."""
     x, states = _with_shared_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 0)
     initial = [s.filled(0) for s in states]
     out = call.dense({"input": x.filled(0), "hx": initial if len(states) > 1 else initial[0]})
@@ -105,7 +105,7 @@ def cell(call: PaddedCall) -> PyTree:
 def _with_shared_batch(
     call: PaddedCall, x: PaddedValue, states: Sequence[PaddedValue], at: int
 ) -> tuple[PaddedValue, list[PaddedValue]]:
-    """The input and the states, padded alike in their batch, which is a dim `at` of the input."""
+    """Return the input and the states with the same padding in their batch, dim `at` of the input."""
     weights = [w for w in call.values if w is not x and all(w is not s for s in states)]
     features = [x.is_padded(x.dim() - 1), *(s.is_padded(d) for s in states for d in range(s.dim()) if d != s.dim() - 2)]
     if any(features) or any(w.padded_dims for w in weights):

@@ -1,7 +1,7 @@
-"""Reductions: padding is filled with the element that changes nothing, and counts are of valid elements.
+"""Reductions: padding is filled with the op's neutral element, and counts are those of valid elements.
 
-A reduction over padded dims is `f(where(mask, x, e))` with `e` neutral for f. What divides by the number of elements
-divides by the number of valid ones, which the device reads from the true sizes: mean = sum / count and
+A reduction f over padded dims is `f(where(mask, x, e))` with e neutral for f. A reduction that divides by a number of
+elements divides by that of valid ones, which the device computes from the true sizes: mean = sum / count and
 var = sum((x - mean)^2) / (count - correction).
 """
 
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 def min_value(dtype: torch.dtype) -> Number:
-    """The lower bound of the values of a dtype."""
+    """Return the lower bound of the values of a dtype."""
     if dtype == torch.bool:
         return False
     return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def max_value(dtype: torch.dtype) -> Number:
-    """The upper bound of the values of a dtype."""
+    """Return the upper bound of the values of a dtype."""
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -64,7 +64,7 @@ NEUTRAL: dict[OpOverload | OpOverloadPacket, Callable[[torch.dtype], Number]] = 
     aten.min.dim: max_value,
     aten.logsumexp: min_value,
 }
-"""The element that a reduction ignores. max.dim and min.dim give positions too, of which the valid ones come first."""
+"""The neutral element of each reduction. Of equal elements max.dim and min.dim give the first, which is a valid one."""
 
 
 @table.register(*NEUTRAL)
@@ -74,7 +74,7 @@ def reduction(call: PaddedCall) -> PyTree:
     neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
     reduced = reduced_dims(call, x)
     if call.op.overloadpacket is aten.logsumexp and not (x.dense.is_floating_point() or x.dense.is_complex()):
-        # Of whole numbers none has no exponential.
+        # No integer is neutral for logsumexp.
         x = x.like(x.dense.to(torch.get_default_dtype()))
     by_kernel = _by_kernel(call, x, reduced)
     if by_kernel is not None:
@@ -87,7 +87,7 @@ def reduction(call: PaddedCall) -> PyTree:
 
 @table.register(aten.mean)
 def mean(call: PaddedCall) -> PaddedValue:
-    """Sum over count."""
+    """Divide the sum by the count."""
     x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
     keepdim = call.get("keepdim", False)
@@ -108,12 +108,12 @@ def mean(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
 def variance(call: PaddedCall) -> PyTree:
-    """Squared distances from the mean of the valid elements, over their count less the correction."""
+    """Divide the squared deviations from the mean by the count minus the correction."""
     x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
     keepdim = call["keepdim"]
     if not _padded_among(x, reduced) or not (x.dense.is_floating_point() or x.dense.is_complex()):
-        # Of whole numbers torch has none, and says so.
+        # For integers torch raises its own error.
         return reduced_result(call.dense(), x, reduced, keepdim)
     correction = 1 if call["correction"] is None else call["correction"]
     if call.op is aten.var.correction:
@@ -140,7 +140,7 @@ def variance(call: PaddedCall) -> PyTree:
 
 
 def _root(squares: Tensor) -> Tensor:
-    """The square root whose gradient at 0 is 0, as that of torch's standard deviation is."""
+    """Return the square root with a gradient of 0 at 0, as torch's standard deviation has."""
     is_zero = squares == 0
     return torch.where(is_zero, 0, torch.where(is_zero, 1, squares).sqrt())
 
@@ -162,7 +162,7 @@ def norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.argmax, aten.argmin)
 def argmax(call: PaddedCall) -> PaddedValue:
-    """The position of an extreme; that of the flattened tensor counts valid elements only."""
+    """The position of an extreme; in the flattened tensor, positions count valid elements only."""
     x: PaddedValue = call["self"]
     extreme = min_value if call.op.overloadpacket is aten.argmax else max_value
     reduced = reduced_dims(call, x)
@@ -176,7 +176,7 @@ def argmax(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.aminmax)
 def aminmax(call: PaddedCall) -> PyTree:
-    """Both extremes."""
+    """The minimum and the maximum."""
     x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
     dtype, keepdim = x.dense.dtype, call["keepdim"]
@@ -194,18 +194,18 @@ def trace(call: PaddedCall) -> PaddedValue:
 
 @table.register(OpClass.REDUCTION)
 def without_padding(call: PaddedCall) -> PyTree:
-    """A reduction whose neutral element isn't known: right over dims without padding."""
+    """Run a reduction with an unknown neutral element over dims without padding."""
     x = call.values[0]
     if len(call.values) > 1 or ("dim" not in call and "dims" not in call):
-        raise refuse(call, "its neutral element isn't known")
+        raise refuse(call, "its neutral element is unknown")
     reduced = reduced_dims(call, x)
     if _padded_among(x, reduced):
-        raise refuse(call, "its neutral element isn't known")
+        raise refuse(call, "its neutral element is unknown")
     return reduced_result(call.dense(), x, reduced, call.get("keepdim", False))
 
 
 def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 2, correction: float = 1) -> PyTree:
-    """The reduction by one kernel, where there is one."""
+    """Reduce with one kernel; return None if no kernel supports it."""
     if (
         not _padded_among(x, reduced)
         or call.get("dtype") not in (None, x.dense.dtype)
@@ -222,7 +222,7 @@ def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 
 
 
 def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
-    """The dims that a call reduces."""
+    """Return the dims that a call reduces."""
     given = call.get("dim", call.get("dims"))
     if given is None or (not isinstance(given, int) and len(given) == 0):
         return list(range(x.dim()))
@@ -230,7 +230,7 @@ def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
 
 
 def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tensor:
-    """A position in the flattened bucket as one in the flattened logical tensor."""
+    """Convert a position in the flattened bucket to one in the flattened unpadded tensor."""
     out = torch.zeros_like(position)
     scale: Tensor | int = 1
     for d in reversed(range(x.dim())):

@@ -1,4 +1,4 @@
-"""Softmax, scans and differences: along a padded dim a neutral fill, and a gradient that ends at the true size."""
+"""Softmax, scans and differences: a padded dim is filled with the neutral element, and gradients are masked."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ aten = torch.ops.aten
 @table.register(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
                 aten.special_softmax, aten.special_log_softmax)  # fmt: skip
 def softmax(call: PaddedCall) -> PaddedValue:
-    """exp(x) over its sum: -inf adds nothing to it."""
+    """exp(x) / sum(exp(x)), with -inf in the padding, which adds nothing to the sum."""
     x: PaddedValue = call["self"]
     if x.dim() == 0:
         return x.like(call.dense())
     d = call["dim"] % x.dim()
     if not x.is_padded(d) or not (x.dense.is_floating_point() or call.get("dtype")):
-        # Of whole numbers torch has none, and says so.
+        # For integers torch raises its own error.
         return x.like(call.dense())
     if "dtype" not in call or call["dtype"] in (None, x.dense.dtype):
         is_log = "log_softmax" in call.op.name()
         by_kernel = kernels.softmax(x, d, is_log)
         if by_kernel is not None:
             return by_kernel
-    # An integer input is cast to a real dtype, in which its least value is no neutral element.
+    # An integer input is cast first: its minimum is not neutral in a floating-point dtype.
     floating = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
     return x.like(call.dense({"self": floating.filled(float("-inf"), [d])})).gradient_masked()
 
@@ -51,7 +51,7 @@ SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {
 
 @table.register(*SCANS)
 def scan(call: PaddedCall) -> PyTree:
-    """A running value: what is real comes before the padding, which only the gradient runs back through."""
+    """Run a scan: valid positions precede the padding, so only the gradient would pass through it."""
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
@@ -64,7 +64,7 @@ def scan(call: PaddedCall) -> PyTree:
 
 @table.register(aten.diff)
 def difference(call: PaddedCall) -> PaddedValue:
-    """Each position less the one before it, n times: of bools, whether they differ."""
+    """Subtract from each position the one before it, n times; compare bools instead."""
     x: PaddedValue = call["self"]
     d = call["dim"]
     parts = [part for part in (call["prepend"], x, call["append"]) if part is not None]

@@ -30,12 +30,12 @@ aten = torch.ops.aten
 
 @table.register(aten.convolution)
 def convolution(call: PaddedCall) -> PaddedValue:
-    """Padded in the batch, or in the positions of the image."""
+    """Convolve an input that is padded in the batch or in spatial dims."""
     x: PaddedValue = call["input"]
     weight: PaddedValue = call["weight"]
     if x.is_padded(1) or weight.padded_dims:
         raise refuse(call, "its channels or its weight are padded")
-    # Images are apart from each other, but not in the gradient of the weight.
+    # Images are independent of each other, except in the gradient of the weight.
     is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
     out = call.dense({"input": x.filled(0, None if is_tracked else range(2, x.dim()))})
     dims: list[Factors] = [x.dims[0], *static_dims([out.shape[1]])]
@@ -76,7 +76,7 @@ def windows(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
 def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
-    """The greatest of each window, and where in the true image it stands."""
+    """The maximum of each window, and its position in the unpadded image."""
     x: PaddedValue = call["self"]
     rank = 2 if call.op.overloadpacket is aten.max_pool2d_with_indices else 3
     values, positions = call.dense({"self": x.filled(min_value(x.dense.dtype), range(x.dim() - rank, x.dim()))})
@@ -87,7 +87,7 @@ def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
 
 @table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
 def average_pool(call: PaddedCall) -> PaddedValue:
-    """The mean of each window; the border counts in it or not, as the caller says."""
+    """The mean of each window, with or without its border, as the caller asks."""
     x: PaddedValue = call["self"]
     rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
@@ -97,7 +97,7 @@ def average_pool(call: PaddedCall) -> PaddedValue:
     elif call.get("divisor_override") or (counts_border and not ceil):
         out = call.dense({"self": x.filled(0, over)})
     elif counts_border and any(_per_dim(call["padding"], rank)):
-        raise refuse(call, "the last window of ceil_mode is as wide as the true size leaves it")
+        raise refuse(call, "the size of the last window of ceil_mode depends on the true size")
     else:
         dtype = arithmetic_dtype(x.dense.dtype)
         mask = x.mask(over)
@@ -125,7 +125,7 @@ def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor, rank: int, ceil: bool
 
 
 def _true_positions(call: PaddedCall, x: PaddedValue, positions: Tensor, rank: int) -> Tensor:
-    """Positions in a flattened bucket image as those in the true one, whose rows may be shorter."""
+    """Convert positions in a flattened bucket image to positions in the unpadded one."""
     first = x.dim() - rank
     if not any(x.is_padded(d) and math.prod(x.shape[first:d]) > 1 for d in range(first + 1, x.dim())):
         return positions
@@ -154,12 +154,12 @@ _INTERPOLATIONS = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _u
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
     upsample_bicubic2d"""
 MAX_EXACT_DENOMINATOR = 1024
-"""Multiples of 1 / this times a size are exact in float64, in which torch computes sizes."""
+"""Scale factors are multiples of 1 / this: their products with sizes are exact in float64, in which torch computes."""
 
 
 @table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()))
 def interpolate(call: PaddedCall) -> PaddedValue:
-    """By factors, which say nothing of the true size; corners that are aligned, and a size that is given, do."""
+    """Resize by scale factors; a given output size or aligned corners would make the factor depend on the true size."""
     x: PaddedValue = call["input"]
     over = range(2, x.dim())
     if not any(x.is_padded(d) for d in over):
@@ -167,7 +167,7 @@ def interpolate(call: PaddedCall) -> PaddedValue:
         return resized
     factors = call["scale_factors"]
     if factors is None or call.get("align_corners"):
-        raise refuse(call, "by how much it resizes depends on the true size")
+        raise refuse(call, "its scale factor depends on the true size")
     extended = x
     for d, factor in zip(over, factors, strict=True):
         if x.is_padded(d):

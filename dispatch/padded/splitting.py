@@ -1,7 +1,7 @@
-"""Parts of a dim: at given positions, of a given size, or of a given number.
+"""Splits of a dim: at positions, into parts of a size, or into a number of parts.
 
-Parts of a padded dim are slices, whose sizes are expressions. Where their number follows from the true size the host
-has to know it, and in a ragged batch it has to be the same for every row.
+Parts of a padded dim are slices, whose sizes are expressions. If their number depends on the true size, the host has to
+know it, and in a ragged batch it has to be the same for every row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 @table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
                 aten.split.default, aten.tensor_split.indices)  # fmt: skip
 def split_at(call: PaddedCall) -> list[PaddedValue]:
-    """Parts of given sizes, which add up to the bucket's, or between positions: slices, cut at the true end."""
+    """Split at positions, or into sizes that add up to the bucket's; parts end at the true end."""
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     given = call.get("split_sizes", call.get("split_size"))
@@ -42,7 +42,7 @@ def split_at(call: PaddedCall) -> list[PaddedValue]:
 
 @table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
 def split(call: PaddedCall) -> list[PaddedValue]:
-    """Parts of one size, and what is left."""
+    """Split into parts of one size, and a rest."""
     x: PaddedValue = call["self"]
     d, size = call["dim"] % x.dim(), call["split_size"]
     if not x.is_padded(d):
@@ -54,7 +54,7 @@ def split(call: PaddedCall) -> list[PaddedValue]:
 
 @table.register(aten.chunk, aten.unsafe_chunk)
 def chunk(call: PaddedCall) -> list[PaddedValue]:
-    """So many parts of one size, the last one smaller, or fewer of them."""
+    """Split into at most this many parts of one size; the last may be smaller."""
     x: PaddedValue = call["self"]
     d, chunks = call["dim"] % x.dim(), call["chunks"]
     if not x.is_padded(d):
@@ -69,7 +69,7 @@ def chunk(call: PaddedCall) -> list[PaddedValue]:
 
 @table.register(aten.tensor_split.sections)
 def sections(call: PaddedCall) -> list[PaddedValue]:
-    """So many parts, of which the first ones may be one longer."""
+    """Split into this many parts, of which the first ones may be one longer."""
     x: PaddedValue = call["self"]
     d, count = call["dim"] % x.dim(), call["sections"]
     if not x.is_padded(d):
@@ -83,7 +83,7 @@ def sections(call: PaddedCall) -> list[PaddedValue]:
 
 @table.register(aten.unbind, aten.unbind_copy)
 def unbind(call: PaddedCall) -> list[PaddedValue]:
-    """Every index of a dim."""
+    """Select each index of a dim."""
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     if not x.is_padded(d):
@@ -102,14 +102,14 @@ def _static_parts(call: PaddedCall, x: PaddedValue, d: int) -> list[PaddedValue]
 
 
 def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> PaddedValue:
-    """One of `parts` parts of a dim, which starts at the index that `start` expresses."""
+    """Return one of `parts` parts of a dim, from the index `start` on."""
     assert x.sizes is not None
     longest = -(-x.shape[d] // parts)
     return take_range(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
 
 
 def _known(call: PaddedCall, x: PaddedValue, d: int) -> list[int]:
-    """The true sizes of a dim, which the host knows."""
+    """Return the true sizes of a dim; raise DataDependentCall if the host doesn't know them."""
     sizes = None if is_traced(x.dense) else host_sizes(x, d)
     if sizes is None:
         raise refuse(call, "the number of parts would depend on the true size", DataDependentCall)
@@ -124,4 +124,4 @@ def _same_for_all(call: PaddedCall, x: PaddedValue, d: int, counts: Sequence[int
 
 def _refuse_rows(call: PaddedCall, x: PaddedValue, d: int) -> None:
     if prefix_size(x, d).has(rows_symbol()):
-        raise refuse(call, "it parts the rows of a ragged batch")
+        raise refuse(call, "it splits the rows of a ragged batch")

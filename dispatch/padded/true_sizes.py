@@ -23,19 +23,19 @@ HostSize = int | tuple[int, ...]
 
 @cache
 def rows_symbol() -> sympy.Symbol:
-    """The size of a ragged batch: every row is real, and a length may differ from row to row."""
+    """Return the symbol for the size of a ragged batch, whose rows are all valid and may differ in length."""
     return size_symbol("rows")
 
 
 class Named(NamedTuple):
-    """Symbols and their bucket sizes: what rules remember answers by, and no tensor."""
+    """Symbols and their bucket sizes: the key of cached results, which holds no tensor."""
 
     symbols: tuple[sympy.Symbol, ...]
     buckets: tuple[int, ...]
 
 
 class TrueSizes:
-    """The values of some symbols: one number each, or one a row of a ragged batch.
+    """The values of some symbols: one number each, or one for each row of a ragged batch.
 
     Args:
         symbols: the symbols, without `rows_symbol()`.
@@ -55,12 +55,12 @@ class TrueSizes:
         self.named = Named(symbols, buckets)
         self._host = host
         self.masks: dict[Hashable, Tensor] = {}
-        """Masks that were computed from these sizes, by the dimensions they are of."""
+        """Masks and fill tensors that were computed from these sizes, by what they depend on."""
         self.attention_masks: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
-        """The last few masks that were made for attention of these and a caller's mask, which is kept beside each."""
+        """The last masks that were made for attention; each with the caller's mask that it includes."""
         self.serves_one_run = False
-        """Whether this was made for one run of a program, which may be captured with its masks, each computed once."""
-        self._found: dict[Size, Tensor] = {}
+        """True if made for a single run of a program, in which each mask and expression is computed once."""
+        self._values_by_size: dict[Size, Tensor] = {}
 
     @property
     def rows(self) -> int | None:
@@ -68,7 +68,7 @@ class TrueSizes:
         return self.values.shape[1] if self.values.dim() == 2 else None
 
     def host(self) -> tuple[HostSize, ...]:
-        """The values as Python ints; where only the device knows them, this waits for it."""
+        """Return the values as Python ints; wait for the device if only it knows them."""
         if self._host is None:
             listed = self.values.tolist()
             self._host = tuple(tuple(v) if isinstance(v, list) else v for v in listed)
@@ -85,7 +85,7 @@ class TrueSizes:
         return self.values.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def set(self, host: Sequence[HostSize]) -> None:
-        """Give the symbols other values, in the memory that a captured graph reads.
+        """Set the symbols to other values, in the memory that a captured graph reads.
 
         Args:
             host: one value a symbol, or for a ragged batch a tuple of one a row.
@@ -101,9 +101,9 @@ class TrueSizes:
         """The value of an expression on the device: () or (rows,) int64."""
         if not self.serves_one_run:
             return self._of(size)
-        if size not in self._found:
-            self._found[size] = self._of(size)
-        return self._found[size]
+        if size not in self._values_by_size:
+            self._values_by_size[size] = self._of(size)
+        return self._values_by_size[size]
 
     def of_each(self, size: Size) -> Tensor:
         """The value of an expression on the device: (rows,) int64 where there are several rows, else ()."""
@@ -119,7 +119,7 @@ class TrueSizes:
         return size_on_device(size, symbols, values)
 
     def fill(self, value: float, dtype: torch.dtype, device: torch.device) -> float | Tensor:
-        """A number to put into padding: in one run as a tensor that is made once, and not by every op."""
+        """Return a number to put into padding; within a single run, as a tensor that is made once."""
         if not self.serves_one_run:
             return value
         key = ("fill", repr(value), dtype)
@@ -128,7 +128,7 @@ class TrueSizes:
         return self.masks[key]
 
     def assignment(self, row: int | None = None) -> dict[sympy.Symbol, int]:
-        """The value of each symbol, read on the host.
+        """Return the value of each symbol, read on the host.
 
         Args:
             row: the row of a ragged batch whose sizes to return.
@@ -152,36 +152,36 @@ class TrueSizes:
         return self.rows != 1 and self.is_ragged(size)
 
     def clone(self) -> TrueSizes:
-        """The same sizes in memory of their own."""
+        """Return a copy in new memory."""
         return TrueSizes(self.symbols, self.buckets, self.values.clone(), self._host)
 
     def of_row(self, row: int) -> TrueSizes:
-        """The sizes of one row of a ragged batch, from the end if negative."""
-        host = None if not self.known_on_host else tuple(_one(size, row) for size in self.host())
+        """Return the sizes of one row of a ragged batch, counted from the end if negative."""
+        host = None if not self.known_on_host else tuple(_row_of(size, row) for size in self.host())
         return TrueSizes(self.symbols, self.buckets, self.values[:, row], host)
 
     def of_rows(self, rows: slice) -> TrueSizes:
-        """The sizes of some rows of a ragged batch."""
-        host = None if not self.known_on_host else tuple(_some(size, rows) for size in self.host())
+        """Return the sizes of some rows of a ragged batch."""
+        host = None if not self.known_on_host else tuple(_rows_of(size, rows) for size in self.host())
         return TrueSizes(self.symbols, self.buckets, self.values[:, rows], host)
 
     def to(self, device: torch.device) -> TrueSizes:
-        """The same sizes on another device."""
+        """Return the same sizes on another device."""
         if device == self.values.device:
             return self
         return TrueSizes(self.symbols, self.buckets, self.values.to(device), self._host)
 
 
-def _one(size: HostSize, row: int) -> HostSize:
+def _row_of(size: HostSize, row: int) -> HostSize:
     return size if isinstance(size, int) else size[row]
 
 
-def _some(size: HostSize, rows: slice) -> HostSize:
+def _rows_of(size: HostSize, rows: slice) -> HostSize:
     return size if isinstance(size, int) else size[rows]
 
 
 def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:
-    """The sizes of all symbols of several tensors.
+    """Return the sizes of all symbols of several tensors.
 
     Args:
         operands: the sizes of each tensor.
@@ -226,18 +226,18 @@ def _check_agreement(symbol: sympy.Symbol, a: TrueSizes, i: int, b: TrueSizes, j
 
 
 def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
-    """The mask of some dims.
+    """Return the mask of the valid positions of some dims.
 
     Args:
         dims: the factors of each dim.
         wanted: the dims whose padding counts.
-        sizes: the true sizes that the factors speak of.
+        sizes: the true sizes behind the factors.
 
     Returns:
-        bool, True where data is real, of size 1 along dims it doesn't vary on; None when everything is real.
+        bool, True at valid positions, of size 1 along dims on which it doesn't vary; None when all are valid.
 
     Raises:
-        Inexpressible: a length differs from row to row, and no dim holds the rows.
+        UnsupportedCall: a length differs from row to row, and no dim holds the rows.
     """
     flat = [factor for factors in dims for factor in factors]
     rows_dim_index = next((i for i, factor in enumerate(flat) if factor.size == rows_symbol()), None)
@@ -269,14 +269,14 @@ def _below(factor: Factor, sizes: TrueSizes, position: int, rows_dim_index: int 
     if not sizes.differs_by_row(factor.size):
         return index < size[0]
     if rows_dim_index is None:
-        raise UnsupportedCall("the rows of a ragged batch are gone, and its lengths with them")
+        raise UnsupportedCall("a ragged batch without a dim of rows has no lengths")
     shape = [1] * rank
     shape[rows_dim_index] = size.shape[0]
     return index < size.view(shape)
 
 
 def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:
-    """A mask of one dim a factor as one of one dim a dim; it keeps size 1 along dims it doesn't vary on."""
+    """Merge a mask's dims, one for each factor, into one for each dim; size 1 along dims on which it doesn't vary."""
     if all(len(factors) == 1 for factors in dims):
         return mask
     expanded, shape = [], []
