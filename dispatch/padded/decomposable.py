@@ -90,15 +90,13 @@ EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
 """Conditions, on the arguments and the strings among them, under which a listed function computes with sizes."""
 
 
-def check_function(func: Callable[..., object], args: Args, kwargs: Kwargs) -> None:
+def check_function(func: types.FunctionType, args: Args, kwargs: Kwargs) -> None:
     """Raise NotDecomposed for a Python function that isn't listed.
 
     Args:
         func: a function written in Python; builtins and methods written in C++ are decomposed by torch itself.
         args, kwargs: the arguments of the call.
     """
-    if not isinstance(func, types.FunctionType):
-        return
     name = f"{func.__module__}.{func.__qualname__}"
     words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
     if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):

@@ -111,6 +111,8 @@ class TrueSizes:
         return value[0] if self.rows == 1 and value.dim() else value
 
     def _of(self, size: Size) -> Tensor:
+        if size.is_Symbol and size in self.symbols:
+            return self.values[self.symbols.index(size)]
         symbols = [rows_symbol(), *self.symbols] if size.has(rows_symbol()) else list(self.symbols)
         values = self.values
         if size.has(rows_symbol()):

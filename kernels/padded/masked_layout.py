@@ -1,4 +1,4 @@
-"""The walk of the masked kernels over a padded tensor: independent rows, and columns that an op works along.
+"""The layout of a padded tensor for the masked kernels: independent rows, and columns that an op works along.
 
 The dimensions that an op keeps are the rows; those that it works along (the softmax dimension, reduced dimensions) are
 the columns. Each becomes at most two levels of a size and a stride,
@@ -32,13 +32,13 @@ NO_BATCH = -1
 """In place of a level, for a valid length with one size for all rows."""
 
 TILE_ELEMENTS = 4096
-"""Elements that a program holds at once, where the tensor has as many: 32 a thread of four warps."""
+"""The most elements of a tile: 32 for each thread of four warps."""
 
 WARP_ELEMENTS = 1024
-"""Elements of whole rows that a warp holds at once: 32 a thread."""
+"""The most elements of whole rows that one warp holds: 32 a thread."""
 
 MIN_ADJACENT_ROWS = 64
-"""Rows of a tile where rows lie side by side in memory: 128 bytes of half precision, the width of a memory access."""
+"""The fewest rows of a tile if rows are adjacent in memory: 128 bytes of half precision, one memory access."""
 
 
 @dataclass(frozen=True)
@@ -118,19 +118,19 @@ class MaskedLayout:
         return any(C1 in (slot.level, slot.batch_level) for slot in self.slots[self.row_slots :])
 
     def lanes(self, block_columns: int, element_size: int) -> int:
-        """In how many columns of a tile so wide four warps load at once; what else it has stays in their registers."""
+        """Return the number of columns that four warps load at once; a wider tile is a loop over registers."""
         loaded = LOAD_BYTES // element_size
         return max(min(block_columns, loaded // self._neighbours), 1)
 
     def tile(self, whole_rows: bool = False) -> tuple[int, int]:
-        """Rows and columns of a tile, powers of two; `whole_rows` when one has to hold all of `c0`."""
+        """Return the rows and columns of a tile, powers of two; with `whole_rows`, a tile has all of `c0`."""
         rows, columns = power_of_two(self.rows[1]), power_of_two(self.columns[1])
         least = min(rows, self._neighbours)
         block_columns = columns if whole_rows else min(columns, max(TILE_ELEMENTS // least, 1))
         return max(min(rows, TILE_ELEMENTS // block_columns), least), block_columns
 
     def whole_rows(self) -> tuple[int, int, int]:
-        """Rows, columns and warps of a tile that holds its rows whole: of one warp if it can, which waits for none."""
+        """Return the rows, columns and warps of a tile of whole rows; one warp if possible, to avoid synchronization."""
         if self._neighbours > 1:
             block_rows, block_columns = self.tile(whole_rows=True)
             return block_rows, block_columns, warps(block_rows * block_columns)
@@ -144,12 +144,12 @@ LOAD_BYTES = 2048
 
 
 def warps(elements: int) -> int:
-    """Warps for a tile of so many elements, at most 32 a thread."""
+    """Return the number of warps for a tile of this many elements, at most 32 a thread."""
     return 4 if elements <= 4096 else 8 if elements <= 8192 else 16
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below `number`."""
+    """Return the smallest power of two that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -202,7 +202,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
-    """`tensor`, or a copy, laid out in memory as `x` is."""
+    """Return the tensor, or a copy with the strides of `x`."""
     if tensor.stride() == x.stride():
         return tensor
     return torch.empty_strided(x.shape, x.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -213,7 +213,7 @@ def _layout(
     shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], lengths: tuple[tuple[int, int], ...],
     whole_columns: bool,
 ) -> MaskedLayout | None:  # fmt: skip
-    """The layout; None where rows or columns need more than two levels."""
+    """Return the layout; None if rows or columns need more than two levels."""
     rows = tuple(d for d in range(len(shape)) if d not in columns)
     levels: list[list[int]] = []
     for dims in (rows, columns):
@@ -230,7 +230,7 @@ def _layout(
     }
 
     def place(dim: int) -> tuple[int, int, int]:
-        """Level, divisor and modulus of a dimension's index; 0 for the outermost one, which does not wrap around."""
+        """Return level, divisor and modulus of a dimension's index; modulus 0 if it is outermost and doesn't wrap."""
         level, div = places[dim]
         return level, div, 0 if levels[level][0] == dim else shape[dim]
 
@@ -252,7 +252,7 @@ def _layout(
 
 
 def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> list[list[int]]:
-    """Runs of dimensions that lie in memory as one."""
+    """Group neighbouring dimensions that can be walked as one."""
     runs: list[list[int]] = []
     for d in dims:
         step = _step(runs[-1], shape, strides) if runs else 0
@@ -264,7 +264,7 @@ def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[in
 
 
 def _split(run: list[int], shape: Sequence[int], padded: set[int]) -> list[list[int]]:
-    """A run of dimensions cut before the last padded one, where what comes after is enough to fill tiles."""
+    """Split a run of dimensions before its last padded one, if the rest is large enough to fill tiles."""
     for at in range(len(run) - 1, 0, -1):
         if run[at] in padded and math.prod(shape[d] for d in run[at:]) >= MIN_ADJACENT_ROWS:
             return [run[:at], run[at:]]
@@ -272,5 +272,5 @@ def _split(run: list[int], shape: Sequence[int], padded: set[int]) -> list[list[
 
 
 def _step(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The distance of two neighbours in a run of dimensions; 0 where there are none."""
+    """Return the stride of a run of dimensions; 0 if all have size 1."""
     return next((strides[d] for d in reversed(dims) if shape[d] != 1), 0)

@@ -5,8 +5,8 @@ Over the `n` valid elements of a row of the normalized dimensions,
     layer norm: h = (x - mean) / sqrt(sum (x - mean)^2 / n + eps),   rms norm: h = x / sqrt(sum x^2 / n + eps),
     y = h * weight + bias,
 
-and `fill` in padding. What padding holds is never computed with: not in a row, where normalized dimensions are padded
-too, nor in the gradients of weight and bias, which are sums over the valid rows.
+and `fill` in padding. The contents of the padding never enter a result: neither a row whose normalized dimensions are
+padded, nor the gradients of weight and bias, which are sums over the valid rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from subtensors.kernels.runtime.launcher import CachedLauncher
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 MAX_ROW_LENGTH = 16384
-"""The longest row that a program holds; longer ones are left to the reference."""
+"""The longest row that a program holds; the reference handles longer ones."""
 
 WARPS_PER_MULTIPROCESSOR = 8
-"""Warps of the backward that a multiprocessor runs at a time, whose programs add up the gradients of the parameters."""
+"""Warps of the backward for each multiprocessor; each program adds up the parameters' gradients of its rows."""
 
 
 @cache
@@ -52,8 +52,8 @@ class Normed(NamedTuple):
 
     Args:
         y: the result, in the shape of the input.
-        mean: of each row, float32 (float64 for float64); zeros for rms norm and in padding.
-        scale: of each row the reciprocal of what it was divided by; zero in padding.
+        mean: the mean of each row, float32 (float64 for float64); zeros for rms norm and in padding.
+        scale: the reciprocal of each row's divisor; zero in padding.
     """
 
     y: Tensor
@@ -106,7 +106,7 @@ def masked_norm_forward(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, lengths: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
-    """`masked_norm` by its kernel; arguments as there, and CompilePending as of `launcher`."""
+    """Compute `masked_norm` with its kernel; raises CompilePending as `cached_launcher` does."""
     dims = range(x.dim() - normalized, x.dim())
     if math.prod(x.shape[d] for d in dims) > MAX_ROW_LENGTH:
         return masked_norm_reference(x, normalized, weight, bias, eps, lengths, fill, is_rms)
@@ -130,12 +130,12 @@ def masked_norm_backward(
     gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
     lengths: Sequence[ValidLength], is_rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `masked_norm` by its kernel.
+    """Compute the gradients of `masked_norm` with its kernel.
 
     Args:
-        gradient: of the result; what it holds in padding has no effect.
+        gradient: the gradient of the result; its padding has no effect.
         x, weight, normalized, lengths, is_rms: as in the forward.
-        mean, scale: what the forward gave.
+        mean, scale: results of the forward.
 
     Returns:
         The gradients of `x`, zero in padding, and in the dtype of the arithmetic those of weight and bias; the latter
@@ -152,7 +152,7 @@ def masked_norm_backward(
     parts = [x.new_empty((programs, *shape), dtype=mean.dtype) for _ in range(2)]
     if not x.numel():
         return gx, parts[0].zero_().sum(0), parts[1].zero_().sum(0)
-    # Of a norm without weight the parts are those of a weight of ones.
+    # Without a weight, the parts are those for a weight of ones.
     with launching_on(x.device):
         _kernels().norm_backward_kernel[(programs,)](
             gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
@@ -163,5 +163,5 @@ def masked_norm_backward(
 
 
 def _contiguous_or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, contiguous, or for None another one that stands in for it and is not read."""
+    """Return the tensor, contiguous; for None, a placeholder that the kernel does not read."""
     return other if tensor is None else tensor.contiguous()

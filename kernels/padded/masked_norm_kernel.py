@@ -1,4 +1,4 @@
-"""Masked layer and rms norm as Triton: a program takes a few rows, whole.
+"""Masked layer and rms norm in Triton: a program holds a few whole rows.
 
 `x` is contiguous and its rows are the last dimensions together, so that an element's weight is that of its column.
 """
@@ -25,7 +25,7 @@ def norm_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, EPS: tl.constexpr, FILL: tl.constexpr, RMS: tl.constexpr,
     WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y[row, :], and the mean and the reciprocal standard deviation (of rms norm, root mean square) of each row."""
+    """Write y[row, :], and each row's mean and reciprocal standard deviation (for rms norm, root mean square)."""
     dtype: tl.constexpr = means.dtype.element_ty
     row_tiles = tl.cdiv(R0, BM)
     r1 = tl.program_id(0) // row_tiles
@@ -62,7 +62,7 @@ def norm_backward_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, RMS: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """gx, and in each program's row of the parts what its rows give to the gradients of weight and bias.
+    """Write gx, and in each program's row of the parts its rows' sums for the gradients of weight and bias.
 
     With h = (x - mean) * scale and u = g * weight, gx = scale * (u - h * mean(u * h) - mean(u)), the last term for
     layer norm only; weight gets the sum over rows of g * h, bias that of g.

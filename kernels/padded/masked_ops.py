@@ -1,7 +1,7 @@
-"""The masked kernels as torch ops: differentiable, opaque to a compiler, the reference wherever no kernel runs.
+"""The masked kernels as torch ops: differentiable, opaque to a compiler, with the reference where no kernel runs.
 
-The sizes are read on the device by whichever of the two runs, so one captured graph or compiled program serves all of
-them.
+Both read the sizes on the device, so one captured graph or compiled program serves all of them. Second derivatives need
+no kernels: the gradient of an op is written in torch ops (`differentiable`), which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def masked_softmax(
     """Softmax over the valid elements along a dimension.
 
     Args:
-        x: floating point, of any shape and strides; what padding holds has no effect.
+        x: floating point, of any shape and strides; its padding has no effect.
         dim: to normalize along.
         lengths: the padded dimensions, `dim` or others.
-        fill: what the result holds in padding; also in a row of which nothing is real.
-        is_log: the logarithm of the softmax.
+        fill: the value of the result in padding, and in rows without valid elements.
+        is_log: whether to compute the logarithm of the softmax.
 
     Returns:
         In the shape and dtype of `x`.
@@ -65,13 +65,13 @@ def masked_reduction(
         dims: to reduce; at least one.
         lengths: the padded dimensions, reduced or kept.
         p: the order of a norm, at least 0.
-        correction: of a variance, what is subtracted from the count.
-        fill: what the result holds where a kept dimension is padded.
-        for_gradient: whether a gradient will be asked for, which takes some counting; unless given, whether autograd
-            is recording.
+        correction: the number that a variance subtracts from the count.
+        fill: the value of the result where a kept dimension is padded.
+        for_gradient: whether a gradient will be computed, which needs some counts; by default, whether autograd tracks
+            the call.
 
     Returns:
-        The result without the reduced dimensions, what its gradient needs, and the counts of valid elements.
+        The result without the reduced dimensions, values for its gradient, and the counts of valid elements.
 
     Raises:
         ValueError: there is no such kind, or the order of the norm is negative.
@@ -101,15 +101,15 @@ def masked_norm(
 
     Args:
         x: floating point.
-        normalized: how many dimensions, from the last, are normalized together.
+        normalized: the number of trailing dimensions that are normalized together.
         weight, bias: of the normalized shape, or None.
         eps: added to the variance.
         lengths: the padded dimensions, normalized or not.
-        fill: what the result holds in padding.
+        fill: the value of the result in padding.
         is_rms: rms norm in place of layer norm.
 
     Returns:
-        The result in the shape and dtype of `x`, and what its gradient needs.
+        The result in the shape and dtype of `x`, and values for its gradient.
 
     Example:
         >>> x = torch.tensor([[3.0, 5.0, float("nan")]])
@@ -122,15 +122,15 @@ def masked_norm(
 
 
 _SAVED = object()
-"""In place of a tensor that autograd keeps."""
+"""The placeholder of a tensor that autograd saves."""
 
 
 def differentiable(op: str, formula: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Register the gradient of an op, that of a formula for it.
+    """Register the gradient of an op as that of a formula in torch ops.
 
     Args:
-        op: its name.
-        formula: takes the arguments of the op and gives its results, in torch ops.
+        op: the op's name.
+        formula: takes the arguments of the op and returns its results.
     """
 
     def context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
@@ -140,7 +140,7 @@ def differentiable(op: str, formula: Callable[..., tuple[Tensor, ...]]) -> None:
 
     def gradient(ctx: Any, *gradients: Tensor) -> tuple[object, ...]:
         with torch.enable_grad():
-            # One may be a function of another: of each only what the formula makes of it counts here.
+            # Saved tensors may depend on each other; aliases make the formula's dependence the only one.
             aliases = (t.view_as(t) for t in ctx.saved_tensors)
             inputs = [_restored(x, aliases) for x in ctx.inputs]
             outs = formula(*inputs)
@@ -160,12 +160,12 @@ def differentiable(op: str, formula: Callable[..., tuple[Tensor, ...]]) -> None:
 
 
 def _is_list(x: object) -> TypeGuard[Sequence[Tensor | None]]:
-    """Return whether this is a list of tensors for torch."""
+    """Return whether an argument is a list of tensors."""
     return isinstance(x, (list, tuple)) and all(t is None or isinstance(t, Tensor) for t in x)
 
 
 def _restored(x: object, saved: Iterator[Tensor]) -> object:
-    """An argument with its tensors back."""
+    """Return an argument with its saved tensors in place of the placeholders."""
     return [next(saved) for _ in x] if isinstance(x, list) and _SAVED in x else next(saved) if x is _SAVED else x
 
 
@@ -301,7 +301,7 @@ define(
 
 def _reduction_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction, *_ = inputs
-    # Of a sum and a mean the gradient needs no value, only where they go.
+    # The gradient of a sum or a mean needs only the shape of x.
     ctx.save_for_backward(x, *output, *sizes)
     ctx.mark_non_differentiable(*output[1:])
 
@@ -339,7 +339,7 @@ def _norm_backward(
     gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
     d: list[int], s: list[Tensor], b: list[int], is_rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # The scale was made with eps, which second derivatives want.
+    # eps is part of the scale already; second derivatives need it.
     run = norms.masked_norm_backward if has_kernel(x) else norms.masked_norm_backward_reference
     return run(gradient, x, mean, scale, weight, normalized, unpack_lengths(d, s, b), is_rms)
 

@@ -1,8 +1,8 @@
-"""Reductions of what is real in a padded tensor, along any of its dimensions, forward and backward.
+"""Reductions of the valid elements of a padded tensor, along any of its dimensions, forward and backward.
 
-What padding holds is never computed with, and counts are those of valid elements, read on the device. A row of which
-nothing is real gives what its kind gives for no elements: sum 0, prod 1, amax -inf, amin inf, logsumexp -inf, norm 0,
-mean and var NaN; where that is because the row itself is padding, it gives `fill`.
+The contents of the padding never enter a result, and counts are those of valid elements, computed on the device. The
+result of a row without valid elements is that of an empty one: sum 0, prod 1, amax -inf, amin inf, logsumexp -inf,
+norm 0, mean and var NaN; if the row itself is padding, it is `fill`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 """The registers of a multiprocessor, which runs as many programs at a time as its registers hold."""
 
 MERGE_COST = 4
-"""The time of a second kernel, in tiles of a program of the first."""
+"""The cost of a second kernel, in units of the first kernel's time for a tile."""
 
 MAX_MERGED_STATES = 2048
-"""States that a program of the second kernel holds, where a row has fewer parts."""
+"""The number of states that a program of the second kernel holds, if a row has fewer parts."""
 
 
 @cache
@@ -48,13 +48,13 @@ def _kernels() -> ModuleType:
 
 
 class Reduced(NamedTuple):
-    """The result of a reduction, and what its gradient needs.
+    """The result of a reduction, and values for its gradient.
 
     Args:
         out: the result, without the reduced dimensions.
         aux: one number a row in the dtype of the arithmetic: of var the mean, of amax, amin and an infinite norm how
             many elements are equal to it (counted for a gradient only), of prod the product of what is not zero.
-        counts: int64, how many valid elements a row has.
+        counts: int64, the number of valid elements in a row.
     """
 
     out: Tensor
@@ -68,7 +68,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a reduction's result.
+    """Return the dtype of a reduction's result.
 
     Raises:
         TypeError: the reduction takes floating-point tensors only.
@@ -99,17 +99,17 @@ def masked_reduction_reference(
         out = torch.where(valid, value, zeros).sum(dims, keepdim=True)
         out = out if kind == "sum" else torch.where(counts > 0, out / counts.clamp(min=1), float("nan"))
     elif kind == "prod":
-        others = torch.where(valid & (value != 0), value, zeros + 1)
-        absent = (valid & (value == 0)).sum(dims, keepdim=True)
-        aux = _product(others, dims)
-        out, aux = torch.where(absent > 0, aux * 0, aux), torch.where(absent > 1, aux * 0, aux)
+        nonzero = torch.where(valid & (value != 0), value, zeros + 1)
+        zeros_count = (valid & (value == 0)).sum(dims, keepdim=True)
+        aux = _product(nonzero, dims)
+        out, aux = torch.where(zeros_count > 0, aux * 0, aux), torch.where(zeros_count > 1, aux * 0, aux)
     elif kind in ("amax", "amin"):
         out = getattr(value.masked_fill(~valid, _bound(dtype, kind)), kind)(dims, keepdim=True)
         aux = (valid & (value == out)).sum(dims, keepdim=True)
     elif kind == "logsumexp":
-        # Of no elements it is -inf, whose gradient would be NaN.
-        least = value.masked_fill(~valid, float("-inf")).masked_fill(counts == 0, 0)
-        out = least.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
+        # logsumexp of only -inf has a NaN gradient, so empty rows get zeros first.
+        neutral = value.masked_fill(~valid, float("-inf")).masked_fill(counts == 0, 0)
+        out = neutral.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
     elif kind == "var":
         aux = torch.where(valid, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
         squares = torch.where(valid, value - aux, zeros).square().sum(dims, keepdim=True)
@@ -131,7 +131,7 @@ def _product(value: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _bound(dtype: torch.dtype, kind: str) -> float:
-    """The identity of a maximum or minimum."""
+    """Return the identity of a maximum or minimum."""
     if dtype.is_floating_point:
         return float("-inf") if kind == "amax" else float("inf")
     if dtype == torch.bool:
@@ -162,7 +162,7 @@ def masked_reduction_backward_reference(
         "var": lambda: g * (value - aux),
         "norm": lambda: _norm_gradient(value, out, g, p),
     }[kind]()
-    # Rows of padding have a gradient, but nothing to give it to.
+    # Padded rows may have a gradient, which goes nowhere.
     return torch.where(real_mask(x.shape, lengths, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
 
 
@@ -173,7 +173,7 @@ def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:
 
 
 def _kept(t: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
-    """A result with its reduced dimensions back, of size 1."""
+    """Return a result with its reduced dimensions restored with size 1."""
     for dim in sorted(d % ndim for d in dims):
         t = t.unsqueeze(dim)
     return t
@@ -190,7 +190,7 @@ def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction:
     if kind == "var":
         return g * 2 / (counts - correction)
     if kind == "norm" and p not in (1, math.inf):
-        # At zero the norm has no gradient; torch takes 0.
+        # At zero the norm has no gradient; torch uses 0.
         return torch.zeros_like(g) if p == 0 else torch.where(out == 0, 0, g * out.to(g.dtype) ** (1 - p))
     return g
 
@@ -199,7 +199,7 @@ def masked_reduction_forward(
     x: Tensor, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
-    """`masked_reduction` by its kernels; arguments as there."""
+    """Compute `masked_reduction` with its kernels."""
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
         return _as_bool(
@@ -215,7 +215,7 @@ def masked_reduction_forward(
     block_rows, block_columns = layout.tile()
     programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
     tiles = layout.columns[0] * -(-layout.columns[1] // block_columns)
-    # A state of lanes along contiguous columns is small enough for twice as many, and so many more loads under way.
+    # The state of lanes along contiguous columns is small, so twice as many programs fit, with more loads in flight.
     resident = 8 if layout.is_flat and kind != "var" and dtype != torch.float64 else 4
     parts = _parts(programs, tiles, multiprocessors(x.device) * resident) if tiles else 1
     registers = REGISTERS_PER_MULTIPROCESSOR // (THREADS_PER_PROGRAM * resident)
@@ -262,7 +262,7 @@ def _parts(programs: int, tiles: int, slots: int) -> int:
 
     Args:
         programs: the number of programs without sharing.
-        tiles: the tiles that each of these walks.
+        tiles: the number of tiles that each of these processes.
         slots: the number of programs that run at a time.
     """
 
@@ -276,12 +276,12 @@ def masked_reduction_backward(
     gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `masked_reduction` by its kernel.
+    """Compute the gradient of `masked_reduction` with its kernel.
 
     Args:
-        gradient: of the result, in its shape.
+        gradient: the gradient of the result, in its shape.
         x, kind, dims, lengths, p, correction: as in the forward.
-        reduced: what the forward gave.
+        reduced: the result of the forward.
 
     Returns:
         The gradient of `x`, zero in padding.

@@ -1,4 +1,4 @@
-"""The masked reductions as Triton: lanes that absorb elements, merge into one number a row, and finish it.
+"""The masked reductions in Triton: lanes absorb elements, merge into one state for each row, and finish it.
 
 The state of a lane is three numbers (a, b, n); n counts the elements.
 
@@ -74,7 +74,7 @@ def _magnitude(x, P: tl.constexpr):
 
 @triton.jit
 def _where_valid(x, valid, other, FULL: tl.constexpr):
-    """x where it is real."""
+    """Return x at valid elements, another value elsewhere; x itself in a full tile."""
     if FULL:
         return x
     else:
@@ -83,7 +83,7 @@ def _where_valid(x, valid, other, FULL: tl.constexpr):
 
 @triton.jit
 def _by_lane(x, LANES: tl.constexpr):
-    """A tile as (BM, elements a lane, LANES)."""
+    """Reshape a tile to (BM, elements a lane, LANES)."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES])
 
 
@@ -92,7 +92,7 @@ def _absorb(
     KIND: tl.constexpr, P: tl.constexpr, a, b, n, x, valid, FULL: tl.constexpr, TIES: tl.constexpr, FAST: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """The state with a tile's elements absorbed, a few by each lane, those that are real; in a `WHOLE` tile all are."""
+    """Return the state after each lane absorbs its valid elements of a tile; in a `FULL` tile all are valid."""
     if KIND != "var" and not FULL:
         n += tl.sum(_by_lane(valid.to(tl.int32), LANES), 1)
     if KIND == "sum" or KIND == "mean":
@@ -111,14 +111,14 @@ def _absorb(
             b = tl.where(higher == a, b, 0) + tl.sum(ties.to(b.dtype), 1)
         a = higher
     elif KIND == "logsumexp":
-        # What is not real is exp(-inf - shift) = 0.
+        # Padding adds exp(-inf - shift) = 0.
         tile = _by_lane(_where_valid(x, valid, float("-inf"), FULL), LANES)
         higher = _largest(a, tl.reduce(tile, 1, _largest))
         shift = tl.where(tl.abs(higher) == INFINITY, 0.0, higher)
         b = b * exp(a - shift, FAST) + tl.sum(exp(tile - tl.expand_dims(shift, 1), FAST), 1)
         a = higher
     elif KIND == "var":
-        # Chan, Golub and LeVeque: mean and squares of a lane's few elements, then of all that it has met.
+        # Chan, Golub and LeVeque: mean and squares of a lane's new elements, then combined with its state.
         tile = _by_lane(_where_valid(x, valid, 0.0, FULL), LANES)
         inside = _by_lane(valid, LANES)
         if FULL:
@@ -140,7 +140,7 @@ def _absorb(
 
 @triton.jit
 def _total(n):
-    """The sum of each row, (BM, 1); of a single row a number, whose layout cannot spread to the lanes."""
+    """Return the sum of each row, (BM, 1); for a single row a scalar, whose layout cannot spread to the lanes."""
     if n.shape[0] == 1:
         return tl.sum(n)
     else:
@@ -149,7 +149,7 @@ def _total(n):
 
 @triton.jit
 def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n, FAST: tl.constexpr):
-    """The state of all lanes of a row together, (BM, 1)."""
+    """Merge the states of all lanes of a row, (BM, 1)."""
     count = _total(n.to(tl.int64))
     if KIND == "prod":
         return tl.reduce(a, 1, _multiply, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
@@ -172,11 +172,11 @@ def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n, FAST: tl.constexpr):
 
 @triton.jit
 def _finish(KIND: tl.constexpr, P: tl.constexpr, a, b, n, CORRECTION: tl.constexpr):
-    """The result of a row, and what its gradient needs beside it."""
+    """Return the result of a row, and the value that its gradient needs."""
     if KIND == "mean":
         return div(a, n.to(a.dtype)), b
     elif KIND == "prod":
-        # Of a row with a zero, the product of the others is the gradient of that zero; of two zeros nothing is.
+        # In a row with one zero, its gradient is the product of the others; with two zeros, every gradient is 0.
         return tl.where(b > 0, a * 0, a), tl.where(b > 1, a * 0, a)
     elif KIND == "logsumexp":
         shift = tl.where(tl.abs(a) == INFINITY, 0.0, a)
@@ -217,8 +217,8 @@ def reduction_kernel(
     a = tl.full([BM, LANES], _identity(KIND, P, dtype), dtype)
     b = tl.zeros([BM, LANES], dtype)
     n = tl.zeros([BM, LANES], tl.int32)
-    # Only a running mean needs to know of whole tiles how many elements each lane has met. For others a number does: in
-    # a tensor of one element its layout would spread to the counts, a thread holding all lanes of a row.
+    # Only a running mean needs the count of each lane in full tiles. Other kinds need a scalar; as a tensor of one
+    # element, its layout would spread to the counts, and one thread would hold all lanes of a row.
     in_full_tiles = part.to(tl.int64) * 0
     all_valid = tl.full([BM, BN], 1, tl.int1)
     tiles = C1 * column_tiles
@@ -293,13 +293,13 @@ def merge_kernel(
 
 @triton.jit
 def _row_gradient(KIND: tl.constexpr, P: tl.constexpr, x, out, aux, g, FAST: tl.constexpr):
-    """The gradient of an element, from its row's result, what was kept beside it, and the row's scaled gradient."""
+    """Return the gradient of an element from its row's result, aux value and scaled gradient."""
     if KIND == "sum" or KIND == "mean":
         return g + x * 0
     elif KIND == "prod":
         return g * tl.where(x == 0, aux, div(out, tl.where(x == 0, 1.0, x)))
     elif KIND == "amax":
-        # Of a NaN nothing is equal to the extreme, and g is divided by that count: inf, then NaN, as in torch.
+        # With a NaN no element equals the extreme, and g was divided by a count of 0: inf, then NaN, as in torch.
         return tl.where(x == out, g, g * 0)
     elif KIND == "logsumexp":
         return g * exp(x - out, FAST)
@@ -323,7 +323,7 @@ def reduction_backward_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, KIND: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """gx[row, column] from x there and from out, aux and g of the row; zero in padding. One tile a program."""
+    """Write gx[row, column] from x there and from out, aux and g of the row; zero in padding. One tile a program."""
     dtype: tl.constexpr = g.dtype.element_ty
     row_tiles, column_tiles = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
     tiles = C1 * column_tiles
@@ -338,7 +338,7 @@ def reduction_backward_kernel(
     row = r1.to(tl.int64) * R0 + r0
     upstream = tl.load(g + row, mask=in_rows, other=0)
     if KIND == "sum" or KIND == "mean":
-        # Nothing of x is needed, so it is not read.
+        # The gradient doesn't depend on x, so x is not read.
         result = upstream + tl.zeros([BM, BN], dtype)
     else:
         fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16

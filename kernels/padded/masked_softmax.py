@@ -1,12 +1,12 @@
-"""Softmax of what is real along a dimension of a padded tensor, forward and backward.
+"""Softmax of the valid elements along a dimension of a padded tensor, forward and backward.
 
 Over the valid elements `i` of a row,
 
     softmax(x)[i] = exp(x[i] - m) / sum over j of exp(x[j] - m),   m = max over j of x[j],
     gradient[i]   = y[i] * (g[i] - sum over j of g[j] * y[j])
 
-and everything else is a given fill, or zero in the gradient: also the whole of a row without valid elements, where the
-formula is 0/0. What padding holds is never computed with.
+and `fill` in padding, zero in the gradient; rows without valid elements, where the formula is 0/0, are all `fill`. The
+contents of the padding never enter a result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def masked_softmax_reference(
 ) -> Tensor:
     """Compute `masked_softmax` in torch ops: the readable definition."""
     valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
-    # A row of nothing but -inf would be NaN, also in the gradient; one without valid elements is all fill.
+    # A row of only -inf would give NaN, in the gradient too, so rows without valid elements get zeros first.
     neutral = x.masked_fill(~valid, float("-inf")).masked_fill(~valid.any(dim, keepdim=True), 0)
     y = torch.log_softmax(neutral, dim) if is_log else torch.softmax(neutral, dim)
     return y.masked_fill(~valid, fill)
@@ -61,7 +61,7 @@ def masked_softmax_backward_reference(
 def masked_softmax_forward(
     x: Tensor, dim: int, lengths: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
-    """`masked_softmax` by its kernel; arguments as there."""
+    """Compute `masked_softmax` with its kernel."""
     x, layout = plan(x, [dim], lengths)
     y = torch.empty_like(x)
     if not x.numel():
@@ -80,10 +80,10 @@ def masked_softmax_forward(
 def masked_softmax_backward(
     gradient: Tensor, y: Tensor, dim: int, lengths: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
-    """The gradient of `masked_softmax` by its kernel.
+    """Compute the gradient of `masked_softmax` with its kernel.
 
     Args:
-        gradient: of the result, in its shape; what it holds in padding has no effect.
+        gradient: the gradient of the result, in its shape; its padding has no effect.
         y: the result.
         dim, lengths, is_log: as in the forward.
 

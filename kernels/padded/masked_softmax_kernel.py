@@ -1,4 +1,4 @@
-"""The masked softmax as Triton: a program takes a few rows, which it holds whole or walks along twice.
+"""The masked softmax in Triton: a program handles a few rows, held whole or read twice.
 
 It writes every element of those rows, padding included. `x` and `y` are floating point; the arithmetic is float32, or
 float64 for float64.
@@ -13,13 +13,13 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 @triton.jit
 def _safe(m):
-    """A maximum to subtract: zero for a row without valid elements, whose maximum is -inf."""
+    """Return the maximum to subtract; zero for rows without valid elements, whose maximum is -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def _quotient(e, total, FAST: tl.constexpr):
-    """e / total, by way of the reciprocal where half precision does not see the difference."""
+    """Return e / total; through the reciprocal where half precision rounds the difference away."""
     if FAST:
         return e * (1.0 / total)
     else:
@@ -32,7 +32,7 @@ def softmax_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, LOG: tl.constexpr, ONE_PASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, :] = softmax of x[row, :] over its valid elements, `fill` elsewhere."""
+    """Write y[row, :], the softmax of x[row, :] over its valid elements, `fill` elsewhere."""
     dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
     row_tiles = tl.cdiv(R0, BM)
@@ -66,7 +66,7 @@ def softmax_kernel(
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
             value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), float("-inf"))
             higher = tl.maximum(maxima, value)
-            # inf - inf is NaN, as in torch; -inf stands for a lane that has met nothing yet.
+            # inf - inf is NaN, as in torch; -inf is the maximum of a lane without elements.
             totals = totals * exp(maxima - _safe(higher), fast) + tl.where(valid, exp(value - _safe(higher), fast), 0.0)
             maxima = higher
         m = tl.max(maxima, 1, keep_dims=True)
@@ -86,7 +86,7 @@ def softmax_kernel(
 
 @triton.jit
 def _products(g, y, at, loaded, valid, dtype: tl.constexpr, fast: tl.constexpr, LOG: tl.constexpr):
-    """The gradient and the result of a tile, and what of them is summed over the row."""
+    """Return the gradient and the result of a tile, and the term of the row's sum."""
     upstream = tl.where(valid, tl.load(g + at, mask=loaded, other=0).to(dtype), 0.0)
     result = tl.where(valid, tl.load(y + at, mask=loaded, other=0).to(dtype), 0.0)
     if LOG:
@@ -109,7 +109,7 @@ def softmax_backward_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, LOG: tl.constexpr, ONE_PASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """gx[row, :] = the gradient of the softmax that gave y[row, :], zero in padding."""
+    """Write gx[row, :], the input gradient of the softmax with result y[row, :], zero in padding."""
     dtype: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = y.dtype.element_ty == tl.float16 or y.dtype.element_ty == tl.bfloat16
     row_tiles = tl.cdiv(R0, BM)

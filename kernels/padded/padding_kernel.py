@@ -1,4 +1,4 @@
-"""Padding and unpadding as Triton: the same walk over the padded tensor, in one direction or the other.
+"""Padding and unpadding in Triton: the same walk over the padded tensor, in either direction.
 
 The padded tensor is contiguous. Its last dimension goes along a tile's columns; each row of the tile is one index of
 all the others, which is taken apart into `dims`, innermost first. A dimension is a triple: its size in the padded
@@ -68,7 +68,7 @@ def pad_kernel(
     SIZES: tl.constexpr, RAGGED: tl.constexpr, ADDRESSES: tl.constexpr, UNPAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Fill `padded` from `dense`, `VALUE` where there is none; with `UNPAD`, write `dense` from `padded`.
+    """Fill `padded` from `dense`, `VALUE` in the padding; with `UNPAD`, write `dense` from `padded`.
 
     `dense` is one tensor; of a ragged batch the rows lie in it one after the other, or row b at `addresses[b]`. A tile
     has rows of at most `SPAN` of its batch.

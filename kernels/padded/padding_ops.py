@@ -1,4 +1,4 @@
-"""Padding and unpadding as torch ops, each the other's gradient; the reference wherever no kernel runs."""
+"""Padding and unpadding as torch ops, each the other's gradient, with the reference where no kernel runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 
 
 def pad_to(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
-    """A tensor at the start of one of this shape.
+    """Put a tensor at the start of one of this shape.
 
     Args:
         dense: of any strides.
         shape: as many sizes, none smaller.
-        value: in the padding.
+        value: the value of the padding.
 
     Returns:
         Contiguous.
@@ -41,7 +41,7 @@ def pad_to(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
 
 
 def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """The start of a tensor, as a contiguous tensor of this size.
+    """Copy the start of a tensor to a contiguous tensor of this size.
 
     Args:
         padded: of any strides.
@@ -61,13 +61,13 @@ def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0) -> Tensor:
-    """A ragged batch from its values, row after row.
+    """Pad a ragged batch, given its values row after row.
 
     Args:
         values: (total,) the elements of every row, each row contiguous; `torch.nested` keeps them so.
         shape: of the result, (B, ...).
         lengths: its ragged dimensions, sizes (B,) each.
-        value: in the padding.
+        value: the value of the padding.
 
     Returns:
         Contiguous.
@@ -81,12 +81,12 @@ def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLeng
 
 
 def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
-    """The values of a ragged batch, row after row.
+    """Concatenate the values of a ragged batch, row after row.
 
     Args:
         padded: (B, ...).
         lengths: its ragged dimensions, sizes (B,) each.
-        total: how many elements are real: the result's size, which the host has to know.
+        total: the number of valid elements: the result's size, which the host has to know.
 
     Returns:
         (total,)
@@ -101,13 +101,13 @@ def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> 
 def pad_list(
     rows: Sequence[Tensor], shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
-    """A ragged batch from one tensor a row.
+    """Pad a ragged batch, given one tensor for each row.
 
     Args:
         rows: B tensors of the true sizes, on one device and of one dtype.
         shape: of the result, (B, ...).
         lengths: its ragged dimensions, sizes (B,) each, which are those of the rows.
-        value: in the padding.
+        value: the value of the padding.
 
     Returns:
         Contiguous.
