@@ -130,7 +130,7 @@ class MaskedLayout:
         return max(min(rows, TILE_ELEMENTS // block_columns), least), block_columns
 
     def whole_rows(self) -> tuple[int, int, int]:
-        """Return the rows, columns and warps of a tile of whole rows; one warp if possible, to avoid synchronization."""
+        """Return the rows, columns and warps of a tile of whole rows; one warp, which needs no sync, if possible."""
         if self._neighbours > 1:
             block_rows, block_columns = self.tile(whole_rows=True)
             return block_rows, block_columns, warps(block_rows * block_columns)
