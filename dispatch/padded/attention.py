@@ -27,7 +27,7 @@ def attention(call: PaddedCall) -> PaddedValue:
     and torch may choose a kernel that takes none.
     """
     q, k, v = call["query"], call["key"], call["value"]
-    given: PaddedValue | None = call["attn_mask"]
+    attn_mask: PaddedValue | None = call["attn_mask"]
     sizes = call.sizes()
     if any(x.is_padded(x.dim() - 1) for x in (q, k, v)):
         raise refuse(call, "the features of a head are padded")
@@ -38,7 +38,7 @@ def attention(call: PaddedCall) -> PaddedValue:
     scores = (*batch, q.dims[-2], keys)
     causal = call["is_causal"]
     hides_keys = is_padded(keys) and not (causal and q.dims[-2] == keys)
-    mask = _mask(q, scores, sizes, given, causal, hides_keys) if hides_keys or given is not None else None
+    mask = _mask(q, scores, sizes, attn_mask, causal, hides_keys) if hides_keys or attn_mask is not None else None
     # The result of a padded query stays in its own row, but its gradient would reach all keys.
     is_tracked = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
     if is_tracked:
@@ -54,7 +54,7 @@ def attention(call: PaddedCall) -> PaddedValue:
         # Padded queries have no gradient to pass to keys, and only padded queries attend to padded keys.
         x.gradient_is_zero_if()
     # A padded query that may attend to some key yields a mean of finite numbers.
-    is_mean = is_tracked and (given is None or given.shape[-2] == 1)
+    is_mean = is_tracked and (attn_mask is None or attn_mask.shape[-2] == 1)
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE_FILL if is_mean else None).gradient_masked()
 
 
@@ -64,8 +64,8 @@ def _batch(
     rank = max(x.dim() for x in (q, k, v)) - 2
     dims = []
     for back in range(rank, 0, -1):
-        held = [x.dims[-2 - back] for x in (q, k, v) if x.dim() - 2 >= back]
-        dims.append(q.dims[-3] if grouped and back == 1 else broadcast_dim(held, sizes))
+        factors = [x.dims[-2 - back] for x in (q, k, v) if x.dim() - 2 >= back]
+        dims.append(q.dims[-3] if grouped and back == 1 else broadcast_dim(factors, sizes))
     return tuple(dims)
 
 
@@ -73,69 +73,69 @@ def _mask(
     q: PaddedValue,
     scores: tuple[Factors, ...],
     sizes: TrueSizes | None,
-    given: PaddedValue | None,
+    attn_mask: PaddedValue | None,
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
     """Return the caller's mask or a causal one, combined with the mask of valid keys where some keys are padding."""
-    if sizes is None or not sizes.serves_one_run or (given is not None and given.dense.is_inference()):
-        return _for_each_query(_joined(q, scores, sizes, given, causal, hides_keys), scores)
+    if sizes is None or not sizes.serves_one_run or (attn_mask is not None and attn_mask.dense.is_inference()):
+        return _expand_queries(_combined_mask(q, scores, sizes, attn_mask, causal, hides_keys), scores)
     # Layers share a mask: it is made once a run, in the additive form that kernels take, so no layer converts it.
-    which = None if given is None else (id(given.dense), given.dense._version)
-    key = q.dense.dtype, scores, causal, which
-    made = sizes.attention_masks
-    if key not in made:
-        mask = _joined(q, scores, sizes, given, causal, hides_keys)
+    mask_id = None if attn_mask is None else (id(attn_mask.dense), attn_mask.dense._version)
+    key = q.dense.dtype, scores, causal, mask_id
+    masks = sizes.attention_masks
+    if key not in masks:
+        mask = _combined_mask(q, scores, sizes, attn_mask, causal, hides_keys)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dense.dtype).masked_fill_(~mask, float("-inf"))
-        while len(made) >= MAX_SHARED_MASKS:
-            made.pop(next(iter(made)))
+        while len(masks) >= MAX_SHARED_MASKS:
+            masks.pop(next(iter(masks)))
         if is_traced(mask) and not mask.requires_grad:
-            mask = materialize(_for_each_query(mask, scores))
+            mask = materialize(_expand_queries(mask, scores))
         # Keeping the caller's mask alive keeps its id unique.
-        made[key] = mask, given.dense if given is not None else None
-    return _for_each_query(made[key][0], scores)
+        masks[key] = mask, attn_mask.dense if attn_mask is not None else None
+    return _expand_queries(masks[key][0], scores)
 
 
-def _for_each_query(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
+def _expand_queries(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
     """Expand a mask over the queries, as kernels require."""
     return mask.expand(*mask.shape[:-2], bucket_of(scores[-2]), mask.shape[-1])
 
 
-def _joined(
+def _combined_mask(
     q: PaddedValue,
     scores: tuple[Factors, ...],
     sizes: TrueSizes | None,
-    given: PaddedValue | None,
+    attn_mask: PaddedValue | None,
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
-    given = _unexpanded(given) if given is not None else None
+    attn_mask = _unexpanded(attn_mask) if attn_mask is not None else None
     if not hides_keys:
-        assert given is not None
-        return _clean(given)
+        assert attn_mask is not None
+        return _clean(attn_mask)
     keys = PaddedValue(q.dense, scores, sizes).mask([len(scores) - 1])
     assert keys is not None
     if causal:
         shape = bucket_of(scores[-2]), bucket_of(scores[-1])
         return keys & torch.ones(shape, dtype=torch.bool, device=q.dense.device).tril()
-    if given is None:
+    if attn_mask is None:
         return keys
-    if given.dense.dtype == torch.bool:
-        return keys & _clean(given)
-    return torch.where(keys, _clean(given), float("-inf"))
+    if attn_mask.dense.dtype == torch.bool:
+        return keys & _clean(attn_mask)
+    return torch.where(keys, _clean(attn_mask), float("-inf"))
 
 
-def _unexpanded(given: PaddedValue) -> PaddedValue:
+def _unexpanded(attn_mask: PaddedValue) -> PaddedValue:
     """Undo the expansion of a mask's leading dims."""
-    if given.padded_dims:
-        return given
-    part = given.dense
+    if attn_mask.padded_dims:
+        return attn_mask
+    part = attn_mask.dense
     for d in range(part.dim() - 2):
         part = part if part.stride(d) else part[(slice(None),) * d + (slice(0, 1),)]
     return unpadded_value(part)
 
 
-def _clean(given: PaddedValue) -> Tensor:
+def _clean(attn_mask: PaddedValue) -> Tensor:
     """Return the caller's mask, its own padding filled to hide nothing: a row of NaN would leak into gradients."""
-    return given.filled(given.dense.dtype == torch.bool)
+    return attn_mask.filled(attn_mask.dense.dtype == torch.bool)

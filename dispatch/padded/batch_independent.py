@@ -93,12 +93,12 @@ def row_wise(call: PaddedCall, cores: Sequence[int]) -> PyTree:
     out = call.dense(tree_map_only(PaddedValue, lambda x: safe[id(x)], call.named))
     shape = [bucket_of(f) for f in dims]
 
-    def wrapped(t: Tensor) -> PaddedValue:
+    def padded_result(t: Tensor) -> PaddedValue:
         if list(t.shape[: len(shape)]) != shape:
             raise refuse(call, "its rows are not the first dims of its result")
         return result(t, [*dims, *static_dims(t.shape[len(shape) :])], sizes)
 
-    return tree_map_only(Tensor, wrapped, out)
+    return tree_map_only(Tensor, padded_result, out)
 
 
 def _batch_dims(batches: Sequence[PaddedValue]) -> tuple[list[Factors], TrueSizes | None]:
@@ -207,7 +207,7 @@ def gated(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     if x.is_padded(d):
-        raise refuse(call, "where the halves of a padded dim meet depends on its true size")
+        raise refuse(call, "the boundary between the halves of a padded dim depends on its true size")
     out = call.dense()
     return result(out, [*x.dims[:d], *static_dims([out.shape[d]]), *x.dims[d + 1 :]], x.sizes)
 

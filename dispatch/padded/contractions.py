@@ -83,8 +83,8 @@ def bilinear(call: PaddedCall) -> PaddedValue:
     ):
         raise refuse(call, "its features are padded")
     rows = [broadcast_dim([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
-    whole = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
-    out = call.dense(dict(zip(("input1", "input2"), whole, strict=True)))
+    filled = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
+    out = call.dense(dict(zip(("input1", "input2"), filled, strict=True)))
     return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
 
 
@@ -113,7 +113,7 @@ def contract(
     operands = [call[name] for name in names]
     sizes = call.sizes()
     tracked = any(x.is_tracked for x in call.values)
-    meeting = _meeting(
+    plan = _plan_contraction(
         letters,
         out,
         tuple(x.dims for x in operands),
@@ -121,15 +121,15 @@ def contract(
         None if sizes is None else sizes.named,
         tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
     )
-    dims = meeting.dims
+    dims = plan.dims
     if tracked and _keeps_rows(operands, letters, added, out, dims):
         x = next(x for x in operands if x.padded_dims)
         fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
-        product = result(call.dense(), meeting.out, sizes, fill).gradient_masked()
+        product = result(call.dense(), plan.out, sizes, fill).gradient_masked()
         x.gradient_is_zero_if(product)
         return product
     changed: dict[str, Tensor] = {}
-    for name, x, filling in zip(names, operands, meeting.fillings, strict=True):
+    for name, x, filling in zip(names, operands, plan.fillings, strict=True):
         filled = _filled(x, filling, sizes)
         if filled is not x.dense:
             changed[name] = filled
@@ -137,8 +137,8 @@ def contract(
             x.gradient_is_zero_if()
     if added is not None and added_name in call and call[added_name] is not added:
         changed[added_name] = added.dense
-    product = result(call.dense(changed), meeting.out, sizes, _fill_after(operands, added))
-    if meeting.is_summed or (added is not None and added.is_tracked and meeting.added_lacks):
+    product = result(call.dense(changed), plan.out, sizes, _fill_after(operands, added))
+    if plan.is_summed or (added is not None and added.is_tracked and plan.added_lacks):
         return product.gradient_masked()
     return product
 
@@ -157,8 +157,8 @@ class _Filling(NamedTuple):
     is_complete: bool
 
 
-class _Meeting(NamedTuple):
-    """The plan of a contraction that follows from the dims of its operands alone, whatever their values.
+class _ContractionPlan(NamedTuple):
+    """The part of a contraction's plan that depends only on the dims of its operands.
 
     Args:
         dims: of each letter.
@@ -179,14 +179,14 @@ _NEITHER = (False, False)
 
 
 @functools.lru_cache(4096)
-def _meeting(
+def _plan_contraction(
     letters: tuple[str, str],
     out: str,
     operands: tuple[tuple[Factors, ...], ...],
     added: tuple[Factors, ...] | None,
     sizes: Named | None,
     tracked: tuple[bool, ...],
-) -> _Meeting:
+) -> _ContractionPlan:
     """Plan a contraction from the dims of its operands.
 
     Args:
@@ -198,8 +198,8 @@ def _meeting(
     """
     dims: dict[str, Factors] = {}
     for letter in dict.fromkeys("".join(letters)):
-        held = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
-        dims[letter] = broadcast_dim(held, sizes)
+        factors = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
+        dims[letter] = broadcast_dim(factors, sizes)
     for back in range(1, len(added or ()) + 1):
         assert added is not None
         dims[out[-back]] = broadcast_dim([added[-back], dims[out[-back]]], sizes)
@@ -217,7 +217,7 @@ def _meeting(
         wanted = [i for i, letter in enumerate(at) if letter in to_fill]
         fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_complete))
     lacks_added = added is not None and _lacks(added, out[len(out) - len(added) :], out, dims)
-    return _Meeting(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
+    return _ContractionPlan(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
 
 
 def _keeps_rows(
@@ -229,16 +229,19 @@ def _keeps_rows(
 ) -> bool:
     """Return whether one operand alone is padded, with finite padding, along dims of the result that no other has.
 
-    Its padded rows are then rows of the result and meet nothing but gradients, which are zero there.
+    Its padded rows are then rows of the result; they are combined with gradients only, which are zero there.
     """
     padded = [(x, at) for x, at in zip(operands, letters, strict=True) if x.padded_dims]
     if len(padded) != 1 or not padded[0][0].padding_is_finite:
         return False
     x, at = padded[0]
     own = {at[d] for d in x.padded_dims}
-    others = set("".join(letters).replace(at, "", 1))
-    beside = set() if added is None else {out[-b] for b in range(1, added.dim() + 1) if added.shape[-b] != 1}
-    return own == {letter for letter in dims if is_padded(dims[letter])} and own <= set(out) - others - beside
+    other_letters = set("".join(letters).replace(at, "", 1))
+    addend_letters = set() if added is None else {out[-b] for b in range(1, added.dim() + 1) if added.shape[-b] != 1}
+    return (
+        own == {letter for letter in dims if is_padded(dims[letter])}
+        and own <= set(out) - other_letters - addend_letters
+    )
 
 
 def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:

@@ -22,8 +22,8 @@ def cat(call: PaddedCall) -> PaddedValue:
     parts = [x for x in call["tensors"] if list(x.shape) != [0]]
     d = call["dim"] % parts[0].dim()
     # Unlike in pointwise ops, a dim of size 1 does not broadcast here.
-    others = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
-    dims, sizes = broadcast(others)
+    except_d = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
+    dims, sizes = broadcast(except_d)
     dense = []
     for x in parts:
         target = [*dims[:d], x.dims[d], *dims[d + 1 :]]

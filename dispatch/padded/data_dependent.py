@@ -59,8 +59,8 @@ def index_by_mask(call: PaddedCall) -> PaddedValue:
     at, mask = _bool_mask(call)
     over = range(at, at + mask.dim())
     dims = [broadcast_dim([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
-    whole = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
-    valid = whole.mask(over)
+    combined = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
+    valid = combined.mask(over)
     chosen = mask.dense
     if valid is not None:
         if any(size != 1 for d, size in enumerate(valid.shape) if d not in over):
@@ -73,8 +73,8 @@ def index_by_mask(call: PaddedCall) -> PaddedValue:
 
 def has_bool_mask(call: PaddedCall) -> bool:
     """Return whether the index of a call is a single bool mask."""
-    given = [i for i in call["indices"] if i is not None]
-    return len(given) == 1 and given[0].dense.dtype == torch.bool and given[0].dim() > 0
+    indices = [i for i in call["indices"] if i is not None]
+    return len(indices) == 1 and indices[0].dense.dtype == torch.bool and indices[0].dim() > 0
 
 
 def _bool_mask(call: PaddedCall) -> tuple[int, PaddedValue]:

@@ -44,7 +44,7 @@ def like(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
 def new_like(call: PaddedCall) -> PaddedValue:
-    """`x.new_zeros(x.shape)` is padded as `x` is; of other sizes it is plain."""
+    """`x.new_zeros(x.shape)` is padded as `x` is; with other sizes it is unpadded."""
     x: PaddedValue = call["self"]
     out = call.dense()
     return x.like(out) if out.shape == x.shape else unpadded_value(out)
@@ -64,12 +64,12 @@ def draw(call: PaddedCall) -> PyTree:
     out = call.dense(tree_map_only(PaddedValue, lambda x: x.edge_filled(), call.named))
     shape = [bucket_of(f) for f in dims]
 
-    def wrapped(t: Tensor) -> PaddedValue:
+    def padded_result(t: Tensor) -> PaddedValue:
         if list(t.shape) != shape:
             raise refuse(call, "its result has another shape than its operands")
         return result(t, dims, sizes)
 
-    return tree_map_only(Tensor, wrapped, out)
+    return tree_map_only(Tensor, padded_result, out)
 
 
 @table.register(aten.multinomial)

@@ -81,14 +81,14 @@ def index(call: PaddedCall) -> PaddedValue:
     if has_bool_mask(call):
         return index_by_mask(call)
     x: PaddedValue = call["self"]
-    given = {d: i for d, i in enumerate(call["indices"]) if i is not None}
-    if len(given) == 1:
-        ((d, positions),) = given.items()
+    by_dim = {d: i for d, i in enumerate(call["indices"]) if i is not None}
+    if len(by_dim) == 1:
+        ((d, positions),) = by_dim.items()
         if positions.dim() == 1 and _differs_by_row(x, d):
             return _index_each_row(x, d, positions)
     indices, at = _integer_indices(call, x)
     out = call.dense({"indices": indices})
-    picked, _ = broadcast([*given.values()])
+    picked, _ = broadcast([*by_dim.values()])
     rest = [x.dims[d] for d in range(x.dim()) if d not in at]
     adjacent = at == list(range(at[0], at[-1] + 1))
     before = at[0] if adjacent else 0
@@ -224,18 +224,18 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
     """Return the indices without padding and counted from the start, and the dims that they index."""
     found: list[Tensor | None] = []
     at: list[int] = []
-    for d, given in enumerate(call["indices"]):
-        if given is None:
+    for d, positions in enumerate(call["indices"]):
+        if positions is None:
             found.append(None)
             continue
-        if given.dense.dtype in (torch.bool, torch.uint8):
+        if positions.dense.dtype in (torch.bool, torch.uint8):
             raise refuse(call, "how many positions a mask names depends on its values")
-        dense = given.dense
+        dense = positions.dense
         if x.is_padded(d) and not is_rows_dim(x, d):
             ends = _end(call, x, d)
-            check_bounds(x, d, given, ends)
+            check_bounds(x, d, positions, ends)
             dense = torch.where(dense < 0, dense + ends, dense)
-        dense = PaddedValue(dense, given.dims, given.sizes).filled(x.shape[d] if slot and not at else 0)
+        dense = PaddedValue(dense, positions.dims, positions.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
     if not at:
@@ -248,9 +248,9 @@ def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
     if _has_one_size(x, d):
         return torch.as_tensor(x.size(d))
     if len(x.dims[d]) == 1:
-        for e, given in enumerate(call["indices"]):
-            if given is not None and is_rows_dim(x, e):
-                return torch.as_tensor(x.size(d))[given.filled(0)]
+        for e, positions in enumerate(call["indices"]):
+            if positions is not None and is_rows_dim(x, e):
+                return torch.as_tensor(x.size(d))[positions.filled(0)]
     raise refuse(call, "negative positions of a ragged or flattened dim count from different ends")
 
 
@@ -258,12 +258,12 @@ def _differs_by_row(x: PaddedValue, d: int) -> bool:
     return not _has_one_size(x, d) and not is_rows_dim(x, d) and len(x.dims[d]) == 1
 
 
-def _index_each_row(x: PaddedValue, d: int, given: PaddedValue) -> PaddedValue:
+def _index_each_row(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
     """Read the same positions of each row of a ragged batch; negative ones count from the row's end."""
-    check_bounds(x, d, given, _min_end(x, d))
-    positions = given.filled(0)
+    check_bounds(x, d, index, _min_end(x, d))
+    positions = index.filled(0)
     ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
-    return gather_along(x, d, torch.where(positions < 0, positions + ends, positions), given.dims[0])
+    return gather_along(x, d, torch.where(positions < 0, positions + ends, positions), index.dims[0])
 
 
 def _min_end(x: PaddedValue, d: int) -> Tensor:

@@ -10,7 +10,7 @@ one rule, one compiled program and one CUDA graph serve every true size of a buc
     +--------------+--------+
     0              n        8          mask = arange(8) < n, computed on the device, kept with the sizes
 
-Padding may hold anything, NaN included. Where an op lets positions meet, its rule first fills the padding with the
+Padding may hold anything, NaN included. Where an op combines positions, its rule first fills the padding with the
 op's neutral element (0 for a sum, -inf for a maximum). `PaddedValue.fill` says what the padding is known to hold, so
 that no fill is repeated. Gradients are torch's own: rules run on storages that autograd tracks.
 

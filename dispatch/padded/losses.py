@@ -59,8 +59,8 @@ def cross_entropy(call: PaddedCall) -> PyTree:
     out = call.dense({"self": scores, "target": ignored})
     outs = out if isinstance(out, tuple) else (out,)
     reduced = call["reduction"] != _NONE
-    wrapped = [unpadded_value(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
-    return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+    results = [unpadded_value(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
+    return tuple(results) if isinstance(out, tuple) else results[0]
 
 
 def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> PaddedValue:

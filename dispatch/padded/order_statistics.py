@@ -96,9 +96,11 @@ def isin(call: PaddedCall) -> PaddedValue:
         elements = call["elements"]
         return elements.like(call.dense())  # type: ignore[no-any-return]
     mask = tests.mask()
-    given = call.get("elements", call.get("element"))
+    operand = call.get("elements", call.get("element"))
     elements = (
-        given if isinstance(given, PaddedValue) else unpadded_value(torch.as_tensor(given, device=tests.dense.device))
+        operand
+        if isinstance(operand, PaddedValue)
+        else unpadded_value(torch.as_tensor(operand, device=tests.dense.device))
     )
     equal = elements.dense.unsqueeze(-1) == tests.dense.reshape(-1)
     equal = equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)
@@ -261,17 +263,17 @@ def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedV
 
 def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
     """Return q as a tensor, after checks of what torch requires of it."""
-    given = call["q"]
+    operand = call["q"]
     if x.dense.dtype not in (torch.float32, torch.float64):
         raise refuse(call, "torch has quantiles of float and double only")
     if call["interpolation"] not in _ROUNDING:
         raise refuse(call, f"there is no interpolation {call['interpolation']!r}")
-    if not isinstance(given, PaddedValue):
-        if not 0 <= given <= 1:
-            raise refuse(call, f"q is {given}, out of [0, 1]")
-        return torch.full((), given, dtype=x.dense.dtype, device=x.dense.device)
-    q = given.dense
-    if given.padded_dims or given.is_tracked:
+    if not isinstance(operand, PaddedValue):
+        if not 0 <= operand <= 1:
+            raise refuse(call, f"q is {operand}, out of [0, 1]")
+        return torch.full((), operand, dtype=x.dense.dtype, device=x.dense.device)
+    q = operand.dense
+    if operand.padded_dims or operand.is_tracked:
         raise refuse(call, "q is padded or requires grad")
     if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
         raise refuse(call, "q must be a number or a vector, of the same dtype and device")

@@ -43,9 +43,9 @@ def bordered(call: PaddedCall) -> PaddedValue:
             )
     dense = x.filled(value, touched) if touched else x.dense
     out = torch.constant_pad_nd(dense, widths, value)
-    moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
+    padded = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
     # With a negative width, valid positions of the input become padding of the result, without a gradient.
-    return moved.gradient_masked() if touched else moved
+    return padded.gradient_masked() if touched else padded
 
 
 # The source of position p of a border, for a true size of n.

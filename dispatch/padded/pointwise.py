@@ -149,13 +149,13 @@ def broadcast_dim(candidates: Sequence[Factors], sizes: Named | TrueSizes | None
                 # The result is valid where all operands are.
                 return (Factor(1, multiplied(*(size_of(factors) for factors in padded))),)
             raise UnsupportedCall(
-                f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same"
+                f"dims of the true sizes {_sizes(chosen)} and {_sizes(other)}, which differ, cannot be combined"
             )
     for other in candidates:
         if bucket_of(other) not in (1, bucket_of(chosen)):
             raise UnsupportedCall(
-                f"a dim of bucket {bucket_of(chosen)} (true size {_sizes(chosen)}) meets a plain dim of "
-                f"{bucket_of(other)}: pad that tensor on the same Dim"
+                f"a dim of bucket {bucket_of(chosen)} (true size {_sizes(chosen)}) cannot be combined with an unpadded "
+                f"dim of {bucket_of(other)}: pad that tensor on the same Dim"
             )
     return chosen
 

@@ -98,8 +98,8 @@ def cell(call: PaddedCall) -> PyTree:
     initial = [s.filled(0) for s in states]
     out = call.dense({"input": x.filled(0), "hx": initial if len(states) > 1 else initial[0]})
     outs = out if isinstance(out, tuple) else (out,)
-    wrapped = [result(o, [x.dims[0], *static_dims([o.shape[1]])], x.sizes).gradient_masked() for o in outs]
-    return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+    results = [result(o, [x.dims[0], *static_dims([o.shape[1]])], x.sizes).gradient_masked() for o in outs]
+    return tuple(results) if isinstance(out, tuple) else results[0]
 
 
 def _with_shared_batch(

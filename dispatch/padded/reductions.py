@@ -132,11 +132,11 @@ def variance(call: PaddedCall) -> PyTree:
     spread = squares if name in (aten.var, aten.var_mean) else _root(squares)
     outs = [spread, average] if name in (aten.var_mean, aten.std_mean) else [spread]
     dtypes = (dtype.to_real(), dtype)
-    wrapped = [
+    results = [
         reduced_result(_kept(o.to(t), reduced, keepdim), x, reduced, keepdim)
         for o, t in zip(outs, dtypes, strict=False)
     ]
-    return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _root(squares: Tensor) -> Tensor:
@@ -223,10 +223,10 @@ def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 
 
 def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
     """Return the dims that a call reduces."""
-    given = call.get("dim", call.get("dims"))
-    if given is None or (not isinstance(given, int) and len(given) == 0):
+    dims = call.get("dim", call.get("dims"))
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return list(range(x.dim()))
-    return [d % max(x.dim(), 1) for d in ([given] if isinstance(given, int) else given)] if x.dim() else []
+    return [d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)] if x.dim() else []
 
 
 def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ def convolution(call: PaddedCall) -> PaddedValue:
     out = call.dense({"input": x.filled(0, None if is_tracked else range(2, x.dim()))})
     dims: list[Factors] = [x.dims[0], *static_dims([out.shape[1]])]
     rank = x.dim() - 2
-    given = [_per_dim(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
-    for i, (stride, padding, dilation, extra) in enumerate(zip(*given, strict=True)):
+    options = [_per_dim(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    for i, (stride, padding, dilation, extra) in enumerate(zip(*options, strict=True)):
         d = i + 2
         if not x.is_padded(d):
             dims += static_dims([out.shape[d]])
@@ -145,8 +145,8 @@ def _per_image(x: PaddedValue, size: Tensor | int) -> Tensor | int:
     return size.view([-1 if d == rows_dim(x) else 1 for d in range(x.dim())])
 
 
-def _per_dim(given: int | Sequence[int], rank: int) -> list[int]:
-    listed = [given] if isinstance(given, int) else list(given)
+def _per_dim(options: int | Sequence[int], rank: int) -> list[int]:
+    listed = [options] if isinstance(options, int) else list(options)
     return listed * rank if len(listed) == 1 else listed
 
 

@@ -30,12 +30,12 @@ def split_at(call: PaddedCall) -> list[PaddedValue]:
     """Split at positions, or into sizes that add up to the bucket's; parts end at the true end."""
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
-    given = call.get("split_sizes", call.get("split_size"))
+    part_sizes = call.get("split_sizes", call.get("split_size"))
     if not x.is_padded(d):
         return _static_parts(call, x, d)
-    if given is not None and sum(given) != x.shape[d]:
-        raise refuse(call, f"the sizes {list(given)} do not add up to the bucket's {x.shape[d]}")
-    ends = list(itertools.accumulate(given))[:-1] if given is not None else list(call["indices"])
+    if part_sizes is not None and sum(part_sizes) != x.shape[d]:
+        raise refuse(call, f"the sizes {list(part_sizes)} do not add up to the bucket's {x.shape[d]}")
+    ends = list(itertools.accumulate(part_sizes))[:-1] if part_sizes is not None else list(call["indices"])
     bounds = [0, *ends, None]
     return [apply(aten.slice.Tensor, x, d, start, end) for start, end in itertools.pairwise(bounds)]
 
@@ -61,10 +61,10 @@ def chunk(call: PaddedCall) -> list[PaddedValue]:
         return _static_parts(call, x, d)
     _refuse_rows(call, x, d)
     counts = [-(-n // -(-n // chunks)) if n else chunks for n in _known(call, x, d)]
-    whole = prefix_size(x, d)
-    size = floor_divided(whole + chunks - 1, chunks)
+    true_size = prefix_size(x, d)
+    size = floor_divided(true_size + chunks - 1, chunks)
     parts = range(_same_for_all(call, x, d, counts))
-    return [_part(x, d, i * size, smallest(size, largest(0, whole - i * size)), chunks) for i in parts]
+    return [_part(x, d, i * size, smallest(size, largest(0, true_size - i * size)), chunks) for i in parts]
 
 
 @table.register(aten.tensor_split.sections)
@@ -75,10 +75,12 @@ def sections(call: PaddedCall) -> list[PaddedValue]:
     if not x.is_padded(d):
         return _static_parts(call, x, d)
     _refuse_rows(call, x, d)
-    whole = prefix_size(x, d)
-    least = floor_divided(whole, count)
-    starts = [i * least + smallest(i, whole - count * least) for i in range(count)]
-    return [_part(x, d, start, floor_divided(whole + count - 1 - i, count), count) for i, start in enumerate(starts)]
+    true_size = prefix_size(x, d)
+    min_size = floor_divided(true_size, count)
+    starts = [i * min_size + smallest(i, true_size - count * min_size) for i in range(count)]
+    return [
+        _part(x, d, start, floor_divided(true_size + count - 1 - i, count), count) for i, start in enumerate(starts)
+    ]
 
 
 @table.register(aten.unbind, aten.unbind_copy)

@@ -135,15 +135,15 @@ class TrueSizes:
         Args:
             row: the row of a ragged batch whose sizes to return.
         """
-        known: dict[sympy.Symbol, int] = {}
+        assigned: dict[sympy.Symbol, int] = {}
         for symbol, size in zip(self.symbols, self.host(), strict=True):
             if isinstance(size, int):
-                known[symbol] = size
+                assigned[symbol] = size
             elif row is not None:
-                known[symbol] = size[row]
+                assigned[symbol] = size[row]
         if self.rows is not None:
-            known[rows_symbol()] = self.rows
-        return known
+            assigned[rows_symbol()] = self.rows
+        return assigned
 
     def is_ragged(self, size: Size) -> bool:
         """Return whether this size may differ from row to row."""

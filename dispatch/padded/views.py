@@ -194,9 +194,9 @@ def select(call: PaddedCall) -> PaddedValue:
     _check_index(x, d, index)
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
-    known = host_sizes(x, d)
-    if known is not None and len(known) == 1 and not is_traced(x.dense):
-        return result(x.dense.select(d, known[0] + index), dims, x.sizes, x.fill)
+    on_host = host_sizes(x, d)
+    if on_host is not None and len(on_host) == 1 and not is_traced(x.dense):
+        return result(x.dense.select(d, on_host[0] + index), dims, x.sizes, x.fill)
     one = take_range(x, d, x.size(d) + index, 1, static_dims([1])[0])
     return replace(result(one.dense.squeeze(d), dims, x.sizes), view="copy")
 
@@ -230,10 +230,10 @@ def slice_(call: PaddedCall) -> PaddedValue:
         return result(out, dims, x.sizes).gradient_masked()
     last = x.shape[d] if stop is None else stop
     longest = len(range(x.shape[d])[start:last:step]) if last < 0 or stop is None else len(range(0, -start, step))
-    known = host_sizes(x, d)
-    if known is not None and len(known) == 1 and not is_traced(x.dense):
+    on_host = host_sizes(x, d)
+    if on_host is not None and len(on_host) == 1 and not is_traced(x.dense):
         # If the bucket has room, the result is a view, as it is of the unpadded data.
-        at = max(known[0] + start, 0)
+        at = max(on_host[0] + start, 0)
         if at + (longest - 1) * step < x.shape[d]:
             out = x.dense[(slice(None),) * d + (slice(at, at + (longest - 1) * step + 1, step),)]
             return result(out, with_dim(x.dims, d, padded_dim(longest, true_size)), x.sizes).gradient_masked()
@@ -269,9 +269,11 @@ def unfold(call: PaddedCall) -> PaddedValue:
     if not x.is_padded(d):
         return result(out, [*with_dim(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
     windows = convolved(prefix_size(x, d), call["size"], call["step"])
-    moved = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted)
+    windowed = result(
+        out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted
+    )
     # A padded window may overlap valid positions, and would add its gradient to theirs.
-    return moved.gradient_masked()
+    return windowed.gradient_masked()
 
 
 @table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal)

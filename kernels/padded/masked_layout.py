@@ -125,9 +125,9 @@ class MaskedLayout:
     def tile(self, whole_rows: bool = False) -> tuple[int, int]:
         """Return the rows and columns of a tile, powers of two; with `whole_rows`, a tile has all of `c0`."""
         rows, columns = power_of_two(self.rows[1]), power_of_two(self.columns[1])
-        least = min(rows, self._neighbours)
-        block_columns = columns if whole_rows else min(columns, max(TILE_ELEMENTS // least, 1))
-        return max(min(rows, TILE_ELEMENTS // block_columns), least), block_columns
+        min_rows = min(rows, self._neighbours)
+        block_columns = columns if whole_rows else min(columns, max(TILE_ELEMENTS // min_rows, 1))
+        return max(min(rows, TILE_ELEMENTS // block_columns), min_rows), block_columns
 
     def whole_rows(self) -> tuple[int, int, int]:
         """Return the rows, columns and warps of a tile of whole rows; one warp, which needs no sync, if possible."""
