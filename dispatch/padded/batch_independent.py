@@ -90,7 +90,7 @@ def row_wise(call: PaddedCall, cores: Sequence[int]) -> PyTree:
     ]
     dims, sizes = _batch_dims(batches)
     safe = {id(x): _safe(x, core, dims, sizes) for x, core in zip(operands, cores, strict=True)}
-    out = call.dense(tree_map_only(PaddedValue, lambda x: safe[id(x)], call.named))
+    out = call.dense(tree_map_only(PaddedValue, lambda x: safe[id(x)], call.arguments))
     shape = [bucket_of(f) for f in dims]
 
     def padded_result(t: Tensor) -> PaddedValue:

@@ -20,7 +20,7 @@ from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, ta
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
-from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, rows_symbol
+from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
@@ -118,7 +118,7 @@ def contract(
         out,
         tuple(x.dims for x in operands),
         None if added is None else added.dims,
-        None if sizes is None else sizes.named,
+        None if sizes is None else sizes.key,
         tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
     )
     dims = plan.dims
@@ -184,7 +184,7 @@ def _plan_contraction(
     out: str,
     operands: tuple[tuple[Factors, ...], ...],
     added: tuple[Factors, ...] | None,
-    sizes: Named | None,
+    sizes: SizeKey | None,
     tracked: tuple[bool, ...],
 ) -> _ContractionPlan:
     """Plan a contraction from the dims of its operands.

@@ -61,7 +61,7 @@ def draw(call: PaddedCall) -> PyTree:
     """Draw for each element of the bucket; the padding of parameters is filled with valid ones."""
     operands = call.values
     dims, sizes = broadcast(operands)
-    out = call.dense(tree_map_only(PaddedValue, lambda x: x.edge_filled(), call.named))
+    out = call.dense(tree_map_only(PaddedValue, lambda x: x.edge_filled(), call.arguments))
     shape = [bucket_of(f) for f in dims]
 
     def padded_result(t: Tensor) -> PaddedValue:

@@ -84,31 +84,31 @@ class PaddedCall:
         self.unchanged: PyTree = None
         """The result of the op on the operands' own storages; None until it has run on them."""
         names, defaults, self._positional = _parameters(op)
-        self.named: Kwargs = dict(zip(names, args, strict=False))
+        self.arguments: Kwargs = dict(zip(names, args, strict=False))
         for name in names[len(args) :]:
             if name in kwargs:
-                self.named[name] = kwargs[name]
+                self.arguments[name] = kwargs[name]
             elif name in defaults:
-                self.named[name] = defaults[name]
+                self.arguments[name] = defaults[name]
             else:
                 raise TypeError(f"{op} needs {name}")
-        self.values: list[PaddedValue] = tree_find(PaddedValue, self.named)
+        self.values: list[PaddedValue] = tree_find(PaddedValue, self.arguments)
         """The tensors among the arguments."""
 
     def __getitem__(self, name: str) -> PyTree:
-        return self.named[name]
+        return self.arguments[name]
 
     def get(self, name: str, default: PyTree = None) -> PyTree:
         """Return an argument, or a default where the overload has no argument of this name."""
-        return self.named.get(name, default)
+        return self.arguments.get(name, default)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.named
+        return name in self.arguments
 
     def replace(self, name: str, value: PyTree) -> None:
         """Set an argument to another value."""
-        self.named[name] = value
-        self.values = tree_find(PaddedValue, self.named)
+        self.arguments[name] = value
+        self.values = tree_find(PaddedValue, self.arguments)
 
     def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the op on the storages.
@@ -119,11 +119,11 @@ class PaddedCall:
         Returns:
             The op's results: tensors, not `PaddedValue`.
         """
-        arguments = self.named if not changed else {name: changed.get(name, x) for name, x in self.named.items()}
-        dense = tree_map_only(PaddedValue, _dense_of, list(arguments.values()))
+        inputs = self.arguments if not changed else {name: changed.get(name, x) for name, x in self.arguments.items()}
+        dense = tree_map_only(PaddedValue, _dense_of, list(inputs.values()))
         count = self._positional
-        out = self.op(*dense[:count], **dict(zip([*arguments][count:], dense[count:], strict=True)))
-        if not changed or all(map(_is_own, self.named.values(), dense)):
+        out = self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
+        if not changed or all(map(_is_own, self.arguments.values(), dense)):
             self.unchanged = out
         return out
 

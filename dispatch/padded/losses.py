@@ -19,7 +19,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
                 aten.binary_cross_entropy_with_logits)  # fmt: skip
 def elementwise_loss(call: PaddedCall) -> PaddedValue:
     """Compute an elementwise loss, then reduce it over valid elements."""
-    named = {**call.named, "reduction": _NONE}
+    named = {**call.arguments, "reduction": _NONE}
     if call.op is aten.binary_cross_entropy.default:
         # Torch raises for values that aren't probabilities, in the padding too.
         named["self"] = call["self"].cleaned(0.5)

@@ -14,7 +14,7 @@ from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
-from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, merge_sizes
+from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
 
@@ -53,8 +53,8 @@ def pointwise(call: PaddedCall) -> PyTree:
     operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
-    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
-    divisor = call.named.get("other")
+    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.arguments)
+    divisor = call.arguments.get("other")
     if isinstance(divisor, PaddedValue) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
         named["other"] = divisor.filled(1)
     out = call.dense(named)
@@ -118,11 +118,11 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
         UnsupportedCall: two operands have different true sizes along one dim.
     """
     sizes = merge_sizes([x.sizes for x in operands if x.sizes is not None])
-    return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.named), sizes
+    return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.key), sizes
 
 
 @functools.lru_cache(4096)
-def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: Named | None) -> tuple[Factors, ...]:
+def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: SizeKey | None) -> tuple[Factors, ...]:
     """Return the dims that operands of these dims broadcast to."""
     rank = max(map(len, operands), default=0)
     return tuple(
@@ -130,7 +130,7 @@ def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: Named | None) -
     )
 
 
-def broadcast_dim(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Factors:
+def broadcast_dim(candidates: Sequence[Factors], sizes: SizeKey | TrueSizes | None) -> Factors:
     """Broadcast one dim of several operands: a padded dim over an unpadded one of the bucket's size, any over size 1.
 
     A slice such as `x[:, :1]` makes a padded dim of true size Min(1, size); if that is 0, the unpadded program raises.
@@ -160,7 +160,7 @@ def broadcast_dim(candidates: Sequence[Factors], sizes: Named | TrueSizes | None
     return chosen
 
 
-def same_factors(a: Factors, b: Factors, sizes: Named | TrueSizes | None) -> bool:
+def same_factors(a: Factors, b: Factors, sizes: SizeKey | TrueSizes | None) -> bool:
     """Return whether two dims are valid at the same positions, whatever the true sizes are."""
     if [f.bucket for f in a] != [f.bucket for f in b] or sizes is None:
         return False

@@ -27,7 +27,7 @@ def rows_symbol() -> sympy.Symbol:
     return size_symbol("rows")
 
 
-class Named(NamedTuple):
+class SizeKey(NamedTuple):
     """Symbols and their bucket sizes: the key of cached results, which holds no tensor."""
 
     symbols: tuple[sympy.Symbol, ...]
@@ -52,7 +52,7 @@ class TrueSizes:
         host: tuple[HostSize, ...] | None = None,
     ) -> None:
         self.symbols, self.buckets, self.values = symbols, buckets, values
-        self.named = Named(symbols, buckets)
+        self.key = SizeKey(symbols, buckets)
         self._host = host
         self.masks: dict[Hashable, Tensor] = {}
         """Masks and fill tensors that were computed from these sizes, by what they depend on."""
