@@ -171,7 +171,7 @@ def plan(
     Raises:
         ValueError: a dimension is out of range, or a ragged length has another number of rows than its batch.
     """
-    lengths = normalized(lengths, x.dim())
+    lengths = normalize_dims(lengths, x.dim())
     for length in lengths:
         if length.sizes.dim() and length.sizes.shape != (x.shape[length.batch_dim],):
             raise ValueError(

@@ -42,9 +42,9 @@ def _kernels() -> ModuleType:
 
 
 @cache
-def launch_norm() -> RepeatedLaunch:
+def launch_norm() -> CachedLauncher:
     """Return the cached launch of the forward's kernel."""
-    return RepeatedLaunch(_kernels().norm_kernel, has_reference=True)
+    return CachedLauncher(_kernels().norm_kernel, has_reference=True)
 
 
 class Normed(NamedTuple):
@@ -67,7 +67,7 @@ def masked_norm_reference(
 ) -> Normed:  # fmt: skip
     """Compute `masked_norm` in torch ops: the readable definition."""
     dims = range(x.dim() - normalized, x.dim())
-    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    valid = valid_mask(x.shape, lengths, x.device).expand(x.shape)
     count = valid.sum(tuple(dims), keepdim=True).clamp(min=1)
     value = torch.where(valid, x.to(arithmetic_dtype(x.dtype)), 0)
     mean = torch.zeros_like(count, dtype=value.dtype) if is_rms else value.sum(tuple(dims), keepdim=True) / count
@@ -77,7 +77,7 @@ def masked_norm_reference(
     y = y * weight if weight is not None else y
     y = y + bias if bias is not None else y
     row_lengths = [e for e in lengths if e.dim % x.dim() not in dims]
-    in_rows = real_mask(x.shape, row_lengths, x.device)
+    in_rows = valid_mask(x.shape, row_lengths, x.device)
     shape = x.shape[: dims[0]]
     kept = [torch.where(in_rows, t, 0).reshape(shape) for t in (mean, scale)]
     return Normed(torch.where(valid, y, fill).to(x.dtype), *kept)
@@ -89,7 +89,7 @@ def masked_norm_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `masked_norm_backward` in torch ops."""
     dims = tuple(range(x.dim() - normalized, x.dim()))
-    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    valid = valid_mask(x.shape, lengths, x.device).expand(x.shape)
     count = valid.sum(dims, keepdim=True).clamp(min=1)
     mean, scale = (t.view(*t.shape, *[1] * normalized) for t in (mean, scale))
     unit = torch.where(valid, (x.to(mean.dtype) - mean) * scale, 0)
@@ -106,7 +106,7 @@ def masked_norm_forward(
     x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float, lengths: Sequence[ValidLength],
     fill: float = 0.0, is_rms: bool = False,
 ) -> Normed:  # fmt: skip
-    """Compute `masked_norm` with its kernel; raises CompilePending as `cached_launcher` does."""
+    """Compute `masked_norm` with its kernel; raises CompilePending as `launcher` does."""
     dims = range(x.dim() - normalized, x.dim())
     if math.prod(x.shape[d] for d in dims) > MAX_ROW_LENGTH:
         return masked_norm_reference(x, normalized, weight, bias, eps, lengths, fill, is_rms)

@@ -16,17 +16,9 @@ from torch import Tensor
 from subtensors.kernels.padded import masked_norm as norms
 from subtensors.kernels.padded import masked_reduction as reductions
 from subtensors.kernels.padded import masked_softmax as softmaxes
-from subtensors.kernels.runtime.cached_launcher import CompilePending
-from subtensors.kernels.runtime.custom_ops import (
-    EXTENTS,
-    FLOAT_DTYPES,
-    INTEGER_DTYPES,
-    apart,
-    define,
-    has_kernel,
-    together,
-)
-from subtensors.kernels.runtime.valid_lengths import ValidLength
+from subtensors.kernels.runtime.async_compile import CompilePending
+from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define, has_kernel
+from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths, unpack_lengths
 
 
 def masked_softmax(
@@ -50,7 +42,7 @@ def masked_softmax(
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
-    return torch.ops.subtensors.masked_softmax(x, dim, *apart(lengths), fill, is_log)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.masked_softmax(x, dim, *pack_lengths(lengths), fill, is_log)  # type: ignore[no-any-return]
 
 
 def masked_reduction(
@@ -89,7 +81,7 @@ def masked_reduction(
         raise ValueError(f"a masked norm has an order of at least 0, got {p}")
     counted = x.requires_grad and torch.is_grad_enabled() if for_gradient is None else for_gradient
     return reductions.Reduced(
-        *torch.ops.subtensors.masked_reduction(x, kind, dims, *apart(lengths), p, correction, fill, counted)
+        *torch.ops.subtensors.masked_reduction(x, kind, dims, *pack_lengths(lengths), p, correction, fill, counted)
     )
 
 
@@ -117,7 +109,7 @@ def masked_norm(
         tensor([[-1.,  1.,  0.]])
     """
     return norms.Normed(
-        *torch.ops.subtensors.masked_norm(x, normalized, weight, bias, eps, *apart(lengths), fill, is_rms)
+        *torch.ops.subtensors.masked_norm(x, normalized, weight, bias, eps, *pack_lengths(lengths), fill, is_rms)
     )
 
 
@@ -173,7 +165,7 @@ def softmax_gradient(
     gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
 ) -> tuple[Tensor]:
     """Return the input gradient of a softmax from its result `y`, through which it depends on the input."""
-    return (softmaxes.masked_softmax_backward_reference(gradient, y, dim, together(d, s, b), is_log),)
+    return (softmaxes.masked_softmax_backward_reference(gradient, y, dim, unpack_lengths(d, s, b), is_log),)
 
 
 def reduction_gradient(
@@ -182,7 +174,7 @@ def reduction_gradient(
 ) -> tuple[Tensor]:  # fmt: skip
     """Return the input gradient of a reduction, recomputed from `x` so that it is differentiable in `x`."""
     x = _requiring_grad(x)
-    recomputed = reductions.masked_reduction_reference(x, kind, dims, together(d, s, b), p, correction).out
+    recomputed = reductions.masked_reduction_reference(x, kind, dims, unpack_lengths(d, s, b), p, correction).out
     (gx,) = torch.autograd.grad(recomputed, [x], gradient, create_graph=True)
     return (gx,)
 
@@ -198,7 +190,7 @@ def norm_gradient(
         _requiring_grad(mean.new_ones(shape) if weight is None else weight),
         _requiring_grad(mean.new_zeros(shape)),
     )
-    y = norms.masked_norm_reference(x, normalized, factor, shift, eps, together(d, s, b), 0.0, is_rms).y
+    y = norms.masked_norm_reference(x, normalized, factor, shift, eps, unpack_lengths(d, s, b), 0.0, is_rms).y
     gx, *rest = torch.autograd.grad(y, [x, factor, shift], gradient, create_graph=True)
     weight_gradient, bias_gradient = (g.to(mean.dtype) for g in rest)
     return gx, weight_gradient, bias_gradient

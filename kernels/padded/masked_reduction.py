@@ -90,7 +90,7 @@ def masked_reduction_reference(
     """Compute `masked_reduction` in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
     dims = [d % x.dim() for d in dims]
-    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    valid = valid_mask(x.shape, lengths, x.device).expand(x.shape)
     counts = valid.sum(dims, keepdim=True)
     value = x.to(arithmetic_dtype(dtype))
     zeros = torch.zeros_like(value)
@@ -119,7 +119,7 @@ def masked_reduction_reference(
         out = torch.linalg.vector_norm(torch.where(valid, value, zeros), p, dims, keepdim=True)
         if p == math.inf:
             aux = (valid & (value.abs() == out)).sum(dims, keepdim=True)
-    in_rows = real_mask(x.shape, [e for e in lengths if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
+    in_rows = valid_mask(x.shape, [e for e in lengths if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
     results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
     return Reduced(results[0].to(dtype), results[1].to(sum_dtype(x.dtype)), results[2])
 
@@ -163,7 +163,7 @@ def masked_reduction_backward_reference(
         "norm": lambda: _norm_gradient(value, out, g, p),
     }[kind]()
     # Padded rows may have a gradient, which goes nowhere.
-    return torch.where(real_mask(x.shape, lengths, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
+    return torch.where(valid_mask(x.shape, lengths, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
 
 
 def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:

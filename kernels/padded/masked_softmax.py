@@ -38,7 +38,7 @@ def masked_softmax_reference(
     x: Tensor, dim: int, lengths: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax` in torch ops: the readable definition."""
-    valid = real_mask(x.shape, lengths, x.device).expand(x.shape)
+    valid = valid_mask(x.shape, lengths, x.device).expand(x.shape)
     # A row of only -inf would give NaN, in the gradient too, so rows without valid elements get zeros first.
     neutral = x.masked_fill(~valid, float("-inf")).masked_fill(~valid.any(dim, keepdim=True), 0)
     y = torch.log_softmax(neutral, dim) if is_log else torch.softmax(neutral, dim)
@@ -49,7 +49,7 @@ def masked_softmax_backward_reference(
     gradient: Tensor, y: Tensor, dim: int, lengths: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax_backward` in torch ops."""
-    padding = ~real_mask(y.shape, lengths, y.device)
+    padding = ~valid_mask(y.shape, lengths, y.device)
     gradient, y = gradient.masked_fill(padding, 0), y.masked_fill(padding, 0)
     if is_log:
         result = gradient - y.exp() * gradient.sum(dim, keepdim=True)

@@ -50,13 +50,13 @@ def pad_ragged_reference(
     values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
     """Compute `pad_ragged` in torch ops."""
-    valid = real_mask(shape, lengths, values.device).expand(tuple(shape))
+    valid = valid_mask(shape, lengths, values.device).expand(tuple(shape))
     return values.new_full(shape, value).masked_scatter(valid, values)
 
 
 def unpad_ragged_reference(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
     """Compute `unpad_ragged` in torch ops."""
-    values = padded[real_mask(padded.shape, lengths, padded.device).expand(padded.shape)]
+    values = padded[valid_mask(padded.shape, lengths, padded.device).expand(padded.shape)]
     assert len(values) == total, f"{total} elements were said to be valid, {len(values)} are"
     return values
 
@@ -138,7 +138,7 @@ def _addresses(rows: Sequence[Tensor]) -> npt.NDArray[np.int64]:
 
 
 def _ragged_dims(shape: Sequence[int], lengths: Sequence[ValidLength]) -> list[DimTriple]:
-    ragged = {length.dim: length.sizes for length in normalized(lengths, len(shape))}
+    ragged = {length.dim: length.sizes for length in normalize_dims(lengths, len(shape))}
     return _merged_dims([(shape[d], ragged.get(d, shape[d]), 0) for d in range(1, len(shape))])
 
 

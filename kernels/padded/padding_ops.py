@@ -77,7 +77,7 @@ def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLeng
         tensor([[1, 0],
                 [2, 3]])
     """
-    return torch.ops.subtensors.pad_values(values, shape, *apart(lengths), value)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.pad_values(values, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
 
 
 def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
@@ -95,7 +95,7 @@ def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> 
         >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [ValidLength(1, torch.tensor([1, 2]))], total=3)
         tensor([1, 2, 3])
     """
-    return torch.ops.subtensors.unpad_values(padded, *apart(lengths), total)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.unpad_values(padded, *pack_lengths(lengths), total)  # type: ignore[no-any-return]
 
 
 def pad_list(
@@ -117,7 +117,7 @@ def pad_list(
         tensor([[1., 0.],
                 [1., 1.]])
     """
-    return torch.ops.subtensors.pad_list(rows, shape, *apart(lengths), value)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.pad_list(rows, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
 
 
 def _pad(dense: Tensor, shape: list[int], value: float) -> Tensor:
@@ -153,14 +153,14 @@ torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_c
 
 
 def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:
-    lengths = together(d, s, b)
+    lengths = unpack_lengths(d, s, b)
     if has_kernel(values, DTYPES):
         return padding.pad_ragged(values, shape, lengths, value)
     return padding.pad_ragged_reference(values, shape, lengths, value)
 
 
 def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], total: int) -> Tensor:
-    lengths = together(d, s, b)
+    lengths = unpack_lengths(d, s, b)
     if has_kernel(padded, DTYPES):
         return padding.unpad_ragged(padded, lengths, total)
     return padding.unpad_ragged_reference(padded, lengths, total)
@@ -169,7 +169,7 @@ def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], t
 def _pad_list(
     rows: list[Tensor], shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float
 ) -> Tensor:
-    lengths = together(d, s, b)
+    lengths = unpack_lengths(d, s, b)
     if has_kernel(rows[0], DTYPES):
         return padding.pad_rows(rows, shape, lengths, value)
     return padding.pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, lengths, value)

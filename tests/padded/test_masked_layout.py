@@ -18,7 +18,7 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 @given(any_padded([torch.float32]))
 def test_the_mask_follows_its_definition(p: Padded) -> None:
-    assert torch.equal(real_mask(p.x.shape, p.extents, p.x.device).expand(p.x.shape), mask_of(p.x.shape, p.extents))
+    assert torch.equal(valid_mask(p.x.shape, p.extents, p.x.device).expand(p.x.shape), mask_of(p.x.shape, p.extents))
 
 
 @given(any_padded([torch.float32]), some.data())
