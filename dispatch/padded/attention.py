@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -15,42 +15,46 @@ from subtensors.kernels.runtime.custom_ops import materialize
 
 aten = torch.ops.aten
 
-MASKS = 4
-"""How many masks a graph keeps for later layers: a model has one or two kinds of attention."""
+MAX_SHARED_MASKS = 4
+"""The most masks that one run keeps for later layers: a model has one or two kinds of attention."""
 
 
 @table.register(aten.scaled_dot_product_attention)
 def attention(call: PaddedCall) -> PaddedValue:
-    """softmax(q @ k.T * scale + mask) @ v over real keys.
+    """Compute softmax(q @ k.T * scale + mask) @ v over valid keys.
 
-    Where queries and keys are one sequence a causal mask hides the padded keys from every real query, so none is made
+    Where queries and keys are one sequence a causal mask hides the padded keys from every valid query, so none is made
     and torch may choose a kernel that takes none.
     """
     q, k, v = call["query"], call["key"], call["value"]
-    given: PaddedValue | None = call["attn_mask"]
+    attn_mask: PaddedValue | None = call["attn_mask"]
     sizes = call.sizes()
     if any(x.is_padded(x.dim() - 1) for x in (q, k, v)):
         raise refuse(call, "the features of a head are padded")
     if call["enable_gqa"] and any(x.is_padded(x.dim() - 3) for x in (q, k, v)):
         raise refuse(call, "the heads are padded")
-    keys = met([k.dims[-2], v.dims[-2]], sizes)
+    keys = broadcast_dim([k.dims[-2], v.dims[-2]], sizes)
     batch = _batch(q, k, v, sizes, call["enable_gqa"])
     scores = (*batch, q.dims[-2], keys)
     causal = call["is_causal"]
     hides_keys = is_padded(keys) and not (causal and q.dims[-2] == keys)
-    mask = _mask(q, scores, sizes, given, causal, hides_keys) if hides_keys or given is not None else None
-    # What a padded query attends to stays in its own row; its gradient would not.
-    followed = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
-    if followed:
-        operands = {"query": q.tamed(), "key": k.tamed(), "value": v.tamed()}
+    mask = _mask(q, scores, sizes, attn_mask, causal, hides_keys) if hides_keys or attn_mask is not None else None
+    # The result of a padded query stays in its own row, but its gradient would reach all keys.
+    is_tracked = torch.is_grad_enabled() and any(x.dense.requires_grad for x in (q, k, v))
+    if is_tracked:
+        operands = {
+            "query": q.with_bounded_padding(),
+            "key": k.with_bounded_padding(),
+            "value": v.with_bounded_padding(),
+        }
     else:
-        operands = {"query": q.dense, "key": k.finite(), "value": v.finite()}
+        operands = {"query": q.dense, "key": k.with_finite_padding(), "value": v.with_finite_padding()}
     out = call.dense({**operands, "attn_mask": mask, "is_causal": causal and not hides_keys})
     for x in (q, k, v):
-        # A query of no gradient gives none to any key, and no query looks at padded keys but padded ones.
-        x.sends_zero()
-    # A mean of numbers is one, where a padded query is not kept from all keys.
-    is_mean = followed and (given is None or given.shape[-2] == 1)
+        # Padded queries have no gradient to pass to keys, and only padded queries attend to padded keys.
+        x.gradient_is_zero_if()
+    # A padded query that may attend to some key yields a mean of finite numbers.
+    is_mean = is_tracked and (attn_mask is None or attn_mask.shape[-2] == 1)
     return result(out, (*batch, q.dims[-2], v.dims[-1]), sizes, FINITE_FILL if is_mean else None).gradient_masked()
 
 
@@ -60,8 +64,8 @@ def _batch(
     rank = max(x.dim() for x in (q, k, v)) - 2
     dims = []
     for back in range(rank, 0, -1):
-        held = [x.dims[-2 - back] for x in (q, k, v) if x.dim() - 2 >= back]
-        dims.append(q.dims[-3] if grouped and back == 1 else met(held, sizes))
+        factors = [x.dims[-2 - back] for x in (q, k, v) if x.dim() - 2 >= back]
+        dims.append(q.dims[-3] if grouped and back == 1 else broadcast_dim(factors, sizes))
     return tuple(dims)
 
 
@@ -69,69 +73,69 @@ def _mask(
     q: PaddedValue,
     scores: tuple[Factors, ...],
     sizes: TrueSizes | None,
-    given: PaddedValue | None,
+    attn_mask: PaddedValue | None,
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
-    """The caller's mask, or a causal one, in one with that of the real keys, where these are to be told apart."""
-    if sizes is None or not sizes.serves_one_run or (given is not None and given.dense.is_inference()):
-        return _for_each_query(_joined(q, scores, sizes, given, causal, hides_keys), scores)
-    # Layers share a mask: it is made once a run, as what kernels add to the scores, and not by torch in every call.
-    which = None if given is None else (id(given.dense), given.dense._version)
-    key = q.dense.dtype, scores, causal, which
-    made = sizes.attention_masks
-    if key not in made:
-        mask = _joined(q, scores, sizes, given, causal, hides_keys)
+    """Return the caller's mask or a causal one, combined with the mask of valid keys where some keys are padding."""
+    if sizes is None or not sizes.serves_one_run or (attn_mask is not None and attn_mask.dense.is_inference()):
+        return _expand_queries(_combined_mask(q, scores, sizes, attn_mask, causal, hides_keys), scores)
+    # Layers share a mask: it is made once a run, in the additive form that kernels take, so no layer converts it.
+    mask_id = None if attn_mask is None else (id(attn_mask.dense), attn_mask.dense._version)
+    key = q.dense.dtype, scores, causal, mask_id
+    masks = sizes.attention_masks
+    if key not in masks:
+        mask = _combined_mask(q, scores, sizes, attn_mask, causal, hides_keys)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dense.dtype).masked_fill_(~mask, float("-inf"))
-        while len(made) >= MASKS:
-            made.pop(next(iter(made)))
+        while len(masks) >= MAX_SHARED_MASKS:
+            masks.pop(next(iter(masks)))
         if is_traced(mask) and not mask.requires_grad:
-            mask = materialize(_for_each_query(mask, scores))
-        # While the caller's is held, no other tensor gets its id.
-        made[key] = mask, given.dense if given is not None else None
-    return _for_each_query(made[key][0], scores)
+            mask = materialize(_expand_queries(mask, scores))
+        # Keeping the caller's mask alive keeps its id unique.
+        masks[key] = mask, attn_mask.dense if attn_mask is not None else None
+    return _expand_queries(masks[key][0], scores)
 
 
-def _for_each_query(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
-    """A mask that may be one for all queries, in the shape that kernels take."""
+def _expand_queries(mask: Tensor, scores: tuple[Factors, ...]) -> Tensor:
+    """Expand a mask over the queries, as kernels require."""
     return mask.expand(*mask.shape[:-2], bucket_of(scores[-2]), mask.shape[-1])
 
 
-def _joined(
+def _combined_mask(
     q: PaddedValue,
     scores: tuple[Factors, ...],
     sizes: TrueSizes | None,
-    given: PaddedValue | None,
+    attn_mask: PaddedValue | None,
     causal: bool,
     hides_keys: bool,
 ) -> Tensor:
-    given = _unexpanded(given) if given is not None else None
+    attn_mask = _unexpanded(attn_mask) if attn_mask is not None else None
     if not hides_keys:
-        assert given is not None
-        return _clean(given)
+        assert attn_mask is not None
+        return _clean(attn_mask)
     keys = PaddedValue(q.dense, scores, sizes).mask([len(scores) - 1])
     assert keys is not None
     if causal:
         shape = bucket_of(scores[-2]), bucket_of(scores[-1])
         return keys & torch.ones(shape, dtype=torch.bool, device=q.dense.device).tril()
-    if given is None:
+    if attn_mask is None:
         return keys
-    if given.dense.dtype == torch.bool:
-        return keys & _clean(given)
-    return torch.where(keys, _clean(given), float("-inf"))
+    if attn_mask.dense.dtype == torch.bool:
+        return keys & _clean(attn_mask)
+    return torch.where(keys, _clean(attn_mask), float("-inf"))
 
 
-def _unexpanded(given: PaddedValue) -> PaddedValue:
-    """A mask whose leading dims all repeat one part, as that part."""
-    if given.padded_dims:
-        return given
-    part = given.dense
+def _unexpanded(attn_mask: PaddedValue) -> PaddedValue:
+    """Undo the expansion of a mask's leading dims."""
+    if attn_mask.padded_dims:
+        return attn_mask
+    part = attn_mask.dense
     for d in range(part.dim() - 2):
         part = part if part.stride(d) else part[(slice(None),) * d + (slice(0, 1),)]
-    return plain(part)
+    return unpadded_value(part)
 
 
-def _clean(given: PaddedValue) -> Tensor:
-    """The caller's mask, which lets everything through where it is padding itself: a row of NaN would leak back."""
-    return given.filled(given.dense.dtype == torch.bool)
+def _clean(attn_mask: PaddedValue) -> Tensor:
+    """Return the caller's mask, its own padding filled to hide nothing: a row of NaN would leak into gradients."""
+    return attn_mask.filled(attn_mask.dense.dtype == torch.bool)

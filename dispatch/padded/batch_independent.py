@@ -1,27 +1,27 @@
-"""Ops that treat each row alone: padding along other dims than those of a row is rows that nobody reads.
+"""Ops that treat each row of a batch independently: padding along batch dims only makes rows that nobody reads.
 
-The core dims of an operand are those that the op mixes; all before them are rows. Padded rows are filled with real
-ones, so that an op which needs a positive matrix, or a number in range, meets what it can work on.
+The core dims of an operand are those that the op mixes; all dims before them are batch dims. Padded rows are filled
+with valid ones, so that an op which needs a positive definite matrix, or an index in range, gets one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.ops.tree import tree_map_only
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, run, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
-from subtensors.dispatch.padded.pointwise import gradient_safe, met, pointwise
-from subtensors.dispatch.padded.true_sizes import together
-from subtensors.dispatch.sizes.dim_factors import bucket_of, is_padded, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast_dim, gradient_safe, pointwise
+from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 
-# How many of the last dims an op mixes, in each of its tensors.
+# The number of trailing dims that an op mixes, in each of its tensors.
 MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_cholesky cholesky cholesky_inverse linalg_eig
     linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd
     linalg_qr qr linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet
@@ -38,7 +38,7 @@ IMAGE_OPS = {
     4: "grid_sampler_3d",
 }
 
-# Pivots and reflectors' factors are vectors, tolerances single numbers.
+# Pivots and the factors of reflectors are vectors; tolerances are scalars.
 MIXED_OPS = {
     "lu_unpack": (2, 1),
     "linalg_lu_solve": (2, 1, 2),
@@ -52,33 +52,32 @@ MIXED_OPS = {
 }
 
 
-def _overloads(names: str) -> list[Any]:
+def _overloads(names: str) -> list[OpOverloadPacket]:
     return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
 
 
-_CORE: dict[Any, int | tuple[int, ...]] = dict.fromkeys(_overloads(MATRIX_OPS), 2)
+_CORE: dict[OpOverloadPacket, int | tuple[int, ...]] = dict.fromkeys(_overloads(MATRIX_OPS), 2)
 _CORE |= {packet: rank for rank, names in IMAGE_OPS.items() for packet in _overloads(names)}
 _CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _overloads(name)}
 
 
-def by_last_dims(call: PaddedCall) -> Any:
-    """An op that mixes its last dims."""
+def by_last_dims(call: PaddedCall) -> PyTree:
+    """Run an op that mixes its last dims."""
     cores = _CORE[call.op.overloadpacket]
     operands = len(call.values)
     if [call.get("dim1", -2), call.get("dim2", -1)] != [-2, -1] or ("ord" in call and call["dim"] != [-2, -1]):
         raise refuse(call, "it mixes other dims than the last")
     if isinstance(cores, tuple) and len(cores) < operands:
-        raise refuse(call, "how its operands are laid out isn't known")
+        raise refuse(call, "the layout of its operands is unknown")
     return row_wise(call, cores[:operands] if isinstance(cores, tuple) else [cores] * operands)
 
 
-def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -> Any:
+def row_wise(call: PaddedCall, cores: Sequence[int]) -> PyTree:
     """Run an op whose rows are independent.
 
     Args:
         call: the call.
-        cores: of each operand, how many of its last dims are mixed.
-        out_leading: whether the rows are the first dims of the result.
+        cores: the number of mixed trailing dims of each operand.
     """
     operands = call.values
     for x, core in zip(operands, cores, strict=True):
@@ -91,27 +90,29 @@ def row_wise(call: PaddedCall, cores: Sequence[int], out_leading: bool = True) -
     ]
     dims, sizes = _batch_dims(batches)
     safe = {id(x): _safe(x, core, dims, sizes) for x, core in zip(operands, cores, strict=True)}
-    out = call.dense(tree_map_only(PaddedValue, lambda x: safe[id(x)], call.named))
+    out = call.dense(tree_map_only(PaddedValue, lambda x: safe[id(x)], call.arguments))
     shape = [bucket_of(f) for f in dims]
 
-    def wrapped(t: Tensor) -> PaddedValue:
+    def padded_result(t: Tensor) -> PaddedValue:
         if list(t.shape[: len(shape)]) != shape:
             raise refuse(call, "its rows are not the first dims of its result")
         return result(t, [*dims, *static_dims(t.shape[len(shape) :])], sizes)
 
-    return tree_map_only(Tensor, wrapped, out)
+    return tree_map_only(Tensor, padded_result, out)
 
 
-def _batch_dims(batches: Sequence[PaddedValue]) -> Any:
-    sizes = together([x.sizes for x in batches if x.sizes is not None])
+def _batch_dims(batches: Sequence[PaddedValue]) -> tuple[list[Factors], TrueSizes | None]:
+    sizes = merge_sizes([x.sizes for x in batches if x.sizes is not None])
     rank = max(len(x.dims) for x in batches)
-    return [met([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)], sizes
+    return [
+        broadcast_dim([x.dims[-back] for x in batches if len(x.dims) >= back], sizes) for back in range(rank, 0, -1)
+    ], sizes
 
 
-def _safe(x: PaddedValue, core: int, dims: Sequence[Any], sizes: Any) -> Tensor:
+def _safe(x: PaddedValue, core: int, dims: Sequence[Factors], sizes: TrueSizes | None) -> Tensor:
     rows = len(x.dims) - core
     if x.padded_dims:
-        return x.repeated()
+        return x.edge_filled()
     if rows < 0 or not any(is_padded(factors) for factors in dims):
         return x.dense
     inner = x.dims[max(rows, 0) :]
@@ -134,21 +135,21 @@ _ADAPTIVE = {
 
 
 @table.register(*_ADAPTIVE)
-def adaptive_pool(call: PaddedCall) -> Any:
-    """Down to one position it is a reduction; windows for more of them depend on the true size."""
+def adaptive_pool(call: PaddedCall) -> PyTree:
+    """Pool to a single position as a reduction; more windows would depend on the true size."""
     x: PaddedValue = call["self"]
     rank = _ADAPTIVE[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
     if any(size != 1 for size in call["output_size"]) or not any(x.is_padded(d) for d in over):
         return row_wise(call, [rank])
     if call.op.overloadpacket is aten.adaptive_max_pool1d:
-        return apply(aten.max.dim, x, x.dim() - 1, True)
+        return run(aten.max.dim, (x, x.dim() - 1, True), {})
     return apply(aten.mean.dim, x, list(over), True)
 
 
 @table.register(aten._linalg_solve_ex)
-def solve(call: PaddedCall) -> Any:
-    """Systems of equations; the right side is of vectors where it has a dim less than the matrices."""
+def solve(call: PaddedCall) -> PyTree:
+    """Solve systems of equations; the right side holds vectors if it has a dim less than the matrices."""
     a, b = call["A"], call["B"]
     vectors = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
     return row_wise(call, [2, 1 if vectors else 2])
@@ -156,14 +157,14 @@ def solve(call: PaddedCall) -> Any:
 
 @table.register(aten._linalg_check_errors)
 def check_errors(call: PaddedCall) -> None:
-    """Raise where a real matrix could not be worked on."""
-    call.dense({"info": call["info"].repeated()})
+    """Raise if the op failed on a valid matrix."""
+    call.dense({"info": call["info"].edge_filled()})
 
 
 @table.register(aten.cosine_similarity)
-def cosine(call: PaddedCall) -> Any:
+def cosine(call: PaddedCall) -> PaddedValue:
     """The cosine of the angle between vectors along a dim, their norms at least eps."""
-    a, b = apply(aten.broadcast_tensors.default, [call["x1"], call["x2"]])
+    a, b = run(aten.broadcast_tensors.default, ([call["x1"], call["x2"]],), {})
     d = [call["dim"]]
     norms = [apply(aten.linalg_vector_norm.default, x, 2, d) for x in (a, b)]
     product = apply(aten.sum.dim_IntList, apply(aten.mul.Tensor, a, b), d)
@@ -174,25 +175,25 @@ def cosine(call: PaddedCall) -> Any:
 
 
 class ClampValue(torch.autograd.Function):
-    """At least a number, as torch clamps these norms: out of autograd's sight."""
+    """Clamp from below without a gradient for the clamping, as torch clamps these norms."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, least: float) -> Tensor:
+    def forward(ctx: object, x: Tensor, minimum: float) -> Tensor:
         """The clamped values."""
-        return x.clamp_min(least)
+        return x.clamp_min(minimum)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient as it is."""
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient, unchanged."""
         return gradients[0], None
 
 
 @table.register(aten.cdist, aten._cdist_forward)
 def distances(call: PaddedCall) -> PaddedValue:
-    """The distance of each row of one matrix to each of another: zeros in padded features add nothing to it."""
+    """The distance from each row of one matrix to each row of another; zeros in padded features add nothing."""
     a, b = call["x1"], call["x2"]
     sizes = call.sizes()
-    features = met([a.dims[-1], b.dims[-1]], sizes)
+    features = broadcast_dim([a.dims[-1], b.dims[-1]], sizes)
     dims, _ = _batch_dims([PaddedValue(x.dense, x.dims[:-2], x.sizes) for x in (a, b)])
     filled = {
         name: PaddedValue(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", a), ("x2", b))
@@ -206,13 +207,13 @@ def gated(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     if x.is_padded(d):
-        raise refuse(call, "where the halves of a padded dim meet depends on its true size")
+        raise refuse(call, "the boundary between the halves of a padded dim depends on its true size")
     out = call.dense()
     return result(out, [*x.dims[:d], *static_dims([out.shape[d]]), *x.dims[d + 1 :]], x.sizes)
 
 
 @table.register(aten.linalg_cross, aten.cross)
-def cross(call: PaddedCall) -> Any:
+def cross(call: PaddedCall) -> PyTree:
     """The vector product along a dim of size 3."""
     rank = max(x.dim() for x in call.values)
     d = call.get("dim")
@@ -222,12 +223,12 @@ def cross(call: PaddedCall) -> Any:
 
 
 @table.register(*_overloads("""_fft_c2c _fft_r2c _fft_c2r"""))
-def fourier(call: PaddedCall) -> Any:
-    """A transform of some dims: the others are rows."""
+def fourier(call: PaddedCall) -> PaddedValue:
+    """A Fourier transform of some dims; the others are batch dims."""
     x: PaddedValue = call["self"]
     mixed = {d % x.dim() for d in call["dim"]}
     if any(x.is_padded(d) for d in mixed):
         raise refuse(call, "a transform's frequencies depend on the true size")
-    out = call.dense({"self": x.repeated()})
+    out = call.dense({"self": x.edge_filled()})
     dims = [factors if d not in mixed else static_dims([out.shape[d]])[0] for d, factors in enumerate(x.dims)]
     return result(out, dims, x.sizes)

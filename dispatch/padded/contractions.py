@@ -1,7 +1,7 @@
 """Contractions: products summed over shared positions, where padding counts as zero in both operands.
 
-Both must be filled: 0 * NaN is NaN. The gradient of an operand sums over the dims that it lacks, so where one records
-the others are filled along those dims too, and the result's gradient is masked.
+Both must be filled: 0 * NaN is NaN. The gradient of an operand sums over the dims that it lacks, so if one requires
+grad the other is filled along those dims too, and the result's gradient is masked.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import is_padded_alike, met
-from subtensors.dispatch.padded.reductions import real_count
-from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, rows_symbol
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
+from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
 
 aten = torch.ops.aten
 
 # op: the operands' names, and the dims of each and of the result as letters.
-SPECS: dict[Any, tuple[str, str, str]] = {
+SPECS: dict[OpOverloadPacket, tuple[str, str, str]] = {
     aten.mm: ("self mat2", "ij jk", "ik"),
     aten.bmm: ("self mat2", "bij bjk", "bik"),
     aten.mv: ("self vec", "ij j", "i"),
@@ -82,23 +82,23 @@ def bilinear(call: PaddedCall) -> PaddedValue:
         x.is_padded(x.dim() - 1) for x in (x1, x2)
     ):
         raise refuse(call, "its features are padded")
-    rows = [met([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
-    whole = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
-    out = call.dense(dict(zip(("input1", "input2"), whole, strict=True)))
+    rows = [broadcast_dim([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
+    filled = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
+    out = call.dense(dict(zip(("input1", "input2"), filled, strict=True)))
     return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
 
 
 @table.register(aten.cov)
 def covariance(call: PaddedCall) -> PaddedValue:
-    """Products of distances from the means of rows, over the number of real columns less the correction."""
+    """Products of deviations from the row means, divided by the number of valid columns minus the correction."""
     x: PaddedValue = call["self"]
     if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
-        raise refuse(call, "its columns have weights, or its numbers are no real ones")
+        raise refuse(call, "its columns have weights, or it is not floating point")
     rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
     distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
     product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
-    out = product.dense / (real_count(rows, [1]) - call["correction"]).clamp(min=0)
-    return product.like(out) if rows.shape[0] > 1 else plain(out.reshape(()))
+    out = product.dense / (rows.valid_count([1]) - call["correction"]).clamp(min=0)
+    return product.like(out) if rows.shape[0] > 1 else unpadded_value(out.reshape(()))
 
 
 def contract(
@@ -109,36 +109,36 @@ def contract(
     added: PaddedValue | None,
     added_name: str = "self",
 ) -> PaddedValue:
-    """Fill, run, mask."""
+    """Fill the operands with zeros where needed, run the op, and mask the result's gradient where needed."""
     operands = [call[name] for name in names]
     sizes = call.sizes()
-    records = any(x.records for x in call.values)
-    meeting = _meeting(
+    tracked = any(x.is_tracked for x in call.values)
+    plan = _plan_contraction(
         letters,
         out,
         tuple(x.dims for x in operands),
         None if added is None else added.dims,
-        None if sizes is None else sizes.named,
-        tuple(x.records for x in operands) if records else _NEITHER,
+        None if sizes is None else sizes.key,
+        tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
     )
-    dims = meeting.dims
-    if records and _keeps_rows(operands, letters, added, out, dims):
+    dims = plan.dims
+    if tracked and _keeps_rows(operands, letters, added, out, dims):
         x = next(x for x in operands if x.padded_dims)
         fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
-        product = result(call.dense(), meeting.out, sizes, fill).gradient_masked()
-        x.sends_zero(product)
+        product = result(call.dense(), plan.out, sizes, fill).gradient_masked()
+        x.gradient_is_zero_if(product)
         return product
-    changed: dict[str, Any] = {}
-    for name, x, filling in zip(names, operands, meeting.fillings, strict=True):
+    changed: dict[str, Tensor] = {}
+    for name, x, filling in zip(names, operands, plan.fillings, strict=True):
         filled = _filled(x, filling, sizes)
         if filled is not x.dense:
             changed[name] = filled
-        if filling.is_whole:
-            x.sends_zero()
+        if filling.is_complete:
+            x.gradient_is_zero_if()
     if added is not None and added_name in call and call[added_name] is not added:
         changed[added_name] = added.dense
-    product = result(call.dense(changed), meeting.out, sizes, _fill_after(operands, added))
-    if meeting.is_summed or (added is not None and added.records and meeting.added_lacks):
+    product = result(call.dense(changed), plan.out, sizes, _fill_after(operands, added))
+    if plan.is_summed or (added is not None and added.is_tracked and plan.added_lacks):
         return product.gradient_masked()
     return product
 
@@ -148,17 +148,17 @@ class _Filling(NamedTuple):
 
     Args:
         wanted: the dims along which it is filled.
-        assumed: the operand's dims, padded too where the other one is; None where those are its own.
-        is_whole: whether these are all of its padded dims.
+        assumed: the operand's dims, with those of the other operand where that is padded; None if they are its own.
+        is_complete: whether these are all of its padded dims.
     """
 
     wanted: list[int]
     assumed: tuple[Factors, ...] | None
-    is_whole: bool
+    is_complete: bool
 
 
-class _Meeting(NamedTuple):
-    """The plan of a contraction that follows from the dims of its operands alone, whatever their values.
+class _ContractionPlan(NamedTuple):
+    """The part of a contraction's plan that depends only on the dims of its operands.
 
     Args:
         dims: of each letter.
@@ -179,33 +179,33 @@ _NEITHER = (False, False)
 
 
 @functools.lru_cache(4096)
-def _meeting(
+def _plan_contraction(
     letters: tuple[str, str],
     out: str,
     operands: tuple[tuple[Factors, ...], ...],
     added: tuple[Factors, ...] | None,
-    sizes: Named | None,
-    records: tuple[bool, ...],
-) -> _Meeting:
+    sizes: SizeKey | None,
+    tracked: tuple[bool, ...],
+) -> _ContractionPlan:
     """Plan a contraction from the dims of its operands.
 
     Args:
         letters: of the dims of each operand.
         out: of the result's.
         operands, added: their dims.
-        sizes: that these speak of.
-        records: which operands require grad.
+        sizes: the true sizes behind the dims.
+        tracked: the operands that require grad.
     """
     dims: dict[str, Factors] = {}
     for letter in dict.fromkeys("".join(letters)):
-        held = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
-        dims[letter] = met(held, sizes)
+        factors = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
+        dims[letter] = broadcast_dim(factors, sizes)
     for back in range(1, len(added or ()) + 1):
         assert added is not None
-        dims[out[-back]] = met([added[-back], dims[out[-back]]], sizes)
+        dims[out[-back]] = broadcast_dim([added[-back], dims[out[-back]]], sizes)
     contracted = {letter for letter in dims if letter not in out}
     lacking = [_lacks(own, at, out, dims) for own, at in zip(operands, letters, strict=True)]
-    sums = [is_followed and lacks for is_followed, lacks in zip(records, lacking, strict=True)]
+    sums = [is_tracked and lacks for is_tracked, lacks in zip(tracked, lacking, strict=True)]
     fillings = []
     for own, at, other_sums in zip(operands, letters, reversed(sums), strict=True):
         to_fill = {letter for letter in at if letter in contracted} | (set(at) if other_sums else set())
@@ -213,11 +213,11 @@ def _meeting(
             dims[letter] if letter in to_fill and bucket_of(own[i]) == bucket_of(dims[letter]) else own[i]
             for i, letter in enumerate(at)
         )
-        is_whole = to_fill.issuperset(at[d] for d, factors in enumerate(own) if is_padded(factors))
+        is_complete = to_fill.issuperset(at[d] for d, factors in enumerate(own) if is_padded(factors))
         wanted = [i for i, letter in enumerate(at) if letter in to_fill]
-        fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_whole))
+        fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_complete))
     lacks_added = added is not None and _lacks(added, out[len(out) - len(added) :], out, dims)
-    return _Meeting(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
+    return _ContractionPlan(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
 
 
 def _keeps_rows(
@@ -229,20 +229,23 @@ def _keeps_rows(
 ) -> bool:
     """Return whether one operand alone is padded, with finite padding, along dims of the result that no other has.
 
-    Its padded rows are then rows of the result and meet nothing but gradients, which are zero there.
+    Its padded rows are then rows of the result; they are combined with gradients only, which are zero there.
     """
     padded = [(x, at) for x, at in zip(operands, letters, strict=True) if x.padded_dims]
-    if len(padded) != 1 or not padded[0][0].holds_numbers:
+    if len(padded) != 1 or not padded[0][0].padding_is_finite:
         return False
     x, at = padded[0]
     own = {at[d] for d in x.padded_dims}
-    others = set("".join(letters).replace(at, "", 1))
-    beside = set() if added is None else {out[-b] for b in range(1, added.dim() + 1) if added.shape[-b] != 1}
-    return own == {letter for letter in dims if is_padded(dims[letter])} and own <= set(out) - others - beside
+    other_letters = set("".join(letters).replace(at, "", 1))
+    addend_letters = set() if added is None else {out[-b] for b in range(1, added.dim() + 1) if added.shape[-b] != 1}
+    return (
+        own == {letter for letter in dims if is_padded(dims[letter])}
+        and own <= set(out) - other_letters - addend_letters
+    )
 
 
 def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:
-    """Products with zeros are zeros, where the other factors are numbers; what is added to them stays."""
+    """Return the known fill: products with zeros are zeros if the other factors are finite; addends keep theirs."""
     is_zero = all(x.fill == 0 for x in operands if x.padded_dims)
     return FINITE_FILL if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
 
@@ -256,14 +259,14 @@ def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) 
 
 
 def _filled(x: PaddedValue, filling: _Filling, sizes: TrueSizes | None) -> Tensor:
-    """The operand's storage, zero in the padding of some of its dims, and where the other operand's padding is."""
+    """Return the operand's storage with zeros in the padding of some dims, the other operand's padding included."""
     if filling.assumed is None:
         return x.filled(0, filling.wanted)
     widened = replace(x, dims=filling.assumed, sizes=sizes, fill=None)
     try:
         if sizes is not None and sizes.rows is not None:
             if not any(f.size == rows_symbol() for factors in filling.assumed for f in factors):
-                # A plain operand without rows has no padding of its own; the other's zeros are what counts.
+                # An unpadded operand has nothing to fill; the other operand's zeros suffice.
                 return x.filled(0, filling.wanted)
             rows_dim(widened)
     except UnsupportedCall:

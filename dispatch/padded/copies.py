@@ -1,4 +1,4 @@
-"""Ops that only move elements: laid side by side, repeated, flipped, cut off above a diagonal."""
+"""Ops that only move elements: concatenation, repetition, flips, and triangles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gathered
+from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 @table.register(aten.cat, aten.concat, aten.concatenate)
 def cat(call: PaddedCall) -> PaddedValue:
-    """Tensors side by side: along a padded dim the real parts follow each other, and the padding comes last."""
+    """Concatenate: along a padded dim the valid parts follow each other, and the padding comes last."""
     parts = [x for x in call["tensors"] if list(x.shape) != [0]]
     d = call["dim"] % parts[0].dim()
-    # A dim of size 1 does not broadcast here, so dims meet as they are.
-    others = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
-    dims, sizes = broadcast(others)
+    # Unlike in pointwise ops, a dim of size 1 does not broadcast here.
+    except_d = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
+    dims, sizes = broadcast(except_d)
     dense = []
     for x in parts:
         target = [*dims[:d], x.dims[d], *dims[d + 1 :]]
@@ -42,19 +42,19 @@ def cat(call: PaddedCall) -> PaddedValue:
         return unpacked
     assert sizes is not None
     position = torch.arange(joined.shape[d], device=joined.device)
-    index, real_end, bucket_end = position, None, 0
+    index, valid_end, bucket_end = position, None, 0
     for x, size in zip(parts[:-1], true_sizes[:-1], strict=True):
         value = sizes.of_each(size)
-        real_end = value if real_end is None else real_end + value
+        valid_end = value if valid_end is None else valid_end + value
         bucket_end += x.shape[d]
-        end = real_end.unsqueeze(-1) if real_end.dim() else real_end
+        end = valid_end.unsqueeze(-1) if valid_end.dim() else valid_end
         index = torch.where(position >= end, position - end + bucket_end, index)
-    return gathered(unpacked, d, index, total)
+    return gather_along(unpacked, d, index, total)
 
 
 @table.register(aten.stack, aten._stack)
 def stack(call: PaddedCall) -> PaddedValue:
-    """Tensors along a new dim."""
+    """Stack tensors along a new dim."""
     parts = call["tensors"]
     d = call["dim"] % (parts[0].dim() + 1)
     dims, sizes = broadcast(parts)
@@ -65,7 +65,7 @@ def stack(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.flip, aten.roll)
 def flip_or_roll(call: PaddedCall) -> PaddedValue:
-    """Positions of a dim in another order: of a padded one the real positions among themselves."""
+    """Reorder the positions of a dim; in a padded dim only the valid ones."""
     x: PaddedValue = call["self"]
     named = call["dims"]
     named = [named] if isinstance(named, int) else list(named)
@@ -85,13 +85,13 @@ def flip_or_roll(call: PaddedCall) -> PaddedValue:
         size = size.unsqueeze(-1) if size.dim() else size
         position = torch.arange(x.shape[d], device=x.dense.device)
         index = size - 1 - position if is_flip else (position - shift) % size.clamp(min=1)
-        x = gathered(x, d, index, x.dims[d])
+        x = gather_along(x, d, index, x.dims[d])
     return x
 
 
 @table.register(aten.repeat, aten.tile)
 def repeat(call: PaddedCall) -> PaddedValue:
-    """The tensor again and again along its dims."""
+    """Repeat the tensor along its dims."""
     x: PaddedValue = call["self"]
     times = list(call.get("repeats", call.get("dims")))
     times = [1] * (x.dim() - len(times)) + times
@@ -114,13 +114,13 @@ def repeat(call: PaddedCall) -> PaddedValue:
         assert isinstance(true, Tensor)
         bucket = value.shape[d] * count
         index = torch.arange(bucket, device=dense.device) % (true.unsqueeze(-1) if true.dim() else true).clamp(min=1)
-        value = gathered(value, d, index, padded_dim(bucket, multiplied(size, count)))
+        value = gather_along(value, d, index, padded_dim(bucket, multiplied(size, count)))
     return value
 
 
 @table.register(aten.repeat_interleave.self_int)
 def repeat_interleave(call: PaddedCall) -> PaddedValue:
-    """Every position of a dim several times in a row."""
+    """Repeat each position of a dim several times in a row."""
     x, count = call["self"], call["repeats"]
     if call["dim"] is None:
         if x.dim() != 1:
@@ -139,19 +139,19 @@ def repeat_interleave(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.rot90)
 def rot90(call: PaddedCall) -> PaddedValue:
-    """Two dims turned by right angles."""
+    """Rotate two dims by right angles."""
     x: PaddedValue = call["self"]
     a, b = (d % x.dim() for d in call["dims"])
     turns = call["k"] % 4
     if turns % 2:
         x = apply(aten.transpose.int, x, a, b)
     flipped = [[], [a], [a, b], [b]][turns]
-    return apply(aten.flip.default, x, flipped)  # type: ignore[no-any-return]
+    return apply(aten.flip.default, x, flipped)
 
 
 @table.register(aten.diag_embed)
 def diag_embed(call: PaddedCall) -> PaddedValue:
-    """The last dim along a diagonal of the last two, zeros around it."""
+    """Put the last dim on a diagonal of two new last dims, with zeros around it."""
     x: PaddedValue = call["self"]
     if [call["dim1"] % (x.dim() + 1), call["dim2"] % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
         raise refuse(call, "its diagonal is not of the last dims")
@@ -177,11 +177,11 @@ def pixel_shuffle(call: PaddedCall) -> PaddedValue:
             if size.has(rows_symbol()):
                 raise refuse(call, "it repeats the rows of a ragged batch")
             dims[d] = padded_dim(out.shape[d], multiplied(size, times))
-    return result(out, dims, x.sizes, x.fill_elsewhere)
+    return result(out, dims, x.sizes, x.fill_if_shifted)
 
 
 @table.register(aten.tril, aten.triu)
 def triangle(call: PaddedCall) -> PaddedValue:
-    """Zero above or below a diagonal: positions count from the start, where the real ones are."""
+    """Zero above or below a diagonal: positions count from the start, where the valid ones are."""
     x: PaddedValue = call["self"]
     return x.like(call.dense(), 0 if x.fill == 0 else None)

@@ -1,20 +1,19 @@
-"""Selections whose length the values decide: nonzero, a bool index, unique. What they give is plain, and so long.
+"""Selections whose length depends on values: nonzero, a bool index, unique. Their results are unpadded.
 
-In order, the real elements of a padded tensor are those of the logical one, so that a selection among them is the same.
-How long it is nobody knows before: a compiler and a graph capture are told so, as torch tells them of plain tensors.
+The valid elements of a padded tensor are in the order of the unpadded one, so a selection among them is the same. Its
+length is unknown beforehand: a compiler and a graph capture get an error, as they do for plain tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import broadcast, met, same_factors
+from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, same_factors
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -22,20 +21,20 @@ aten = torch.ops.aten
 
 
 @table.register(aten.nonzero, aten.argwhere, aten.nonzero_numpy, aten.where.default)
-def nonzero(call: PaddedCall) -> Any:
-    """The positions of what is not zero, which padding is not."""
+def nonzero(call: PaddedCall) -> PyTree:
+    """The positions of nonzero elements; padding counts as zero."""
     require_values(call)
     out = _positions(call)
-    return [plain(t) for t in out] if isinstance(out, (list, tuple)) else plain(out)
+    return [unpadded_value(t) for t in out] if isinstance(out, (list, tuple)) else unpadded_value(out)
 
 
 @table.register(aten.nonzero_static)
 def nonzero_static(call: PaddedCall) -> PaddedValue:
-    """As many of them as the caller says."""
-    return plain(_positions(call))
+    """The positions of nonzero elements, as many as the caller asks for."""
+    return unpadded_value(_positions(call))
 
 
-def _positions(call: PaddedCall) -> Any:
+def _positions(call: PaddedCall) -> PyTree:
     name = "condition" if "condition" in call else "self"
     x: PaddedValue = call[name]
     if not all(map(is_prefix, x.dims)):
@@ -45,102 +44,102 @@ def _positions(call: PaddedCall) -> Any:
 
 @table.register(aten.masked_select)
 def masked_select(call: PaddedCall) -> PaddedValue:
-    """The elements under a mask, of real positions only."""
+    """The valid elements under a mask."""
     require_values(call)
     dims, sizes = broadcast([call["self"], call["mask"]])
     mask = call["mask"].dense
-    real = PaddedValue(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
-    return plain(call.dense({"mask": mask if real is None else mask & real}))
+    valid = PaddedValue(mask.expand(list(map(bucket_of, dims))), dims, sizes).mask()
+    return unpadded_value(call.dense({"mask": mask if valid is None else mask & valid}))
 
 
-def by_mask(call: PaddedCall) -> PaddedValue:
+def index_by_mask(call: PaddedCall) -> PaddedValue:
     """`x[..., mask]` with a bool mask of some adjacent dims."""
     require_values(call)
     x: PaddedValue = call["self"]
-    at, mask = _the_mask(call)
+    at, mask = _bool_mask(call)
     over = range(at, at + mask.dim())
-    dims = [met([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
-    whole = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
-    real = whole.mask(over)
+    dims = [broadcast_dim([mask.dims[i], x.dims[d]], call.sizes()) for i, d in enumerate(over)]
+    combined = PaddedValue(x.dense, (*x.dims[:at], *dims, *x.dims[at + mask.dim() :]), call.sizes())
+    valid = combined.mask(over)
     chosen = mask.dense
-    if real is not None:
-        if any(size != 1 for d, size in enumerate(real.shape) if d not in over):
-            raise refuse(call, "which of its positions are real differs from row to row")
-        chosen = chosen & real.reshape([real.shape[d] for d in over])
+    if valid is not None:
+        if any(size != 1 for d, size in enumerate(valid.shape) if d not in over):
+            raise refuse(call, "its valid positions differ from row to row")
+        chosen = chosen & valid.reshape([valid.shape[d] for d in over])
     out = call.dense({"indices": [*[None] * at, chosen]})
     selected = static_dims([out.shape[at]])
     return result(out, [*x.dims[:at], *selected, *x.dims[at + mask.dim() :]], x.sizes).gradient_masked()
 
 
-def is_by_mask(call: PaddedCall) -> bool:
+def has_bool_mask(call: PaddedCall) -> bool:
     """Return whether the index of a call is a single bool mask."""
-    given = [i for i in call["indices"] if i is not None]
-    return len(given) == 1 and given[0].dense.dtype == torch.bool and given[0].dim() > 0
+    indices = [i for i in call["indices"] if i is not None]
+    return len(indices) == 1 and indices[0].dense.dtype == torch.bool and indices[0].dim() > 0
 
 
-def _the_mask(call: PaddedCall) -> tuple[int, PaddedValue]:
+def _bool_mask(call: PaddedCall) -> tuple[int, PaddedValue]:
     return next((at, i) for at, i in enumerate(call["indices"]) if i is not None)
 
 
 @table.register(aten.masked_scatter)
 def masked_scatter(call: PaddedCall) -> PaddedValue:
-    """The elements of a source, one after the other, at the positions under a mask that are real."""
+    """Write the elements of a source, in order, to the valid positions under a mask."""
     x, mask, source = call["self"], call["mask"], call["source"]
     dims, sizes = broadcast([x, mask])
     shape = list(map(bucket_of, dims))
-    real = PaddedValue(x.dense.expand(shape), dims, sizes).mask()
-    changed: dict[str, Any] = {"source": in_a_row(source)}
-    if real is not None:
-        changed["mask"] = mask.dense & real
+    valid = PaddedValue(x.dense.expand(shape), dims, sizes).mask()
+    changed: dict[str, Tensor] = {"source": valid_first(source)}
+    if valid is not None:
+        changed["mask"] = mask.dense & valid
     return result(call.dense(changed), dims, sizes).gradient_masked()
 
 
 @table.register(aten._unique2, aten._unique)
-def unique(call: PaddedCall) -> Any:
-    """The values of real elements."""
-    return _of_all(call)
+def unique(call: PaddedCall) -> PyTree:
+    """The values of valid elements."""
+    return _unique_values(call)
 
 
 @table.register(aten.unique_consecutive)
-def unique_consecutive(call: PaddedCall) -> Any:
-    """The values of real elements, one for each run of equal ones."""
-    return _of_all(call) if call["dim"] is None else unique_along(call)
+def unique_consecutive(call: PaddedCall) -> PyTree:
+    """The values of valid elements, one for each run of equal ones."""
+    return _unique_values(call) if call["dim"] is None else unique_along(call)
 
 
-def _of_all(call: PaddedCall) -> Any:
+def _unique_values(call: PaddedCall) -> PyTree:
     require_values(call)
     x: PaddedValue = call["self"]
     mask = _mask_of_all(x)
     values, inverse, *counts = call.dense({"self": x.dense[mask]})
     if not call.get("return_inverse"):
-        return (plain(values), plain(inverse), *map(plain, counts))
+        return (unpadded_value(values), unpadded_value(inverse), *map(unpadded_value, counts))
     placed = torch.zeros(x.shape, dtype=inverse.dtype, device=inverse.device)
     placed[mask] = inverse
-    return (plain(values), x.like(placed), *map(plain, counts))
+    return (unpadded_value(values), x.like(placed), *map(unpadded_value, counts))
 
 
 @table.register(aten.unique_dim, aten.unique_dim_consecutive)
-def unique_along(call: PaddedCall) -> Any:
-    """The slices of a dim that differ; the padding that they themselves have is the same in each."""
+def unique_along(call: PaddedCall) -> PyTree:
+    """The unique slices of a dim; padding inside of them is filled alike."""
     require_values(call)
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.sizes is not None and x.sizes.rows is not None:
-        raise refuse(call, "rows of different lengths are compared by what they hold")
+        raise refuse(call, "rows of different lengths cannot be compared as slices")
     if not x.dim() or not is_prefix(x.dims[d]):
         raise refuse(call, "a position in a flattened dim counts its padding")
     dense = x.filled(0)
-    real = x.mask([d])
-    if real is not None:
-        dense = dense.index_select(d, real.reshape(-1).nonzero().squeeze(1))
+    valid = x.mask([d])
+    if valid is not None:
+        dense = dense.index_select(d, valid.reshape(-1).nonzero().squeeze(1))
     values, inverse, counts = call.dense({"self": dense})
     dims: list[Factors] = [*x.dims[:d], *static_dims([values.shape[d]]), *x.dims[d + 1 :]]
     if call.get("return_inverse"):
         widths = (0, x.shape[d] - inverse.shape[0])
         where = result(torch.constant_pad_nd(inverse, widths), [x.dims[d]], x.sizes)
     else:
-        where = plain(inverse)
-    return result(values, dims, x.sizes), where, plain(counts)
+        where = unpadded_value(inverse)
+    return result(values, dims, x.sizes), where, unpadded_value(counts)
 
 
 @table.register(aten.bincount)
@@ -153,7 +152,7 @@ def bincount(call: PaddedCall) -> PaddedValue:
     changed = {"self": x.dense[mask]}
     if weights is not None:
         changed["weights"] = weights.dense[mask]
-    return plain(call.dense(changed))
+    return unpadded_value(call.dense(changed))
 
 
 @table.register(aten.equal, aten.allclose)
@@ -172,8 +171,8 @@ def all_equal(call: PaddedCall) -> bool:
     return bool(same[_mask_of_all(a)].all())
 
 
-def in_a_row(x: PaddedValue) -> Tensor:
-    """All elements, flat: the real ones first, in their order."""
+def valid_first(x: PaddedValue) -> Tensor:
+    """Flatten all elements, the valid ones first, in their order."""
     flat, mask = x.dense.reshape(-1), x.mask()
     if mask is None:
         return flat
@@ -182,10 +181,10 @@ def in_a_row(x: PaddedValue) -> Tensor:
 
 
 def require_values(call: PaddedCall) -> None:
-    """Refuse a call where values are not known."""
+    """Raise DataDependentCall where values are unknown: under a compiler and in a graph capture."""
     for x in call.values:
         if is_traced(x.dense) or (x.dense.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise refuse(call, "how long its result is depends on values", DataDependentCall)
+            raise refuse(call, "the length of its result depends on values", DataDependentCall)
 
 
 def _mask_of_all(x: PaddedValue) -> Tensor:

@@ -1,9 +1,9 @@
-"""Ops and functions that torch writes in simpler ones: which may be taken apart with a bucket's size baked in.
+"""Composite ops and functions of torch that may be decomposed with the bucket's sizes.
 
-A function that is made of others asks for sizes, and gets the bucket's. Where it only hands them to views and slices
-the rules notice what doesn't fit; where it computes with them (`x.sum() / x.shape[0]`) nobody does. So a function is
-taken apart only if it is listed here, after a look at what it does with sizes and a sweep of torch's `op_db` that
-compared it with the unpadded program. Any other runs on the logical data.
+A composite function asks for sizes, and gets the bucket's. If it only passes them to views and slices, the rules notice
+what doesn't fit; if it computes with them (`x.sum() / x.shape[0]`), nothing does. So a function is decomposed only if
+it is listed here, after a look at its use of sizes and a sweep of torch's `op_db` that compared it with the unpadded
+program. All others run on the unpadded data.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import overload_name
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import is_padded
 
 
 class MustDecompose(Exception):
-    """An op without a rule that torch writes in simpler ones."""
+    """Signal that an op is to be decomposed into simpler ones."""
 
 
 class NotDecomposed(RuleError):
-    """A function that torch writes in simpler ones, where sizes may be baked in."""
+    """A composite function that may compute with the bucket's sizes."""
 
 
 OPS = frozenset(
@@ -50,7 +50,7 @@ OPS = frozenset(
 aten = torch.ops.aten
 
 CAST_INSIDE = frozenset([aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, aten.cov, aten.nll_loss_nd, aten.pad])
-"""Ops that rules take whole, whose parts autocast casts; any other op it casts before, or never."""
+"""Composite ops with a rule of their own, inside of which autocast casts; other ops are cast before the call or not."""
 
 FUNCTIONS = frozenset(
     """torch._tensor.Tensor.__rdiv__ torch._tensor.Tensor.__rmatmul__ torch._tensor.Tensor.__rmod__
@@ -79,39 +79,42 @@ FUNCTIONS = frozenset(
     max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
     _max_pool1d _max_pool2d _max_pool3d _adaptive_max_pool1d _adaptive_max_pool2d _adaptive_max_pool3d""".split()
 }
-"""Functions of torch that are written in Python."""
+"""Functions of torch, written in Python, that may run on padded tensors."""
 
-EXCEPT: dict[str, Callable[[tuple[Any, ...], list[str]], bool]] = {
-    # The mean over the batch divides by its size.
+EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
+    # The mean over the batch divides by the batch size.
     "torch.nn.functional.kl_div": lambda args, words: "batchmean" in words and _counts_padding(args, 0),
-    # So does the mean over the classes by theirs.
+    # The mean over the classes divides by their number.
     "torch.nn.functional.multilabel_soft_margin_loss": lambda args, words: _counts_padding(args, -1),
 }
-"""Calls of those that compute with sizes after all, by their arguments and the words among them."""
+"""Conditions, on the arguments and the strings among them, under which a listed function computes with sizes."""
 
 
-def check_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise NotDecomposed for a Python function of torch that isn't listed."""
-    if not isinstance(func, types.FunctionType):
-        return
+def check_function(func: types.FunctionType, args: Args, kwargs: Kwargs) -> None:
+    """Raise NotDecomposed for a Python function that isn't listed.
+
+    Args:
+        func: a function written in Python; builtins and methods written in C++ are decomposed by torch itself.
+        args, kwargs: the arguments of the call.
+    """
     name = f"{func.__module__}.{func.__qualname__}"
     words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
     if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):
         raise NotDecomposed(f"PaddedTensor has no rule for {name}, which may compute with the bucket's sizes")
 
 
-def _counts_padding(args: tuple[Any, ...], d: int) -> bool:
+def _counts_padding(args: Args, d: int) -> bool:
     """Return whether this dim of the first argument counts padding; the rows of a ragged batch are all valid."""
     dims = getattr(args[0], "_dims", None) if args else None
     return not dims or (is_padded(dims[d]) and [f.size for f in dims[d]] != [rows_symbol()])
 
 
-def check_caller(frame: types.FrameType, is_padded_alike: Callable[[Any], bool]) -> None:
-    """Raise RuleError where Python of torch that no type can intercept is about to count a bucket's elements.
+def check_caller(frame: types.FrameType, is_padded_alike: Callable[[object], bool]) -> None:
+    """Raise RuleError if Python code of torch that no type can intercept is about to count a bucket's elements.
 
     Args:
-        frame: of the code that asks for a tensor's layout, which these functions do first of all.
-        is_padded_alike: is this value padded wherever that tensor is? With such a mask they count what is real.
+        frame: the frame that reads a tensor's layout, which these functions do first.
+        is_padded_alike: tells if a value is padded wherever that tensor is; with such a mask they count valid elements.
     """
     if frame.f_globals.get("__name__") != "torch.masked._ops" or frame.f_code.co_name not in COUNTING:
         return
@@ -135,11 +138,11 @@ def is_composite(op: OpOverload) -> bool:
     return (name in OPS or name.split(".")[0] in OPS) and op._can_decompose()
 
 
-def decompose(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op as the simpler ones.
+def decompose(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
+    """Run an op as its decomposition.
 
     Raises:
-        NotDecomposed: torch has no simpler ones for these arguments.
+        NotDecomposed: torch has no decomposition for these arguments.
     """
     out = op.decompose(*args, **kwargs)
     if out is NotImplemented:

@@ -1,4 +1,4 @@
-"""Calls on padded values that no rule covers."""
+"""Errors for calls on padded values that no rule covers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from subtensors.dispatch.ops.errors import RuleError
 
 
 class UnsupportedCall(RuleError):
-    """A call that no rule covers: eager mode runs it on the logical data, a compiler is told."""
+    """A call that no rule covers: eager mode runs it on the unpadded data, a compiler gets the error."""
 
 
 class DataDependentCall(UnsupportedCall):
-    """A call that a rule covers where values and true sizes are known, which a compiler and a graph capture don't."""
+    """A call whose rule needs values or true sizes on the host, which a compiler and a graph capture don't have."""

@@ -1,12 +1,32 @@
-"""The lookup of the rule for a call on padded values; rules call each other through `apply`."""
+"""The interpreter of padded values: it finds the rule for a call of an op and runs it.
+
+A PaddedTensor is a dense tensor of a bucket's shape. Each dim has a true size, an expression of symbols whose values
+are data on the device. A rule runs dense ops on the storage and derives the result's dims from those expressions, so
+one rule, one compiled program and one CUDA graph serve every true size of a bucket:
+
+    storage (4, 8), dims (4, n)        x.sum(1)   ->  where(mask, storage, 0).sum(1)      dims (4,)
+    +--------------+--------+          x[:, 2:]   ->  storage[:, 2:]                      dims (4, n - 2)
+    | valid        | pad    |          x.T @ w    ->  where(mask.T, storage.T, 0) @ w     dims (n, ...)
+    +--------------+--------+
+    0              n        8          mask = arange(8) < n, computed on the device, kept with the sizes
+
+Padding may hold anything, NaN included. Where an op combines positions, its rule first fills the padding with the
+op's neutral element (0 for a sum, -inf for a maximum). `PaddedValue.fill` says what the padding is known to hold, so
+that no fill is repeated. Gradients are torch's own: rules run on storages that autograd tracks.
+
+    function -> replacement -> aten op -> listed composite -> rule for overload, op or class -> RuleError
+                replacements.py           decomposable.py     rules.py                          states a reason
+
+A replacement is a torch function written anew on sizes; a listed composite is decomposed into simpler ops. What ends in
+an error runs on the unpadded values in eager mode. Rules call each other through `apply`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -14,14 +34,14 @@ from torch._ops import OpOverload
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.dispatch.ops.tree import tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.true_sizes import TrueSizes, together
+from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 table = RuleTable("PaddedTensor")
-"""Rules take the op, then its arguments by their schema's names with `PaddedValue` in place of tensors."""
+"""The rules: functions from a `PaddedCall` to results, with `PaddedValue` in place of tensors."""
 
 _REFUSED = "PaddedTensor cannot run"
 
@@ -56,64 +76,64 @@ class PaddedCall:
 
     Args:
         op: the overload.
-        args, kwargs: as it was called, with `PaddedValue` in place of tensors.
+        args, kwargs: its arguments, with `PaddedValue` in place of tensors.
     """
 
-    def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> None:
         self.op = op
-        self.unchanged: Any = None
-        """What the op gave when it was run on the operands' storages as they are."""
+        self.unchanged: PyTree = None
+        """The result of the op on the operands' own storages; None until it has run on them."""
         names, defaults, self._positional = _parameters(op)
-        self.named: dict[str, Any] = dict(zip(names, args, strict=False))
+        self.arguments: Kwargs = dict(zip(names, args, strict=False))
         for name in names[len(args) :]:
             if name in kwargs:
-                self.named[name] = kwargs[name]
+                self.arguments[name] = kwargs[name]
             elif name in defaults:
-                self.named[name] = defaults[name]
+                self.arguments[name] = defaults[name]
             else:
                 raise TypeError(f"{op} needs {name}")
-        self.values: list[PaddedValue] = tree_find(PaddedValue, self.named)
+        self.values: list[PaddedValue] = tree_find(PaddedValue, self.arguments)
         """The tensors among the arguments."""
 
-    def __getitem__(self, name: str) -> Any:
-        return self.named[name]
+    def __getitem__(self, name: str) -> PyTree:
+        return self.arguments[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument, or a default where the overload has none of this name."""
-        return self.named.get(name, default)
+    def get(self, name: str, default: PyTree = None) -> PyTree:
+        """Return an argument, or a default where the overload has no argument of this name."""
+        return self.arguments.get(name, default)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.named
+        return name in self.arguments
 
-    def replace(self, name: str, value: Any) -> None:
-        """Go on as if this had been given for an argument."""
-        self.named[name] = value
-        self.values = tree_find(PaddedValue, self.named)
+    def replace(self, name: str, value: PyTree) -> None:
+        """Set an argument to another value."""
+        self.arguments[name] = value
+        self.values = tree_find(PaddedValue, self.arguments)
 
-    def dense(self, changed: Mapping[str, Any] | None = None) -> Any:
-        """Run the op on the storage.
+    def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
+        """Run the op on the storages.
 
         Args:
-            changed: arguments to give it instead of those of the call.
+            changed: arguments that take the place of the call's.
 
         Returns:
-            What the op gives: tensors, not `PaddedValue`.
+            The op's results: tensors, not `PaddedValue`.
         """
-        given = self.named if not changed else {name: changed.get(name, x) for name, x in self.named.items()}
-        dense = tree_map_only(PaddedValue, _dense_of, list(given.values()))
+        inputs = self.arguments if not changed else {name: changed.get(name, x) for name, x in self.arguments.items()}
+        dense = tree_map_only(PaddedValue, _dense_of, list(inputs.values()))
         count = self._positional
-        out = self.op(*dense[:count], **dict(zip([*given][count:], dense[count:], strict=True)))
-        if not changed or all(map(_is_own, self.named.values(), dense)):
+        out = self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
+        if not changed or all(map(_is_own, self.arguments.values(), dense)):
             self.unchanged = out
         return out
 
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""
-        return together([x.sizes for x in self.values if x.sizes is not None])
+        return merge_sizes([x.sizes for x in self.values if x.sizes is not None])
 
 
 @functools.cache
-def _parameters(op: OpOverload) -> tuple[list[str], dict[str, Any], int]:
+def _parameters(op: OpOverload) -> tuple[list[str], Kwargs, int]:
     """The names of an op's arguments, the defaults of those that have one, and how many of them have a position."""
     arguments = schema_of(op).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -124,14 +144,11 @@ def _dense_of(x: PaddedValue) -> Tensor:
     return x.dense
 
 
-def _is_own(x: Any, dense: Any) -> bool:
+def _is_own(x: object, dense: object) -> bool:
     return dense is (x.dense if isinstance(x, PaddedValue) else x)
 
 
-Rule = Callable[[PaddedCall], Any]
-
-
-def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
     """Run an op on padded values by its rule.
 
     Args:
@@ -139,75 +156,68 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs: its arguments, with `PaddedValue` in place of every tensor.
 
     Returns:
-        What the op returns, with `PaddedValue` in place of every tensor.
+        The op's results, with `PaddedValue` in place of every tensor.
 
     Raises:
         RuleError: there is no rule.
-        Inexpressible: there is a rule, which doesn't cover this call.
+        UnsupportedCall: there is a rule, which doesn't cover this call.
     """
     return run_call(PaddedCall(op, args, kwargs))
 
 
-def run_call(call: PaddedCall) -> Any:
-    """`run`, of a call."""
+def run_call(call: PaddedCall) -> PyTree:
+    """Run the rule for a call; see `run`."""
     op = call.op
     if not any(x.padded_dims for x in call.values):
-        out = _wrapped(call.dense())
-        return _as_view(out, call) if op_class(op) is OpClass.VIEW else out
+        out = tree_map_only(Tensor, unpadded_value, call.dense())
+        return _mark_views(out, call) if op_class(op) is OpClass.VIEW else out
     rule = table.lookup(op)
-    asked = [x.arrival for x in call.values if x.arrival is not None]
-    for arrival in asked:
-        arrival.uses += 1
+    trackers = [x.tracker for x in call.values if x.tracker is not None]
+    for tracker in trackers:
+        tracker.uses += 1
     try:
-        answer = rule(call)
-    except RuleError as refusal:
-        if str(refusal).startswith(_REFUSED):
+        results = rule(call)
+    except RuleError as error:
+        if str(error).startswith(_REFUSED):
             raise
-        raise refuse(call, str(refusal)) from refusal
+        raise refuse(call, str(error)) from error
     for lines in _observers:
         lines.append(table.explain(op))
     is_view = op_class(op) is OpClass.VIEW
-    if asked:
-        # An operand that comes back is another value from here on.
-        answer = tree_map_only(PaddedValue, lambda x: replace(x, arrival=None) if x.arrival in asked else x, answer)
+    if trackers:
+        # An operand that is returned is a new value to the caller.
+        results = tree_map_only(
+            PaddedValue, lambda x: replace(x, tracker=None) if x.tracker in trackers else x, results
+        )
         if is_view:
-            answer = _sent_as_they_come(answer, call)
-    return _as_view(answer, call) if is_view else answer
+            results = _track_view_gradients(results, call)
+    return _mark_views(results, call) if is_view else results
 
 
-def _sent_as_they_come(out: Any, call: PaddedCall) -> Any:
-    """The results of a view, whose padding is the only one that padding of the operand went to."""
+def _track_view_gradients(results: PyTree, call: PaddedCall) -> PyTree:
+    """Track the gradients of views, whose padding holds nothing but the operand's padding."""
     if any(x.shape[d] == 1 for x in call.values for d in x.padded_dims):
-        return out
-    out = tree_map_only(PaddedValue, lambda x: x if x.arrival is not None else x.gradient_noted(), out)
+        return results
+    results = tree_map_only(PaddedValue, lambda x: x if x.tracker is not None else x.gradient_tracked(), results)
     for x in call.values:
-        x.sends_zero(*tree_find(PaddedValue, out))
+        x.gradient_is_zero_if(*tree_find(PaddedValue, results))
+    return results
+
+
+def _mark_views(results: PyTree, call: PaddedCall) -> PyTree:
+    """Mark the results of a view op as aliases or copies, which decides whether they can be written to."""
+    copied = any(x.view == "copy" for x in call.values)
+    return tree_map_only(PaddedValue, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), results)
+
+
+def apply(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> PaddedValue:
+    """Run an op that has a single result by its rule; called as the op is."""
+    out: PaddedValue = run(op, args, kwargs)
     return out
 
 
-def _as_view(out: Any, call: PaddedCall) -> Any:
-    """The results of a view, which say so: whoever writes to one writes to what it views, or must not."""
-    copied = any(x.view == "copy" for x in call.values)
-    return tree_map_only(PaddedValue, lambda x: x.as_view("copy" if copied or x.view == "copy" else "alias"), out)
-
-
-def apply(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """`run`, called as the op is."""
-    return run(op, args, kwargs)
-
-
-def _wrapped(out: Any) -> Any:
-    from subtensors.dispatch.padded.padded_value import plain
-
-    return tree_map_only(Tensor, plain, out)
-
-
-def refuse(call: PaddedCall, why: str, kind: type[UnsupportedCall] = UnsupportedCall) -> UnsupportedCall:
-    """The exception for a call that a rule doesn't cover, or not where it is padded."""
-    dims = sorted({str(size) for x in call.values for d in x.padded_dims for size in [*map(_size, x.dims[d])]})
+def refuse(call: PaddedCall, reason: str, kind: type[UnsupportedCall] = UnsupportedCall) -> UnsupportedCall:
+    """Return the exception for a call that a rule doesn't cover, with the reason."""
+    dims = sorted({str(factor.size) for x in call.values for d in x.padded_dims for factor in x.dims[d]})
     name = f"{call.op.namespace}.{overload_name(call.op)}"
-    return kind(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {why}")
-
-
-def _size(factor: Any) -> str:
-    return str(factor.size)
+    return kind(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {reason}")

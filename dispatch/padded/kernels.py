@@ -1,4 +1,4 @@
-"""Masked softmax, reductions and norms as one kernel each, on a GPU: what padding holds is not even read.
+"""Masked softmax, reductions and norms as one kernel each, on a GPU; the kernels do not read padding.
 
 A compiler fuses a fill into the op behind it by itself, and an opaque kernel would stop it; so these run in eager mode
 and in captured graphs.
@@ -7,10 +7,10 @@ and in captured graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -21,7 +21,7 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength
 
 aten = torch.ops.aten
 
-KINDS: dict[Any, str] = {
+KINDS: dict[OpOverloadPacket, str] = {
     aten.sum: "sum",
     aten.mean: "mean",
     aten.prod: "prod",
@@ -31,15 +31,11 @@ KINDS: dict[Any, str] = {
     aten.var: "var",
     aten.linalg_vector_norm: "norm",
 }
-"""What a reduction is called among the kernels."""
+"""The kernels' name of each reduction."""
 
 
-def extents(x: PaddedValue) -> list[ValidLength] | None:
-    """The padded dims as the kernels take them; None where a kernel doesn't take them, or there is none to run.
-
-    Args:
-        x: the value.
-    """
+def valid_lengths(x: PaddedValue) -> list[ValidLength] | None:
+    """Return the padded dims as kernels take them; None if no kernel supports them."""
     if not has_kernel(x.dense, FLOAT_DTYPES) or dispatcher.is_traced(x.dense) or x.sizes is None or not x.dim():
         return None
     rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == rows_symbol()]
@@ -57,28 +53,30 @@ def extents(x: PaddedValue) -> list[ValidLength] | None:
 
 
 def softmax(x: PaddedValue, dim: int, is_log: bool) -> PaddedValue | None:
-    """Softmax along a dim by a kernel; None where there is none for it."""
-    padding = extents(x)
-    if not padding:
+    """Compute a softmax along a dim with a kernel; return None if no kernel supports it."""
+    lengths = valid_lengths(x)
+    if not lengths:
         return None
-    return x.like(masked_ops.masked_softmax(x.dense, dim, padding, 0.0, is_log), 0)
+    return x.like(masked_ops.masked_softmax(x.dense, dim, lengths, 0.0, is_log), 0)
 
 
-def reduced(op: Any, x: PaddedValue, dims: Sequence[int], p: float = 2.0, correction: float = 1.0) -> Tensor | None:
-    """A reduction by a kernel, without the reduced dims; None where there is none for it."""
+def reduced(
+    op: OpOverloadPacket, x: PaddedValue, dims: Sequence[int], p: float = 2.0, correction: float = 1.0
+) -> Tensor | None:
+    """Compute a reduction with a kernel, without the reduced dims; return None if no kernel supports it."""
     kind = KINDS.get(op)
-    padding = extents(x) if kind is not None and dims and p >= 0 else None
-    if not padding or kind is None:
+    lengths = valid_lengths(x) if kind is not None and dims and p >= 0 else None
+    if not lengths or kind is None:
         return None
-    return masked_ops.masked_reduction(x.dense, kind, list(dims), padding, p, correction).out
+    return masked_ops.masked_reduction(x.dense, kind, list(dims), lengths, p, correction).out
 
 
 def normed(
     x: PaddedValue, normalized: int, weight: PaddedValue | None, bias: PaddedValue | None, eps: float, is_rms: bool
 ) -> PaddedValue | None:
-    """Layer or rms norm over the last dims by a kernel; None where there is none for it."""
-    padding = extents(x)
-    if not padding:
+    """Compute a layer or rms norm over the last dims with a kernel; return None if no kernel supports it."""
+    lengths = valid_lengths(x)
+    if not lengths:
         return None
     scale, shift = (None if w is None else w.dense for w in (weight, bias))
-    return x.like(masked_ops.masked_norm(x.dense, normalized, scale, shift, eps, padding, 0.0, is_rms).y, 0)
+    return x.like(masked_ops.masked_norm(x.dense, normalized, scale, shift, eps, lengths, 0.0, is_rms).y, 0)

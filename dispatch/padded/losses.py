@@ -1,15 +1,15 @@
-"""Losses: computed element by element, then reduced over real elements."""
+"""Losses: computed element by element, then reduced over valid elements."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import met, pointwise
+from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim, pointwise
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -17,14 +17,14 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @table.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
                 aten.binary_cross_entropy_with_logits)  # fmt: skip
-def elementwise(call: PaddedCall) -> Any:
-    """A loss of pairs of elements."""
-    named = {**call.named, "reduction": _NONE}
+def elementwise_loss(call: PaddedCall) -> PaddedValue:
+    """Compute an elementwise loss, then reduce it over valid elements."""
+    named = {**call.arguments, "reduction": _NONE}
     if call.op is aten.binary_cross_entropy.default:
-        # Torch refuses values that are no probabilities, in the padding too.
+        # Torch raises for values that aren't probabilities, in the padding too.
         named["self"] = call["self"].cleaned(0.5)
         named["target"] = call["target"].cleaned(0.5)
-    each = pointwise(PaddedCall(call.op, (), named))
+    each: PaddedValue = pointwise(PaddedCall(call.op, (), named))
     if call["reduction"] == _NONE:
         return each
     return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
@@ -32,8 +32,8 @@ def elementwise(call: PaddedCall) -> Any:
 
 @table.register(aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_forward,
                 aten.nll_loss2d_forward)  # fmt: skip
-def classes(call: PaddedCall) -> Any:
-    """The log-probability of a class: a padded target is one to ignore, which takes it out of every mean."""
+def cross_entropy(call: PaddedCall) -> PyTree:
+    """Compute a cross entropy; padded targets become ignored ones, which no mean counts."""
     x: PaddedValue = call["self"]
     target: PaddedValue = call["target"]
     at = 0 if x.dim() == 1 else 1
@@ -45,33 +45,33 @@ def classes(call: PaddedCall) -> Any:
         return _by_probabilities(call, x, target, at)
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
     sizes = call.sizes()
-    dims = [met([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
+    dims = [broadcast_dim([a, b], sizes) for a, b in zip(without_classes, target.dims, strict=True)]
     target = PaddedValue(target.dense, tuple(dims), sizes)
     ignored = target.filled(call["ignore_index"])
     scored = PaddedValue(x.dense, (*dims[:at], x.dims[at], *dims[at:]), sizes, x.fill)
-    # What is ignored gives its scores a gradient of zero, if they are numbers.
-    scores = scored.finite() if scored.dims == x.dims else scored.filled(0)
-    x.sends_zero()
-    real_classes = x.mask([at])
-    if real_classes is not None and call.op is aten.cross_entropy_loss.default:
+    # Ignored targets give finite scores a gradient of zero.
+    scores = scored.with_finite_padding() if scored.dims == x.dims else scored.filled(0)
+    x.gradient_is_zero_if()
+    valid_classes = x.mask([at])
+    if valid_classes is not None and call.op is aten.cross_entropy_loss.default:
         # A padded class has no probability.
-        scores = torch.where(real_classes, scores, -math.inf)
+        scores = torch.where(valid_classes, scores, -math.inf)
     out = call.dense({"self": scores, "target": ignored})
     outs = out if isinstance(out, tuple) else (out,)
     reduced = call["reduction"] != _NONE
-    wrapped = [plain(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
-    return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+    results = [unpadded_value(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
+    return tuple(results) if isinstance(out, tuple) else results[0]
 
 
-def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> Any:
-    """-sum(weight * target * log_softmax(x)) over the classes; its mean is over positions, whatever they weigh."""
+def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at: int) -> PaddedValue:
+    """-sum(weight * target * log_softmax(x)) over the classes; its mean divides by the number of positions."""
     smoothing, weight = call["label_smoothing"], call["weight"]
     if smoothing:
         target = apply(aten.add.Tensor, apply(aten.mul.Tensor, target, 1 - smoothing), smoothing / x.shape[at])
     each = apply(aten.mul.Tensor, apply(aten.log_softmax.int, x, at), target)
     if weight is not None:
         shape = [-1 if d == at else 1 for d in range(x.dim())]
-        each = apply(aten.mul.Tensor, each, plain(weight.dense.view(shape)))
+        each = apply(aten.mul.Tensor, each, unpadded_value(weight.dense.view(shape)))
     each = apply(aten.neg.default, apply(aten.sum.dim_IntList, each, [at]))
     if call["reduction"] == _NONE:
         return each
@@ -79,12 +79,12 @@ def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at:
 
 
 @table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)
-def margins(call: PaddedCall) -> Any:
-    """A loss of each sample's scores."""
+def margin_loss(call: PaddedCall) -> PaddedValue:
+    """Compute a margin loss of each sample, then reduce it over valid samples."""
     x: PaddedValue = call["self"]
     if x.dim() != 2 or x.is_padded(1):
         raise refuse(call, "the classes themselves are padded")
-    samples = met([x.dims[0], call["target"].dims[0]], call.sizes())
+    samples = broadcast_dim([x.dims[0], call["target"].dims[0]], call.sizes())
     weight = {"weight": call["weight"].dense} if call.get("weight") is not None else {}
     target = PaddedValue(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
     scores = PaddedValue(x.dense, (samples, x.dims[1]), call.sizes()).filled(0)
@@ -95,8 +95,8 @@ def margins(call: PaddedCall) -> Any:
 
 
 @table.register(aten.ctc_loss)
-def alignments(call: PaddedCall) -> Any:
-    """The log-probability of some labels: lengths are the caller's, and what lies beyond them isn't read."""
+def ctc_loss(call: PaddedCall) -> PaddedValue:
+    """Compute a CTC loss; torch reads nothing beyond the lengths that the caller gives."""
     x: PaddedValue = call["log_probs"]
     targets: PaddedValue = call["targets"]
     if x.is_padded(x.dim() - 1):
@@ -107,12 +107,12 @@ def alignments(call: PaddedCall) -> Any:
         counts.append(targets.shape[0])
     if any(count != math.prod(x.shape[1:-1]) for count in counts):
         raise refuse(call, "the batch is padded in some of its tensors only")
-    # Any label does beyond a target's length, and any length for a sequence that isn't real.
+    # Labels beyond a target's length and lengths of padded sequences may hold any valid value.
     named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": _NONE}
     safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, PaddedValue)}
     each = call.dense({**named, **safe})
     if x.dim() == 2:
-        samples = plain(each)
+        samples = unpadded_value(each)
     else:
         samples = result(each, [x.dims[1]], x.sizes)
     if call["reduction"] == _NONE:
@@ -126,7 +126,7 @@ def alignments(call: PaddedCall) -> Any:
 
 
 @table.register(aten.dist)
-def dist(call: PaddedCall) -> Any:
-    """The norm of a difference."""
+def dist(call: PaddedCall) -> PaddedValue:
+    """The p-norm of a difference."""
     difference = apply(aten.sub.Tensor, call["self"], call["other"])
     return apply(aten.linalg_vector_norm.default, difference, call["p"])

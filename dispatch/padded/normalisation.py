@@ -1,25 +1,24 @@
-"""Layer, group, batch and instance norm: statistics of real elements.
+"""Layer, group, batch and instance norm: statistics of valid elements.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-Where the dims of the statistics have no padding torch's own kernels run, padded rows among the others. Otherwise the
-formula above does, with masked sums over counts read on the device.
+If the dims of the statistics have no padding, torch's own kernels run on all rows. Otherwise the formula above is
+computed with masked sums and with counts that the device computes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, PaddedValue, result
 from subtensors.dispatch.padded.pointwise import same_factors
-from subtensors.dispatch.padded.reductions import real_count
 from subtensors.dispatch.sizes.dim_factors import Factors, static_dims
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -27,8 +26,8 @@ aten = torch.ops.aten
 
 
 @table.register(aten.layer_norm, aten.native_layer_norm)
-def layer_norm(call: PaddedCall) -> Any:
-    """Over the last dims."""
+def layer_norm(call: PaddedCall) -> PyTree:
+    """Normalize over the last dims."""
     x: PaddedValue = call["input"]
     first = x.dim() - len(call["normalized_shape"])
     over = range(first, x.dim())
@@ -36,7 +35,7 @@ def layer_norm(call: PaddedCall) -> Any:
     if call.op.overloadpacket is aten.layer_norm:
         by_kernel = kernels.normed(x, len(over), weight, bias, call["eps"], is_rms=False)
         if by_kernel is not None:
-            x.sends_zero()
+            x.gradient_is_zero_if()
             return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)
@@ -56,7 +55,7 @@ def rms_norm(call: PaddedCall) -> PaddedValue:
     eps = torch.finfo(x.dense.dtype).eps if call["eps"] is None else call["eps"]
     by_kernel = kernels.normed(x, len(over), weight, None, eps, is_rms=True)
     if by_kernel is not None:
-        x.sends_zero()
+        x.gradient_is_zero_if()
         return by_kernel
     if not any(x.is_padded(d) for d in over):
         return _by_torch(call, x, first)  # type: ignore[no-any-return]
@@ -67,7 +66,7 @@ def rms_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.group_norm)
 def group_norm(call: PaddedCall) -> PaddedValue:
-    """Over the channels of a group and the positions of an image."""
+    """Normalize over the channels of a group and the positions of an image."""
     x: PaddedValue = call["input"]
     if x.is_padded(1):
         raise refuse(call, "the channels are padded")
@@ -82,16 +81,16 @@ def group_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.batch_norm)
 def batch_norm(call: PaddedCall) -> PaddedValue:
-    """Over the batch and the positions, for each channel; the running statistics learn of real elements."""
+    """Normalize each channel over the batch and the positions; update running statistics from valid elements."""
     x: PaddedValue = call["input"]
     average, spread = call["running_mean"], call["running_var"]
     if x.is_padded(1) and any(call[name] is not None for name in ("weight", "bias", "running_mean", "running_var")):
         raise refuse(call, "the channels are padded")
-    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    if not call["training"] and not followed:
+    is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    if not call["training"] and not is_tracked:
         return result(call.dense(), x.dims, x.sizes)
     if not call["training"]:
-        return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
+        return _scaled(x, _with_statistics(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = [d for d in range(x.dim()) if d != 1]
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
@@ -105,13 +104,13 @@ def batch_norm(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.instance_norm)
 def instance_norm(call: PaddedCall) -> PaddedValue:
-    """Over the positions, for each channel of each sample; running statistics are means over the samples."""
+    """Normalize each channel of each sample over the positions; running statistics are means over the samples."""
     x: PaddedValue = call["input"]
     if x.is_padded(1):
         raise refuse(call, "the channels are padded")
     average, spread = call["running_mean"], call["running_var"]
     if not call["use_input_stats"]:
-        return _scaled(x, _by_given(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
+        return _scaled(x, _with_statistics(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = list(range(2, x.dim()))
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
@@ -126,29 +125,29 @@ def instance_norm(call: PaddedCall) -> PaddedValue:
 
 
 def _parameter(call: PaddedCall, weight: PaddedValue | None, x: PaddedValue, first: int) -> PaddedValue | None:
-    """A weight or bias, padded as the dims that it scales are, or not at all; its padding then scales by zero."""
+    """Return a weight or bias; one that is padded must be padded as its input, and scales by zero there."""
     if weight is None:
         return None
     if weight.shape != x.shape[first:]:
-        raise refuse(call, "its weight has another size than its input's bucket")
+        raise refuse(call, "the size of its weight is not that of its input's bucket")
     if not weight.padded_dims:
         return weight
     if not all(same_factors(a, b, call.sizes()) for a, b in zip(weight.dims, x.dims[first:], strict=True)):
-        raise refuse(call, "its weight is padded otherwise than its input")
+        raise refuse(call, "the padding of its weight differs from its input's")
     return weight.cleaned()
 
 
-def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> Any:
-    """Run torch's kernel; when tracked by autograd, on valid rows in place of padded ones, which may lack gradients."""
-    followed = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    if not followed:
+def _by_torch(call: PaddedCall, x: PaddedValue, rows: int) -> PyTree:
+    """Run torch's kernel; with gradients, fill padded rows with valid ones, since a constant row may have none."""
+    is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
+    if not is_tracked:
         out = call.dense()
         if not isinstance(out, tuple):
             return result(out, x.dims, x.sizes).cleaned()
         return tuple(result(o, d, x.sizes) for o, d in zip(out, _dims_of(x, out, rows), strict=True))
-    # The gradient of the results is masked, and a row of zeros is one of zeros before the norm.
-    x.sends_zero()
-    out = call.dense({"input": x.repeated(is_known=lambda: True)})
+    # The gradient of the results is masked, and a norm maps a gradient row of zeros to zeros.
+    x.gradient_is_zero_if()
+    out = call.dense({"input": x.edge_filled(is_zero=lambda: True)})
     if not isinstance(out, tuple):
         return result(out, x.dims, x.sizes, EDGE_FILL).gradient_masked()
     return tuple(result(o, d, x.sizes).gradient_masked() for o, d in zip(out, _dims_of(x, out, rows), strict=True))
@@ -160,10 +159,10 @@ def _dims_of(x: PaddedValue, outs: Sequence[Tensor], rows: int) -> list[Sequence
 
 
 def _normalised(call: PaddedCall, x: PaddedValue, over: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / sqrt(var + eps), mean and var over the real elements of some dims, which are kept."""
+    """(x - mean) / sqrt(var + eps), mean and var over the valid elements of some dims, which are kept."""
     if not x.dense.is_floating_point():
         call.dense()
-        raise refuse(call, "its numbers are no real ones")
+        raise refuse(call, "it is not floating point")
     eps = call["eps"]
     dtype = arithmetic_dtype(x.dense.dtype)
     values = x.filled(0).to(dtype)
@@ -176,19 +175,19 @@ def _normalised(call: PaddedCall, x: PaddedValue, over: list[int]) -> tuple[Tens
 
 
 def _without_padding(x: PaddedValue, normal: Tensor) -> Tensor:
-    """Zero in padded rows, which may have no deviation to divide by: a weight's gradient multiplies with them."""
+    """Return zeros in padded rows, which may be NaN: the weight's gradient multiplies with them."""
     mask = x.mask()
     return normal if mask is None else torch.where(mask, normal, 0)
 
 
 def _count(x: PaddedValue, over: list[int]) -> Tensor | int:
-    return real_count(x, over) if x.mask(over) is not None else math.prod(x.shape[d] for d in over)
+    return x.valid_count(over) if x.mask(over) is not None else math.prod(x.shape[d] for d in over)
 
 
 def _scaled(
     x: PaddedValue, normal: Tensor, weight: PaddedValue | None, bias: PaddedValue | None, shape: Sequence[int]
 ) -> PaddedValue:
-    """Times the weight, plus the bias, in the dtype of the input; both learn of real elements only."""
+    """Scale and shift in the input's dtype; the result's gradient is masked for weight and bias."""
     out = normal if weight is None else normal * weight.dense.view(shape)
     out = out if bias is None else out + bias.dense.view(shape)
     return result(out.to(x.dense.dtype), x.dims, x.sizes).gradient_masked()
@@ -198,7 +197,7 @@ def _channels(x: PaddedValue) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-def _by_given(x: PaddedValue, mean: PaddedValue, var: PaddedValue, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps), statistics of the channels."""
+def _with_statistics(x: PaddedValue, mean: PaddedValue, var: PaddedValue, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) with the given statistics of the channels."""
     average, spread = (statistic.dense.view(_channels(x)) for statistic in (mean, var))
     return (x.filled(0) - average) * torch.rsqrt(spread + eps)

@@ -1,4 +1,4 @@
-"""Positions of a dim read from where the true size says: what a shift, a flip or a concatenation of prefixes is."""
+"""Reads of a dim at offsets that depend on the true size, as shifts, flips and concatenations need."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of
 
 
-def taken(x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1) -> PaddedValue:
-    """`count` positions of a dim from `first` on, a step apart: a view that had to be copied.
+def take_range(
+    x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1
+) -> PaddedValue:
+    """Copy `count` positions of a dim from `first` on, a step apart; the result is marked as a copied view.
 
     Args:
         x: the value.
         dim: the dim.
         first: () or (rows,) int64, the position of the first.
-        count: how many; those beyond the end are padding.
+        count: the number of positions; those beyond the end are padding.
         factors: the dim of the result.
     """
     steps = torch.arange(count, device=x.dense.device) * step
     start = torch.as_tensor(first, device=x.dense.device)
-    found = gathered(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
+    found = gather_along(x, dim, start.unsqueeze(-1) + steps if start.dim() else start + steps, factors)
     return replace(found, view="copy")
 
 
-def gathered(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
-    """The positions of a dim that an index names; names beyond the ends are of padding.
+def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
+    """Read the positions of a dim that an index gives; positions out of range read padding.
 
     Args:
         x: the value.
@@ -42,8 +44,8 @@ def gathered(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> Padde
     if index.dim() == 1:
         out = x.dense.index_select(dim, index)
     else:
-        rows, outer, inner = _place_of_rows(x)
-        # Flattened with heads, say, a row is in its dim once for each.
+        rows, outer, inner = _rows_position(x)
+        # A dim flattened with heads, say, has each row once a head.
         index = index.repeat_interleave(inner, 0).repeat(outer, 1)
         shape = [1] * x.dim()
         shape[rows], shape[dim] = index.shape
@@ -53,7 +55,7 @@ def gathered(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> Padde
         target[dim] = shape[dim]
         out = x.dense.gather(dim, index.reshape(shape).expand(target))
     dims = [*x.dims[:dim], factors, *x.dims[dim + 1 :]]
-    # Several positions of padding may name one real position, and would give it their gradients.
+    # Several padded positions may read one valid position, and would add their gradients to it.
     return result(out, dims, x.sizes).gradient_masked()
 
 
@@ -65,8 +67,8 @@ def rows_dim(x: PaddedValue) -> int:
     raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
 
 
-def _place_of_rows(x: PaddedValue) -> tuple[int, int, int]:
-    """The dim of a ragged batch's rows, and how many indices there are around all rows and within each."""
+def _rows_position(x: PaddedValue) -> tuple[int, int, int]:
+    """Return the dim of a ragged batch's rows, and the number of indices outside of the rows and within each."""
     for d, factors in enumerate(x.dims):
         at = next((i for i, factor in enumerate(factors) if factor.size == rows_symbol()), None)
         if at is not None and all(factor.is_static for factor in factors if factor.size != rows_symbol()):

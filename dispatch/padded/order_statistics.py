@@ -1,169 +1,289 @@
-"""Medians, modes and quantiles: elements of a rank that the device counts, as padding sorts behind all real ones.
+"""Sorting, ranking, medians, modes and quantiles: padding sorts behind every valid element.
 
-Of n real elements, m of them NaN, in order: a median stands at (n - 1) // 2 and is NaN if m > 0, a NaN-blind one at
-(n - m - 1) // 2; the q-quantile lies at q (n - 1), between two elements if that is no whole number.
+Of n valid elements, m of them NaN, in sorted order: a median is at rank (n - 1) // 2 and is NaN if m > 0, a nanmedian
+at (n - m - 1) // 2; the q-quantile is at q (n - 1), between two elements if that is not an integer. The device counts n
+and m, so no rank depends on what the host knows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from subtensors.dispatch.padded.data_dependent import in_a_row
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.reductions import greatest, real_count, wrap_reduced
-from subtensors.dispatch.padded.sorting import in_order
-from subtensors.dispatch.sizes.dim_factors import static_dims
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, reduced_result, result, unpadded_value
+from subtensors.dispatch.padded.reductions import max_value, min_value
+from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
 
 
-@table.register(aten.median.dim, aten.nanmedian.dim)
-def median(call: PaddedCall) -> Any:
-    """The element in the middle, the lower of two, and where it stands; the first NaN if NaN counts and is there."""
+def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
+    """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
+    if not is_prefix(x.dims[d]):
+        raise refuse(call, "a position in a flattened dim counts its padding")
+    dtype = x.dense.dtype
+    last = min_value(dtype) if descending else (math.nan if dtype.is_floating_point else max_value(dtype))
+    values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
+    return x.like(values).gradient_masked(), x.like(positions)
+
+
+@table.register(aten.sort, aten.argsort, aten.msort)
+def sort(call: PaddedCall) -> PyTree:
+    """Sort along a dim."""
+    x: PaddedValue = call["self"]
+    if x.dim() == 0:
+        return tree_map_only(Tensor, x.like, call.dense())
+    d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
+    if not x.is_padded(d):
+        return tree_map_only(Tensor, x.like, call.dense())
+    values, positions = sort_valid_first(call, x, d, bool(call.get("descending", False)))
+    only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
+    return only if only is not None else (values, positions)
+
+
+@table.register(aten.topk)
+def topk(call: PaddedCall) -> PyTree:
+    """The k largest or smallest elements."""
+    x: PaddedValue = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    k = static_dims([call["k"]])
+    dims = [*x.dims[:d], *k, *x.dims[d + 1 :]] if x.dim() else []
+    if x.dim() == 0 or not x.is_padded(d):
+        return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
+    _require_enough(x, d, call["k"])
+    ranked = sort_valid_first(call, x, d, call["largest"])
+    return tuple(result(r.dense.narrow(d, 0, call["k"]), dims, x.sizes) for r in ranked)
+
+
+@table.register(aten.kthvalue)
+def kthvalue(call: PaddedCall) -> PyTree:
+    """The element of rank k."""
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
-        return wrap_reduced(call.dense(), x, [d], call["keepdim"])
+        return reduced_result(call.dense(), x, [d], call["keepdim"])
+    _require_enough(x, d, call["k"])
+    found = [r.dense.narrow(d, call["k"] - 1, 1) for r in sort_valid_first(call, x, d, descending=False)]
+    return reduced_result(tuple(f if call["keepdim"] else f.squeeze(d) for f in found), x, [d], call["keepdim"])
+
+
+@table.register(OpClass.SORT_SELECT)
+def select_without_padding(call: PaddedCall) -> PyTree:
+    """Run any other selection along a dim without padding."""
+    x = call.values[0]
+    if len(call.values) > 1 or not isinstance(call.get("dim"), int) or not isinstance(call.get("keepdim"), bool):
+        raise refuse(call, "its selection would include padding")
+    d = call["dim"] % max(x.dim(), 1)
+    if x.is_padded(d):
+        raise refuse(call, "its selection would include padding")
+    return reduced_result(call.dense(), x, [d], call["keepdim"])
+
+
+@table.register(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
+def isin(call: PaddedCall) -> PaddedValue:
+    """Test whether each element is among the valid test elements."""
+    tests = call.get("test_elements")
+    if not isinstance(tests, PaddedValue) or not tests.padded_dims:
+        elements = call["elements"]
+        return elements.like(call.dense())  # type: ignore[no-any-return]
+    mask = tests.mask()
+    operand = call.get("elements", call.get("element"))
+    elements = (
+        operand
+        if isinstance(operand, PaddedValue)
+        else unpadded_value(torch.as_tensor(operand, device=tests.dense.device))
+    )
+    equal = elements.dense.unsqueeze(-1) == tests.dense.reshape(-1)
+    equal = equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)
+    found = equal.any(-1)
+    return elements.like(~found if call["invert"] else found)
+
+
+@table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
+def searchsorted(call: PaddedCall) -> PaddedValue:
+    """Find the insertion points of values in a sorted sequence, whose padding is above all of them."""
+    sequence = call.get("sorted_sequence", call.get("boundaries"))
+    values: PaddedValue = call["self"]
+    if sequence.dim() > 1 or call.get("sorter") is not None:
+        raise refuse(call, "each row of the sequence has its own values")
+    if not sequence.padded_dims:
+        return values.like(call.dense())
+    if sequence.dense.is_floating_point():
+        raise refuse(call, "NaN sorts above the infinity that fills the padding")
+    name = "sorted_sequence" if "sorted_sequence" in call else "boundaries"
+    found = call.dense({name: sequence.filled(max_value(sequence.dense.dtype))})
+    size = sequence.size(0)
+    if isinstance(size, Tensor) and size.dim():
+        raise refuse(call, "each row of the sequence has its own values")
+    found = torch.minimum(found, torch.as_tensor(size, dtype=found.dtype, device=found.device))
+    return values.like(found) if values.padded_dims else unpadded_value(found)
+
+
+def _require_enough(x: PaddedValue, d: int, k: int) -> None:
+    for size in host_sizes(x, d) or ():
+        if k > size:
+            raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")
+
+
+@table.register(aten.median.dim, aten.nanmedian.dim)
+def median(call: PaddedCall) -> PyTree:
+    """The median along a dim, the lower of two, and its position; NaN if there is any and it counts."""
+    x: PaddedValue = call["self"]
+    d = call["dim"] % max(x.dim(), 1)
+    if x.dim() == 0 or not x.is_padded(d):
+        return reduced_result(call.dense(), x, [d], call["keepdim"])
     if x.dense.dtype == torch.bool:
         raise refuse(call, "torch has no median of bools")
     rank = _median_rank(call, x, [d])
-    return _elements(call, x, d, in_order(call, x, d, descending=False), rank)
+    return _elements(call, x, d, sort_valid_first(call, x, d, descending=False), rank)
 
 
 @table.register(aten.median.default, aten.nanmedian.default)
 def median_of_all(call: PaddedCall) -> PaddedValue:
-    """The element in the middle of a whole tensor; all that equal it share its gradient."""
+    """The median of all elements; those that equal it share its gradient."""
     x: PaddedValue = call["self"]
     dtype = x.dense.dtype
     if dtype == torch.bool:
         raise refuse(call, "torch has no median of bools")
     every = list(range(x.dim()))
-    last = math.nan if dtype.is_floating_point else greatest(dtype)
+    last = math.nan if dtype.is_floating_point else max_value(dtype)
     with torch.no_grad():
         flat = x.filled(last).reshape(-1).sort().values
         value = flat.gather(0, _median_rank(call, x, every).reshape(1)).reshape(())
         equal = (x.dense == value) | (x.dense.isnan() & value.isnan())
         mask = x.mask()
         chosen = equal if mask is None else equal & mask
-    return plain(SharedGradient.apply(x.dense, value, chosen) if x.records else value)  # type: ignore[no-untyped-call]
+    return unpadded_value(SharedGradient.apply(x.dense, value, chosen) if x.is_tracked else value)  # type: ignore[no-untyped-call]
 
 
 @table.register(aten.mode)
-def mode(call: PaddedCall) -> Any:
-    """The least of the values that occur most often, and where it stands last: in order, where a longest run ends.
+def mode(call: PaddedCall) -> PyTree:
+    """The smallest of the most frequent values, and its last position: in sorted order, the end of a longest run.
 
-    What torch gives where some are NaN depends on the order of the elements; here each NaN is a value above all others.
+    With NaN, torch's result depends on the order of the elements; here each NaN is a value above all others.
     """
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
-        return wrap_reduced(call.dense(), x, [d], call["keepdim"])
-    ranked = in_order(call, x, d, descending=False)
+        return reduced_result(call.dense(), x, [d], call["keepdim"])
+    ranked = sort_valid_first(call, x, d, descending=False)
     values = ranked[0].dense.detach()
     shape = [1] * x.dim()
     shape[d] = x.shape[d]
     index = torch.arange(x.shape[d], device=values.device).view(shape)
     begins = (values != values.roll(1, d)) | (index == 0)
     length = index - torch.where(begins, index, 0).cummax(d).values + 1
-    length = torch.where(index < real_count(x, [d]), length, 0)
+    length = torch.where(index < x.valid_count([d]), length, 0)
     return _elements(call, x, d, ranked, length.argmax(d, keepdim=True))
 
 
 @table.register(aten.quantile, aten.nanquantile)
 def quantile(call: PaddedCall) -> PaddedValue:
-    """Between the elements below and above the rank q (n - 1)."""
+    """Interpolate between the elements below and above the rank q (n - 1)."""
     x: PaddedValue = call["self"]
     d = None if call["dim"] is None else call["dim"] % max(x.dim(), 1)
     q = _fractions(call, x)
-    gone = list(range(x.dim())) if d is None else [d]
-    if not any(x.is_padded(g) for g in gone):
-        return _wrapped(call.dense(), x, gone, call["keepdim"], q)
-    count, nans = _counts(x, gone)
+    reduced = list(range(x.dim())) if d is None else [d]
+    if not any(x.is_padded(g) for g in reduced):
+        return _quantile_result(call.dense(), x, reduced, call["keepdim"], q)
+    count, nans = _counts(x, reduced)
     if d is None:
-        values, count, nans = in_a_row(x.cleaned(math.nan)).sort(stable=True).values, count.reshape(1), nans.reshape(1)
+        values, count, nans = (
+            valid_first(x.cleaned(math.nan)).sort(stable=True).values,
+            count.reshape(1),
+            nans.reshape(1),
+        )
     else:
-        values = in_order(call, x, d, descending=False)[0].dense.movedim(d, -1)
+        values = sort_valid_first(call, x, d, descending=False)[0].dense.movedim(d, -1)
         count, nans = count.movedim(d, -1), nans.movedim(d, -1)
     fractions = q.reshape(-1)
     if call.op.overloadpacket is aten.nanquantile:
         ranks = fractions * (count - nans - 1)
     else:
         ranks = torch.where(nans > 0, (count - 1).to(q.dtype), fractions * (count - 1))
-    # Of no elements there is the padding, which is NaN.
+    # Without valid elements, rank 0 is padding, which is NaN.
     ranks = ranks.clamp(min=0)
     out = _between(values, ranks.expand(*values.shape[:-1], len(fractions)), call["interpolation"])
     if call["keepdim"]:
         out = out.unsqueeze(d) if d is not None else out.reshape(*[1] * x.dim(), len(fractions))
-    return _wrapped(out.movedim(-1, 0) if q.dim() else out.squeeze(-1), x, gone, call["keepdim"], q)
+    return _quantile_result(out.movedim(-1, 0) if q.dim() else out.squeeze(-1), x, reduced, call["keepdim"], q)
+
+
+class _ChosenContext(FunctionCtx):
+    """The saved mask of the elements that share a gradient."""
+
+    saved_tensors: tuple[Tensor]
 
 
 class SharedGradient(torch.autograd.Function):
     """A value that equals some elements of a tensor, which share its gradient evenly."""
 
     @staticmethod
-    def forward(ctx: Any, dense: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    def forward(ctx: _ChosenContext, dense: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
         """The value."""
         ctx.save_for_backward(chosen)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient over the number of elements, at each of them."""
+    def backward(ctx: _ChosenContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient divided evenly among the chosen elements."""
         (chosen,) = ctx.saved_tensors
         return torch.where(chosen, gradients[0] / chosen.sum(), 0), None, None
 
 
-def _counts(x: PaddedValue, gone: list[int]) -> tuple[Tensor, Tensor]:
-    """Count the valid elements, and the NaN among them; dims kept."""
-    nan, mask = x.dense.detach().isnan(), x.mask(gone)
-    return real_count(x, gone), (nan if mask is None else nan & mask).sum(gone, keepdim=True)
+def _counts(x: PaddedValue, reduced: list[int]) -> tuple[Tensor, Tensor]:
+    """Count the valid elements, and the NaN among them, keeping dims."""
+    nan, mask = x.dense.detach().isnan(), x.mask(reduced)
+    return x.valid_count(reduced), (nan if mask is None else nan & mask).sum(reduced, keepdim=True)
 
 
-def _median_rank(call: PaddedCall, x: PaddedValue, gone: list[int]) -> Tensor:
-    count, nans = _counts(x, gone)
+def _median_rank(call: PaddedCall, x: PaddedValue, reduced: list[int]) -> Tensor:
+    count, nans = _counts(x, reduced)
     rank = ((count - nans - 1) // 2).clamp(min=0)
     return rank if call.op.overloadpacket is aten.nanmedian else torch.where(nans > 0, count - nans, rank)
 
 
-def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedValue], rank: Tensor) -> Any:
-    """The elements of a rank of each row, and their positions."""
+def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedValue], rank: Tensor) -> PyTree:
+    """Return the element of a rank in each row, and its position."""
     shape = list(x.shape)
     shape[d] = 1
     found = [r.dense.gather(d, rank.expand(shape)) for r in ranked]
     keepdim = call["keepdim"]
-    return wrap_reduced(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
+    return reduced_result(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
 
 
 def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
-    """q as a tensor; what torch would not take is left to torch."""
-    given = call["q"]
+    """Return q as a tensor, after checks of what torch requires of it."""
+    operand = call["q"]
     if x.dense.dtype not in (torch.float32, torch.float64):
         raise refuse(call, "torch has quantiles of float and double only")
-    if call["interpolation"] not in _ROUNDED:
+    if call["interpolation"] not in _ROUNDING:
         raise refuse(call, f"there is no interpolation {call['interpolation']!r}")
-    if not isinstance(given, PaddedValue):
-        if not 0 <= given <= 1:
-            raise refuse(call, f"q is {given}, out of [0, 1]")
-        return torch.full((), given, dtype=x.dense.dtype, device=x.dense.device)
-    q = given.dense
-    if given.padded_dims or given.records:
-        raise refuse(call, "which quantiles to take is padded, or has a gradient, that every row would add to")
+    if not isinstance(operand, PaddedValue):
+        if not 0 <= operand <= 1:
+            raise refuse(call, f"q is {operand}, out of [0, 1]")
+        return torch.full((), operand, dtype=x.dense.dtype, device=x.dense.device)
+    q = operand.dense
+    if operand.padded_dims or operand.is_tracked:
+        raise refuse(call, "q is padded or requires grad")
     if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
         raise refuse(call, "q must be a number or a vector, of the same dtype and device")
-    # Elsewhere torch doesn't look either, which would wait for the device.
+    # On other devices torch doesn't check either, since that waits for the device.
     if q.device.type == "cpu" and not is_traced(q) and not bool(((q >= 0) & (q <= 1)).all()):
         raise refuse(call, "a q is out of [0, 1]")
     return q
 
 
-_ROUNDED: dict[str, Callable[[Tensor], Tensor] | None] = {
+_ROUNDING: dict[str, Callable[[Tensor], Tensor] | None] = {
     "linear": None,
     "midpoint": None,
     "lower": torch.floor,
@@ -173,8 +293,8 @@ _ROUNDED: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 
 def _between(values: Tensor, ranks: Tensor, interpolation: str) -> Tensor:
-    """The values at ranks of the last dim that need not be whole."""
-    rounded = _ROUNDED[interpolation]
+    """Return the values at fractional ranks of the last dim."""
+    rounded = _ROUNDING[interpolation]
     ranks = ranks if rounded is None else rounded(ranks)
     low = ranks.floor()
     below = values.gather(-1, low.long())
@@ -184,6 +304,6 @@ def _between(values: Tensor, ranks: Tensor, interpolation: str) -> Tensor:
     return torch.lerp(below, above, torch.full_like(ranks, 0.5) if interpolation == "midpoint" else ranks - low)
 
 
-def _wrapped(out: Tensor, x: PaddedValue, gone: Sequence[int], keepdim: bool, q: Tensor) -> PaddedValue:
-    kept = [static_dims([1])[0] if d in gone else f for d, f in enumerate(x.dims) if keepdim or d not in gone]
+def _quantile_result(out: Tensor, x: PaddedValue, reduced: Sequence[int], keepdim: bool, q: Tensor) -> PaddedValue:
+    kept = [static_dims([1])[0] if d in reduced else f for d, f in enumerate(x.dims) if keepdim or d not in reduced]
     return result(out, [*static_dims(q.shape), *kept], x.sizes)

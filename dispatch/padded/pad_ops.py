@@ -1,4 +1,4 @@
-"""Borders around the real part: of a constant, or of what lies next to them within it."""
+"""The pad ops: a border around the valid part, of a constant or of values next to the border."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gathered
+from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static, static_dims
@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 @table.register(aten.constant_pad_nd, aten.pad)
 def bordered(call: PaddedCall) -> PaddedValue:
-    """A constant around the real part, which stands in the padding too, so that it follows the true end; or a copy."""
+    """Pad the valid part; a constant fills the padding too, so that the border follows the true end."""
     x: PaddedValue = call["self"]
     if call.get("mode", "constant") != "constant":
-        return _of_itself(call, x)
+        return _pad_from_values(call, x)
     widths = list(call["pad"])
     value = call["value"] or 0
     dims = list(x.dims)
@@ -43,32 +43,32 @@ def bordered(call: PaddedCall) -> PaddedValue:
             )
     dense = x.filled(value, touched) if touched else x.dense
     out = torch.constant_pad_nd(dense, widths, value)
-    moved = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
-    # Cut off at the end, real positions of the whole are padding of the part, and take no gradient from there.
-    return moved.gradient_masked() if touched else moved
+    padded = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
+    # With a negative width, valid positions of the input become padding of the result, without a gradient.
+    return padded.gradient_masked() if touched else padded
 
 
-# Which position of n a border's position p repeats.
-_REPEATED: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
+# The source of position p of a border, for a true size of n.
+_SOURCE_POSITION: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
     "replicate": lambda p, n: p.clamp(min=0).minimum(torch.as_tensor(n - 1, device=p.device)),
     "reflect": lambda p, n: (n - 1) - ((n - 1) - p.abs()).abs(),
     "circular": lambda p, n: p % n,
 }
-# How much wider than the dim a border may be.
-_ROOM = {"reflect": -1, "circular": 0}
+# The most that a border may exceed the dim's size by.
+_MAX_EXCESS = {"reflect": -1, "circular": 0}
 
 
-def _of_itself(call: PaddedCall, x: PaddedValue) -> PaddedValue:
-    """A border that repeats the real part: each dim after the other."""
+def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
+    """Pad with values of the valid part, one dim after the other."""
     mode, widths = call["mode"], list(call["pad"])
     if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        # Autocast has them in single precision, on a CPU.
+        # Autocast runs these modes in float32 on a CPU.
         x = x.like(x.dense.float()) if x.dense.dtype in (torch.float16, torch.bfloat16) else x
     for i in range(len(widths) // 2):
         d = x.dim() - 1 - i
         left, right = widths[2 * i], widths[2 * i + 1]
         if mode == "circular" and min(left, right) < 0:
-            # What is cut off does not come round.
+            # Positions that are cut off do not wrap around.
             x = apply(aten.slice.Tensor, x, d, max(-left, 0), min(right, 0) or None)
             left, right = max(left, 0), max(right, 0)
         if not (left or right):
@@ -77,16 +77,16 @@ def _of_itself(call: PaddedCall, x: PaddedValue) -> PaddedValue:
         if size.has(rows_symbol()):
             raise refuse(call, "it adds rows to a ragged batch")
         for n in host_sizes(x, d) or [x.shape[d]]:
-            if mode in _ROOM and max(left, right) > n + _ROOM[mode]:
+            if mode in _MAX_EXCESS and max(left, right) > n + _MAX_EXCESS[mode]:
                 raise RuntimeError(f"a border of {max(left, right)} by {mode} is wider than a dim of {n} allows")
         bucket = x.shape[d] + left + right
         dims: Factors = padded_dim(bucket, size + left + right) if x.is_padded(d) else static_dims([bucket])[0]
-        x = repeated(x, d, mode, left, bucket, dims)
+        x = pad_dim(x, d, mode, left, bucket, dims)
     return x
 
 
-def repeated(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
-    """A dim with what it repeats beside its real part.
+def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
+    """Pad one dim with values of its valid part.
 
     Args:
         x: the value.
@@ -94,10 +94,10 @@ def repeated(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors:
         mode: "replicate", "reflect" or "circular".
         left: how many positions come before the first.
         bucket: how many there are in all.
-        factors: the dim of the result, whose real positions may be more than the true size.
+        factors: the dim of the result, whose valid positions may be more than the true size.
     """
     n = x.size(d)
     position = torch.arange(bucket, device=x.dense.device) - left
     if isinstance(n, Tensor) and n.dim():
         n = n.unsqueeze(-1)
-    return gathered(x, d, _REPEATED[mode](position, n), factors)
+    return gather_along(x, d, _SOURCE_POSITION[mode](position, n), factors)

@@ -1,9 +1,9 @@
-"""A padded value: dense storage of the bucket's shape, and which part of it is real.
+"""A padded value as the rules see it: dense storage of the bucket's shape, and the dims that say which part is valid.
 
-Two invariants hold for every rule. What stands in the padding is undefined unless `fill` says so, and so is the
-gradient that arrives there: NaN is allowed in both. So a rule that lets positions meet fills its operands with a
-neutral element first, which also stops the gradient; and one that lets the *gradients* of positions meet (those of a
-weight, which every row adds to) masks the gradient of its result.
+Two invariants hold for every rule. The contents of the padding are undefined unless `fill` says so, and so is the
+gradient that arrives there: NaN is allowed in both. So a rule that combines positions fills its operands with a neutral
+element first, which also stops the gradient; and a rule whose backward combines positions (every row adds to a weight's
+gradient) masks the gradient of its result.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, Known, MaskGradient
-from subtensors.dispatch.padded.masks import real_positions
-from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol, valid_positions
 from subtensors.dispatch.sizes.dim_factors import (
     Factor,
     Factors,
@@ -35,12 +35,12 @@ from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_h
 Number = int | float | bool
 
 FINITE_FILL: Literal["finite"] = "finite"
-"""A fill of which only that is known: numbers, no NaN or infinity unless real values have them for the same reason."""
+"""The fill of padding known only to be finite, unless valid values have NaN or infinity for the same reason."""
 
-EDGE_FILL: Literal["repeated"] = "repeated"
-"""A fill with what stands at the first position of each padded dim: what an op makes of it, is made of real values."""
+EDGE_FILL: Literal["edge"] = "edge"
+"""The fill with the value at the first position of each padded dim: ops on the padding see only valid values."""
 
-Fill = Number | Literal["finite", "repeated"]
+Fill = Number | Literal["finite", "edge"]
 
 
 @dataclass(eq=False)
@@ -50,11 +50,10 @@ class PaddedValue:
     Args:
         dense: the padded storage, of the bucket's shape.
         dims: the factors of each dim; a dim of one static factor has no padding.
-        sizes: the true sizes that the factors speak of; None when nothing is padded.
-        fill: what stands everywhere in the padding, or that it is `FINITE_FILL` or `EDGE_FILL`; None when nothing is
-            known.
-        view: of a view, "alias" where it lies in the memory of what it views, "copy" where it couldn't.
-        arrival: what is known of the gradient that arrives at it; None where nobody asks.
+        sizes: the true sizes behind the factors; None when nothing is padded.
+        fill: the value throughout the padding, `FINITE_FILL` or `EDGE_FILL`; None when nothing is known.
+        view: for the result of a view op, "alias" if it shares the input's memory, "copy" if it had to be copied.
+        tracker: the knowledge of the gradient that arrives at it; None where gradients are not tracked.
     """
 
     dense: Tensor
@@ -62,7 +61,7 @@ class PaddedValue:
     sizes: TrueSizes | None = None
     fill: Fill | None = None
     view: Literal["", "alias", "copy"] = ""
-    arrival: GradientTracker | None = None
+    tracker: GradientTracker | None = None
     _padded_dims: list[int] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -86,7 +85,7 @@ class PaddedValue:
         return self._padded_dims
 
     @property
-    def records(self) -> bool:
+    def is_tracked(self) -> bool:
         """Return whether the storage is tracked by autograd."""
         return self.dense.requires_grad and torch.is_grad_enabled()
 
@@ -97,82 +96,87 @@ class PaddedValue:
         return self.sizes.of_each(size_of(self.dims[dim]))
 
     def mask(self, only: Iterable[int] | None = None) -> Tensor | None:
-        """True where data is real.
+        """Return the mask of valid elements.
 
         Args:
             only: the dims whose padding counts; all by default.
 
         Returns:
-            bool, broadcastable to `dense`; None when everything is real.
+            bool, broadcastable to `dense`; None when every element is valid.
         """
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
         if not wanted or self.sizes is None:
             return None
         if self.sizes.is_captured and not self.sizes.serves_one_run:
-            return real_positions(self.dims, wanted, self.sizes)
+            return valid_positions(self.dims, wanted, self.sizes)
         key = (self.dims, wanted)
         found = self.sizes.masks.get(key)
         if found is None:
-            found = real_positions(self.dims, wanted, self.sizes)
+            found = valid_positions(self.dims, wanted, self.sizes)
             if found is None:
                 return None
             self.sizes.masks[key] = found
         return found
 
+    def valid_count(self, dims: Sequence[int]) -> Tensor:
+        """Count the valid elements along some dims, which are kept with size 1."""
+        mask = self.mask(dims)
+        if mask is None:
+            return torch.full((), math.prod(self.shape[d] for d in dims), device=self.dense.device)
+        constant = math.prod(self.shape[d] for d in dims if mask.shape[d] == 1)
+        return mask.sum(list(dims), keepdim=True) * constant
+
     @property
-    def holds_numbers(self) -> bool:
+    def padding_is_finite(self) -> bool:
         """Return whether the padding has no NaN or infinity, unless valid values have them for the same reason."""
         return isinstance(self.fill, str) or (self.fill is not None and math.isfinite(self.fill))
 
     @property
-    def fill_elsewhere(self) -> Fill | None:
-        """The fill that is still known once a padded dim starts at other positions; None when unknown."""
+    def fill_if_shifted(self) -> Fill | None:
+        """The fill that is known if the positions of a padded dim are shifted; None when unknown."""
         return None if self.fill == EDGE_FILL else self.fill
 
     @property
-    def is_tame(self) -> bool:
+    def padding_is_bounded(self) -> bool:
         """Return whether the padding holds zeros or numbers of the magnitude of valid values."""
         return self.fill == 0 or isinstance(self.fill, str)
 
-    def tamed(self) -> Tensor:
-        """The storage, filled with 0 in the padding unless `is_tame`; a tame one keeps the op's gradient there."""
-        return self.dense if self.is_tame else self.filled(0)
+    def with_bounded_padding(self) -> Tensor:
+        """Return the storage, with 0 in the padding unless `padding_is_bounded`; then its gradient isn't masked."""
+        return self.dense if self.padding_is_bounded else self.filled(0)
 
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
-        """The storage with `value` in the padding of some dims, all by default; their gradient stops there."""
+        """Return the storage with `value` in the padding of some dims, all by default; its gradient there is zero."""
         if self.fill is not None and _same_number(self.fill, value):
             return self.gradient_masked().dense
         mask = self.mask(only)
         return self.dense if mask is None else self._filled(self.dense, mask, value)
 
-    def _filled(self, dense: Tensor, mask: Tensor, value: Any, is_known: Known | None = None) -> Tensor:
+    def _filled(self, dense: Tensor, mask: Tensor, value: Number | Tensor, is_zero: IsZero | None = None) -> Tensor:
         if not isinstance(value, Tensor):
             value = self._number(value, dense)
-        if not self.records:
+        if not self.is_tracked:
             return torch.where(mask, dense, value)
-        return FillPadding.apply(dense, mask, value, self._number(0, dense), is_known)  # type: ignore[no-untyped-call, no-any-return]
+        return FillPadding.apply(dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _number(self, value: Number, like: Tensor) -> Any:
+    def _number(self, value: Number, like: Tensor) -> Number | Tensor:
         assert self.sizes is not None
         return self.sizes.fill(_as_dtype(value, like.dtype), like.dtype, like.device)
 
-    def finite(self, value: Number = 0) -> Tensor:
-        """The storage with numbers in the padding: what is there, where those are some, else `value`.
-
-        The gradient there is that of the op.
-        """
-        return self.dense if self.holds_numbers else self.filled(value)
+    def with_finite_padding(self, value: Number = 0) -> Tensor:
+        """Return the storage, with `value` in the padding unless it is known to be finite."""
+        return self.dense if self.padding_is_finite else self.filled(value)
 
     def cleaned(self, value: Number = 0) -> PaddedValue:
-        """The same value with `value` throughout its padding."""
-        return replace(self, dense=self.filled(value), fill=value, arrival=None)
+        """Return this padded value with `value` throughout its padding."""
+        return replace(self, dense=self.filled(value), fill=value, tracker=None)
 
-    def repeated(self, only: Iterable[int] | None = None, is_known: Known | None = None) -> Tensor:
-        """The storage with the first real values in place of padding: whatever an op's domain is, they are in it.
+    def edge_filled(self, only: Iterable[int] | None = None, is_zero: IsZero | None = None) -> Tensor:
+        """Return the storage with the first valid values in place of padding, which are in the domain of any op.
 
         Args:
             only: the dims whose padding counts; all by default.
-            is_known: asked in the backward whether the gradient is zero there as it comes.
+            is_zero: called in the backward to ask if the incoming gradient is zero there already.
         """
         if self.fill == EDGE_FILL:
             return self.dense
@@ -182,64 +186,64 @@ class PaddedValue:
             if mask is not None:
                 first = dense.narrow(d, 0, 1).detach()
                 if torch.is_grad_enabled():
-                    # There may be none, and a gradient of zero takes numbers to be one.
+                    # There may be no valid value, and a gradient of zero needs finite operands to stay zero.
                     first = torch.where(mask.narrow(d, 0, 1), first, self._number(0, dense))
-                dense = self._filled(dense, mask, first, is_known)
+                dense = self._filled(dense, mask, first, is_zero)
         return dense
 
     def gradient_masked(self) -> PaddedValue:
-        """The same value; the gradient that arrives in its padding is taken for zero."""
-        mask = self.mask() if self.records else None
+        """Return this value with the gradient of its padding masked."""
+        mask = self.mask() if self.is_tracked else None
         if mask is None:
             return self
         assert self.sizes is not None
-        arrival = GradientTracker(is_masked=True)
-        return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, arrival.comes_zero), arrival=arrival)
+        tracker = GradientTracker(is_masked=True)
+        return replace(self, dense=masked_gradient(self.dense, mask, self.sizes, tracker.arrives_zero), tracker=tracker)
 
-    def gradient_noted(self) -> PaddedValue:
-        """The same value, of which it is known in the backward whether the gradient is zero in its padding."""
-        return replace(self, arrival=GradientTracker()) if self.records else self
+    def gradient_tracked(self) -> PaddedValue:
+        """Return this value with a tracker of whether its gradient is zero in its padding."""
+        return replace(self, tracker=GradientTracker()) if self.is_tracked else self
 
-    def sends_zero(self, *results: PaddedValue) -> None:
-        """Say that this call's gradient of it, an operand, is zero in its padding where that of some results is."""
-        if self.arrival is not None:
-            self.arrival.conditions.append([r.arrival or GradientTracker() for r in results])
+    def gradient_is_zero_if(self, *results: PaddedValue) -> None:
+        """State that this call's gradient of an operand is zero in its padding if the gradients of some results are."""
+        if self.tracker is not None:
+            self.tracker.conditions.append([r.tracker or GradientTracker() for r in results])
 
     def as_view(self, view: Literal["", "alias", "copy"]) -> PaddedValue:
-        """The same value, as a view of this kind."""
-        return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.arrival)
+        """Return this value, marked as a view of this kind."""
+        return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.tracker)
 
     def like(self, dense: Tensor, fill: Fill | None = None) -> PaddedValue:
-        """Another storage of the same shape with the same padding."""
+        """Return a value with another storage of the same shape, and the same padding."""
         sizes = self.sizes if self.sizes is None else self.sizes.to(dense.device)
         return PaddedValue(dense, self.dims, sizes, fill)
 
 
-def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_known: Known | None = None) -> Tensor:
-    """`dense`, whose gradient is zero where a mask is False.
+def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZero | None = None) -> Tensor:
+    """Return `dense` with a gradient of zero where a mask is False.
 
     Args:
         dense: a storage.
         mask: broadcastable to it.
-        sizes: that the mask is made of.
-        is_known: asked in the backward whether the gradient is zero there as it comes.
+        sizes: the true sizes that the mask is made of.
+        is_zero: called in the backward to ask if the incoming gradient is zero there already.
     """
     zero = sizes.fill(0.0, dense.dtype, dense.device)
-    return MaskGradient.apply(dense, mask, zero, is_known)  # type: ignore[no-untyped-call, no-any-return]
+    return MaskGradient.apply(dense, mask, zero, is_zero)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def plain(dense: Tensor) -> PaddedValue:
-    """A tensor without padding."""
+def unpadded_value(dense: Tensor) -> PaddedValue:
+    """Return a tensor without padding as a value."""
     value = PaddedValue(dense, static_dims(dense.shape))
     value._padded_dims = []
     return value
 
 
 def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill: Fill | None = None) -> PaddedValue:
-    """A rule's result; checked to say what its storage is.
+    """Return a rule's result, after a check that its dims match its storage.
 
     Raises:
-        Inexpressible: a length may differ from row to row and the rows are gone.
+        UnsupportedCall: a length may differ from row to row, and no dim of rows remains.
     """
     dims = tuple(dims)
     assert tuple(map(bucket_of, dims)) == dense.shape, (dims, dense.shape)
@@ -256,8 +260,19 @@ def result(dense: Tensor, dims: Sequence[Factors], sizes: TrueSizes | None, fill
     return PaddedValue(dense, dims, sizes if sizes is None else sizes.to(dense.device), fill)
 
 
+def reduced_result(out: PyTree, x: PaddedValue, reduced: Sequence[int], keepdim: bool) -> PyTree:
+    """Return the results of a reduction of `x`, with the padding of the dims that remain."""
+    if keepdim:
+        dims: list[Factors] = [static_dims([1])[0] if d in reduced else f for d, f in enumerate(x.dims)]
+    else:
+        dims = [f for d, f in enumerate(x.dims) if d not in reduced]
+    if not any(not f.is_static for factors in dims for f in factors):
+        return tree_map_only(Tensor, unpadded_value, out)
+    return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), out)
+
+
 def _rows_apart(factors: Factors, rows: int) -> Factors:
-    """A dim in which the rows are a factor of their own, also where they were flattened with what is in each."""
+    """Split a dim so that the rows of a ragged batch are a factor of their own, even if it was flattened."""
     each = rows_symbol()
     if not any(f.size.has(each) and f.size != each for f in factors):
         return factors
@@ -268,7 +283,7 @@ def _rows_apart(factors: Factors, rows: int) -> Factors:
 
 
 def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
-    """The dims of a batch of one row: its lengths are numbers, wherever a reshape put the dim of the row itself."""
+    """Return the dims of a batch of one row, whose lengths need no dim of rows to refer to."""
     rows = rows_symbol()
     own = (Factor(1, rows),)
     if sum(f.size.has(rows) for factors in dims for f in factors) == 1 and own in dims:
@@ -281,21 +296,21 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
 
 
 def prefix_size(value: PaddedValue, dim: int) -> Size:
-    """The true size of a dim whose real positions come first.
+    """Return the true size of a dim whose valid positions come first.
 
     Raises:
-        Inexpressible: the real positions lie scattered, as after a flatten.
+        UnsupportedCall: the valid positions lie scattered, as after a flatten.
     """
     if len(value.dims[dim]) != 1:
-        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its real positions lie scattered in it")
+        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
     return value.dims[dim][0].size
 
 
 def host_sizes(value: PaddedValue, dim: int) -> list[int] | None:
-    """The true size of a dim as the host knows it, of each row where rows differ; None where it doesn't know.
+    """Return the true size of a dim, one for each row if rows differ; None where the host doesn't know it.
 
     Raises:
-        Inexpressible: the real positions lie scattered, as after a flatten.
+        UnsupportedCall: the valid positions lie scattered, as after a flatten.
     """
     size, sizes = prefix_size(value, dim), value.sizes
     if sizes is None or not sizes.known_on_host:

@@ -1,20 +1,20 @@
-"""Pointwise ops: `out[i]` is a function of the operands at `i`, so real positions never see the padding."""
+"""Pointwise ops: `out[i]` is a function of the operands at `i`, so valid positions never see the padding."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
-from subtensors.dispatch.padded.true_sizes import Named, TrueSizes, together
+from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
 
@@ -30,67 +30,67 @@ _KEEPS_ZERO = frozenset(
 
 _KEEPS_VALUES = frozenset("clone alias detach contiguous".split())
 
-# The derivative is a number where the operands are, for the first ones always: a gradient of zero stays zero.
+# The derivative is finite if the operands are (for the linear ops always), so a gradient of zero stays zero.
 _LINEAR = frozenset("add sub neg rsub clone _to_copy to alias detach positive contiguous".split())
 _SMOOTH = _LINEAR | frozenset(
     "mul gelu relu silu sigmoid tanh sin cos mish softsign hardtanh relu6 leaky_relu hardswish".split()
 )
 
-# No larger than their operand, or than a constant.
+# Results no larger than the operand or a constant.
 _BOUNDED = frozenset("neg abs relu gelu silu sigmoid tanh sin cos mish softsign relu6 hardswish".split())
 
 _CASTS = frozenset("_to_copy to".split())
 
-# A CPU refuses a zero among the whole numbers that these divide by, and padding is often zero.
+# On a CPU these raise for an integer divisor of zero, and padding is often zero.
 _DIVIDES = frozenset("floor_divide remainder fmod div".split())
 
 aten = torch.ops.aten
 
 
 @table.register(OpClass.POINTWISE, aten.fake_quantize_per_tensor_affine)
-def pointwise(call: PaddedCall) -> Any:
-    """Run the op on the storages, which broadcast as the logical tensors do."""
+def pointwise(call: PaddedCall) -> PyTree:
+    """Run the op on the storages, which broadcast as the unpadded tensors do."""
     operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
-    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.named)
-    divisor = call.named.get("other")
+    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.arguments)
+    divisor = call.arguments.get("other")
     if isinstance(divisor, PaddedValue) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
         named["other"] = divisor.filled(1)
     out = call.dense(named)
     fill = _fill_after(call, operands, dims)
     if isinstance(out, Tensor) and out.requires_grad:
-        noted = result(out, dims, sizes, fill).gradient_noted()
-        _say_what_is_sent(call, operands, noted)
+        noted = result(out, dims, sizes, fill).gradient_tracked()
+        _track_operand_gradients(call, operands, noted)
         return noted
     return tree_map_only(Tensor, lambda t: result(t, dims, sizes, fill), out)
 
 
 @table.register(aten.fake_quantize_per_channel_affine)
 def quantized_by_channel(call: PaddedCall) -> PaddedValue:
-    """Rounded to a scale of its channel's own."""
+    """Quantize with a scale for each channel."""
     x: PaddedValue = call["self"]
     if x.is_padded(call["axis"] % x.dim()):
         raise refuse(call, "the channels are padded")
     return x.like(call.dense())
 
 
-def _say_what_is_sent(call: PaddedCall, operands: Sequence[PaddedValue], out: PaddedValue) -> None:
+def _track_operand_gradients(call: PaddedCall, operands: Sequence[PaddedValue], out: PaddedValue) -> None:
     name = _name(call)
-    if name in _LINEAR or (name in _SMOOTH and all(_is_tame(x, out) for x in operands)):
+    if name in _LINEAR or (name in _SMOOTH and all(_is_bounded(x, out) for x in operands)):
         for x in operands:
-            if all(d >= 0 and is_padded_alike(x.dims[d], out.dims[d - x.dim()]) for d in _padded_from_behind(x, out)):
-                x.sends_zero(out)
+            if all(d >= 0 and is_padded_alike(x.dims[d], out.dims[d - x.dim()]) for d in _padded_operand_dims(x, out)):
+                x.gradient_is_zero_if(out)
 
 
-def _padded_from_behind(x: PaddedValue, out: PaddedValue) -> list[int]:
-    """The dims of an operand that are padded ones of the result; negative where it lacks them."""
+def _padded_operand_dims(x: PaddedValue, out: PaddedValue) -> list[int]:
+    """Return the operand's dims that are padded in the result; negative for dims that it lacks."""
     return [d - out.dim() + x.dim() for d in out.padded_dims]
 
 
-def _is_tame(x: PaddedValue, out: PaddedValue) -> bool:
-    """Return whether an operand of a broadcast op is tame (`is_tame`) at the padded positions of the result."""
-    return x.is_tame if x.padded_dims else not _is_aligned(x, out.dims)
+def _is_bounded(x: PaddedValue, out: PaddedValue) -> bool:
+    """Return whether an operand has bounded values (`padding_is_bounded`) at the padded positions of the result."""
+    return x.padding_is_bounded if x.padded_dims else not _is_aligned(x, out.dims)
 
 
 def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
@@ -101,7 +101,7 @@ def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
 
 @table.register(aten.copy.default)
 def copied(call: PaddedCall) -> PaddedValue:
-    """`copy`: the second operand broadcast to the first, which gives dtype and shape."""
+    """Broadcast the source to the dtype and shape of the destination."""
     dims, sizes = broadcast([call["self"], call["src"]])
     if len(dims) != call["self"].dim():
         raise refuse(call, "the source has more dims than the destination")
@@ -112,26 +112,28 @@ def copied(call: PaddedCall) -> PaddedValue:
 
 
 def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], TrueSizes | None]:
-    """The dims of a broadcast result, and the sizes they speak of.
+    """Return the dims of a broadcast result, and the true sizes behind them.
 
     Raises:
-        Inexpressible: two operands have different true sizes along one dim.
+        UnsupportedCall: two operands have different true sizes along one dim.
     """
-    sizes = together([x.sizes for x in operands if x.sizes is not None])
-    return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.named), sizes
+    sizes = merge_sizes([x.sizes for x in operands if x.sizes is not None])
+    return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.key), sizes
 
 
 @functools.lru_cache(4096)
-def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: Named | None) -> tuple[Factors, ...]:
-    """The dims that operands of these dims broadcast to."""
+def _broadcast(operands: tuple[tuple[Factors, ...], ...], sizes: SizeKey | None) -> tuple[Factors, ...]:
+    """Return the dims that operands of these dims broadcast to."""
     rank = max(map(len, operands), default=0)
-    return tuple(met([dims[-back] for dims in operands if len(dims) >= back], sizes) for back in range(rank, 0, -1))
+    return tuple(
+        broadcast_dim([dims[-back] for dims in operands if len(dims) >= back], sizes) for back in range(rank, 0, -1)
+    )
 
 
-def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Factors:
-    """One dim of several operands: a padded one wins over a plain one of its bucket's size, and any over bucket 1.
+def broadcast_dim(candidates: Sequence[Factors], sizes: SizeKey | TrueSizes | None) -> Factors:
+    """Broadcast one dim of several operands: a padded dim over an unpadded one of the bucket's size, any over size 1.
 
-    What a slice as `x[:, :1]` leaves of a padded dim is Min(1, size) long: where that is 0 there is no plain program.
+    A slice such as `x[:, :1]` makes a padded dim of true size Min(1, size); if that is 0, the unpadded program raises.
     """
     if len(candidates) == 1 and bucket_of(candidates[0]):
         return candidates[0]
@@ -144,21 +146,21 @@ def met(candidates: Sequence[Factors], sizes: Named | TrueSizes | None) -> Facto
     for other in padded[1:]:
         if other != chosen and not same_factors(chosen, other, sizes):
             if bucket_of(chosen) == 1:
-                # Each is there or not, and what they make is there where all are.
+                # The result is valid where all operands are.
                 return (Factor(1, multiplied(*(size_of(factors) for factors in padded))),)
             raise UnsupportedCall(
-                f"dims of true size {_sizes(chosen)} and {_sizes(other)} meet, which are not the same"
+                f"dims of the true sizes {_sizes(chosen)} and {_sizes(other)}, which differ, cannot be combined"
             )
     for other in candidates:
         if bucket_of(other) not in (1, bucket_of(chosen)):
             raise UnsupportedCall(
-                f"a dim of bucket {bucket_of(chosen)} (true size {_sizes(chosen)}) meets a plain dim of "
-                f"{bucket_of(other)}: pad that tensor on the same Dim"
+                f"a dim of bucket {bucket_of(chosen)} (true size {_sizes(chosen)}) cannot be combined with an unpadded "
+                f"dim of {bucket_of(other)}: pad that tensor on the same Dim"
             )
     return chosen
 
 
-def same_factors(a: Factors, b: Factors, sizes: Named | TrueSizes | None) -> bool:
+def same_factors(a: Factors, b: Factors, sizes: SizeKey | TrueSizes | None) -> bool:
     """Return whether two dims are valid at the same positions, whatever the true sizes are."""
     if [f.bucket for f in a] != [f.bucket for f in b] or sizes is None:
         return False
@@ -174,18 +176,18 @@ def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], 
         return False
     import sympy
 
-    # One symbol has few values: as many as its bucket.
+    # A symbol has only as many values as its bucket.
     difference = sympy.lambdify(free, a - b, modules=[{"Max": max, "Min": min}, "math"])
     return all(difference(n) == 0 for n in range(buckets[symbols.index(free[0])] + 1))
 
 
 def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:
-    """The storage of an operand of a broadcast op.
+    """Return the storage of an operand of a broadcast op, such that its gradient takes nothing from padding.
 
-    One that lacks a padded dim of the result, or has only real positions there, would take padding's gradients for
-    its own: it is expanded first, and the gradient masked before it is added up.
+    An operand that lacks a padded dim of the result, or is unpadded there, sums its gradient over padding: so it is
+    expanded first, and the gradient is masked before the sum.
     """
-    if not x.records or sizes is None:
+    if not x.is_tracked or sizes is None:
         return x.dense
     lacking = [
         d
@@ -212,23 +214,21 @@ def is_padded_alike(own: Factors, of_result: Factors) -> bool:
 
 
 def _fill_after(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> Fill | None:
-    """The known fill of the result: zero where the op keeps zero, the first valid values where operands repeat them."""
+    """Return the known fill of the result: zero if the op keeps zero, `EDGE_FILL` if all operands have it."""
     name, fill = _name(call), operands[0].fill
-    if _repeats(call, operands, dims):
+    if _has_edge_fill(call, operands, dims):
         return EDGE_FILL
     if len(operands) == 2 and name in ("add", "sub"):
         is_zero = all(x.fill == 0 and x.dims == operands[0].dims for x in operands)
         return 0 if is_zero and operands[0].padded_dims else None
     if len(operands) != 1:
         return None
-    if fill == FINITE_FILL and (
-        name in _BOUNDED or (name in _CASTS and _holds_as_much(call["self"].dense.dtype, call))
-    ):
+    if fill == FINITE_FILL and (name in _BOUNDED or (name in _CASTS and _is_safe_cast(call["self"].dense.dtype, call))):
         return FINITE_FILL
     return fill if (fill == 0 and name in _KEEPS_ZERO) or name in _KEEPS_VALUES else None
 
 
-def _repeats(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> bool:
+def _has_edge_fill(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> bool:
     """Return whether the padding of the result, like that of the operands, repeats the first valid positions."""
     return (
         all(x.fill == EDGE_FILL if x.padded_dims else not _is_aligned(x, dims) for x in operands)
@@ -236,14 +236,14 @@ def _repeats(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[F
     )
 
 
-def _holds_as_much(dtype: torch.dtype, call: PaddedCall) -> bool:
+def _is_safe_cast(dtype: torch.dtype, call: PaddedCall) -> bool:
     """Return whether finite numbers of this dtype stay finite in the dtype that they are cast to."""
     to = call.get("dtype") or dtype
     return all(t.is_floating_point for t in (dtype, to)) and torch.finfo(to).max > 0.99 * torch.finfo(dtype).max
 
 
 def _name(call: PaddedCall) -> str:
-    """The op's, of one in place that of what it computes."""
+    """Return the op's name without the underscore of an in-place op."""
     name: str = call.op._schema.name
     return name.split("::")[1].rstrip("_")
 

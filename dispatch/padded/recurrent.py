@@ -1,44 +1,43 @@
-"""Recurrent networks: what is real comes before the padding, so only the last states have to be told from it.
+"""Recurrent networks: valid steps precede the padding, so only the final states need care.
 
-The last hidden state is the output at the true end. The last cell of an LSTM is none of its outputs: so padding keeps
-the cell, by one more feature of the input that is 1 in padding and whose weights hold the forget gate open and the
-input gate shut,
+The final hidden state is the output at the true end. The final cell state of an LSTM is not among its outputs, so the
+state is kept constant in the padding: the input gets one more feature, which is 1 in padding and whose weights hold the
+forget gate open and the input gate shut,
 
     c_t = sigmoid(f + 1e4) c_(t-1) + sigmoid(i - 1e4) g = c_(t-1),
 
-which is exact, and so is its gradient. Backwards in time a layer runs forward over the real steps in reversed order.
+which is exact, and so is its gradient. A backward direction runs forward over the valid steps in reversed order.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.tree import tree_find
+from subtensors.dispatch.ops.tree import PyTree, tree_find
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
-from subtensors.dispatch.padded.pointwise import met
+from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.sizes.dim_factors import static_dims
 
 aten = torch.ops.aten
 
 SATURATED = 1e4
-"""A sigmoid of this is 1 in every dtype, and of its negative 0; float16 holds it."""
+"""A number that a sigmoid maps to 1 in every dtype, and its negative to 0; float16 can hold it."""
 
 
 @table.register(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
-    """The outputs of the last layer, and the last states of all."""
+    """Return the outputs of the last layer, and the final states of all layers."""
     time = 1 if call["batch_first"] else 0
-    x, states = _of_one_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 1 - time)
+    x, states = _with_shared_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 1 - time)
     hidden = [static_dims([s.shape[2]])[0] for s in states]
     if not x.is_padded(time):
-        given: Any = [s.filled(0) for s in states]
-        out, *ends = call.dense({"input": x.filled(0), "hx": given if isinstance(call["hx"], list) else given[0]})
+        initial = [s.filled(0) for s in states]
+        out, *ends = call.dense({"input": x.filled(0), "hx": initial if isinstance(call["hx"], list) else initial[0]})
         dims = [*x.dims[:2], *static_dims([out.shape[2]])]
         last = [
             result(e, [s.dims[0], x.dims[1 - time], h], x.sizes) for e, s, h in zip(ends, states, hidden, strict=True)
@@ -54,8 +53,8 @@ def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
             weights = [w.dense for w in call["params"][k * each : (k + 1) * each]]
             out, *last = _layer(call, x, begin, weights, time, backwards=k % directions == 1)
             sides.append(out)
-            for all_of_it, end in zip(ends, last, strict=True):
-                all_of_it.append(end)
+            for layer_ends, end in zip(ends, last, strict=True):
+                layer_ends.append(end)
         x = apply(aten.cat.default, sides, 2) if directions > 1 else sides[0]
         if call["dropout"] and call["train"] and layer < call["num_layers"] - 1:
             x = apply(aten.dropout.default, x, call["dropout"], True)
@@ -65,7 +64,7 @@ def recurrent(call: PaddedCall) -> tuple[PaddedValue, ...]:
 def _layer(
     call: PaddedCall, x: PaddedValue, states: list[Tensor], weights: list[Tensor], time: int, backwards: bool
 ) -> list[PaddedValue]:
-    """The outputs of one layer in one direction, and its last states."""
+    """Return the outputs of one layer in one direction, and its final states."""
     steps = apply(aten.flip.default, x, [time]) if backwards else x
     dense = steps.filled(0)
     is_lstm = len(states) == 2
@@ -75,14 +74,14 @@ def _layer(
         is_padding = mask.logical_not().expand(*x.shape[:2], 1).to(dense.dtype)
         dense = torch.cat([dense, is_padding], 2)
         gate = weights[1].new_full((weights[1].shape[0] // 4, 1), SATURATED)
-        others = torch.zeros_like(gate)
-        weights = [torch.cat([weights[0], torch.cat([-gate, gate, others, others])], 1), *weights[1:]]
-    begin: Any = states if is_lstm else states[0]
+        zeros = torch.zeros_like(gate)
+        weights = [torch.cat([weights[0], torch.cat([-gate, gate, zeros, zeros])], 1), *weights[1:]]
+    begin: list[Tensor] | Tensor = states if is_lstm else states[0]
     options = call["has_biases"], 1, 0.0, call["train"], False, call["batch_first"]
     with warnings.catch_warnings():
-        # One layer's weights are not where cuDNN keeps those of the whole network, so that it copies them.
+        # cuDNN warns that it copies weights which are not in one piece of memory with the others.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-        # Called as torch's own function, its warnings are raised in here.
+        # Through torch's own function, not the op, warnings are raised inside of this block.
         out, *last = getattr(torch, call.op.overloadpacket.__name__)(dense, begin, weights, *options)
     outputs = result(out, [*x.dims[:2], *static_dims([out.shape[2]])], x.sizes).gradient_masked()
     ends = [apply(aten.select.int, outputs, time, -1)]
@@ -93,25 +92,25 @@ def _layer(
 
 
 @table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
-def cell(call: PaddedCall) -> Any:
-    """One step."""
-    x, states = _of_one_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 0)
-    given: Any = [s.filled(0) for s in states]
-    out = call.dense({"input": x.filled(0), "hx": given if len(states) > 1 else given[0]})
+def cell(call: PaddedCall) -> PyTree:
+    """Run one step."""
+    x, states = _with_shared_batch(call, call["input"], tree_find(PaddedValue, call["hx"]), 0)
+    initial = [s.filled(0) for s in states]
+    out = call.dense({"input": x.filled(0), "hx": initial if len(states) > 1 else initial[0]})
     outs = out if isinstance(out, tuple) else (out,)
-    wrapped = [result(o, [x.dims[0], *static_dims([o.shape[1]])], x.sizes).gradient_masked() for o in outs]
-    return tuple(wrapped) if isinstance(out, tuple) else wrapped[0]
+    results = [result(o, [x.dims[0], *static_dims([o.shape[1]])], x.sizes).gradient_masked() for o in outs]
+    return tuple(results) if isinstance(out, tuple) else results[0]
 
 
-def _of_one_batch(
+def _with_shared_batch(
     call: PaddedCall, x: PaddedValue, states: Sequence[PaddedValue], at: int
 ) -> tuple[PaddedValue, list[PaddedValue]]:
-    """The input and the states, padded alike in their batch, which is a dim `at` of the input."""
+    """Return the input and the states with the same padding in their batch, dim `at` of the input."""
     weights = [w for w in call.values if w is not x and all(w is not s for s in states)]
     features = [x.is_padded(x.dim() - 1), *(s.is_padded(d) for s in states for d in range(s.dim()) if d != s.dim() - 2)]
     if any(features) or any(w.padded_dims for w in weights):
         raise refuse(call, "its features, its layers or its weights are padded")
     sizes = call.sizes()
-    batch = met([x.dims[at], *(s.dims[-2] for s in states)], sizes)
-    together = PaddedValue(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
-    return together, [PaddedValue(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]
+    batch = broadcast_dim([x.dims[at], *(s.dims[-2] for s in states)], sizes)
+    batched = PaddedValue(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)
+    return batched, [PaddedValue(s.dense, (*s.dims[:-2], batch, s.dims[-1]), sizes) for s in states]

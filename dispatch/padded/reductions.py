@@ -1,7 +1,7 @@
-"""Reductions: padding is filled with the element that changes nothing, and counts are of real elements.
+"""Reductions: padding is filled with the op's neutral element, and counts are those of valid elements.
 
-A reduction over padded dims is `f(where(mask, x, e))` with `e` neutral for f. What divides by the number of elements
-divides by the number of real ones, which the device reads from the true sizes: mean = sum / count and
+A reduction f over padded dims is `f(where(mask, x, e))` with e neutral for f. A reduction that divides by a number of
+elements divides by that of valid ones, which the device computes from the true sizes: mean = sum / count and
 var = sum((x - mean)^2) / (count - correction).
 """
 
@@ -9,31 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import tree_map_only
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, plain, result
-from subtensors.dispatch.sizes.dim_factors import Factors, is_prefix, static_dims
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, reduced_result
+from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 
 
-def least(dtype: torch.dtype) -> Number:
-    """The lower bound of the values of a dtype."""
+def min_value(dtype: torch.dtype) -> Number:
+    """Return the lower bound of the values of a dtype."""
     if dtype == torch.bool:
         return False
     return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
-def greatest(dtype: torch.dtype) -> Number:
-    """The upper bound of the values of a dtype."""
+def max_value(dtype: torch.dtype) -> Number:
+    """Return the upper bound of the values of a dtype."""
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -47,7 +47,7 @@ def _one(dtype: torch.dtype) -> Number:
     return 1
 
 
-NEUTRAL: dict[Any, Callable[[torch.dtype], Number]] = {
+NEUTRAL: dict[OpOverload | OpOverloadPacket, Callable[[torch.dtype], Number]] = {
     aten.sum: _zero,
     aten.nansum: _zero,
     aten.count_nonzero: _zero,
@@ -56,90 +56,91 @@ NEUTRAL: dict[Any, Callable[[torch.dtype], Number]] = {
     aten.all: _one,
     aten._is_all_true: _one,
     aten.prod: _one,
-    aten.amax: least,
-    aten.amin: greatest,
-    aten.max.default: least,
-    aten.min.default: greatest,
-    aten.max.dim: least,
-    aten.min.dim: greatest,
-    aten.logsumexp: least,
+    aten.amax: min_value,
+    aten.amin: max_value,
+    aten.max.default: min_value,
+    aten.min.default: max_value,
+    aten.max.dim: min_value,
+    aten.min.dim: max_value,
+    aten.logsumexp: min_value,
 }
-"""The element that a reduction ignores. max.dim and min.dim give positions too, of which the real ones come first."""
+"""The neutral element of each reduction. Of equal elements max.dim and min.dim give the first, which is a valid one."""
 
 
 @table.register(*NEUTRAL)
-def reduction(call: PaddedCall) -> Any:
+def reduction(call: PaddedCall) -> PyTree:
     """Fill with the neutral element, then reduce."""
     x: PaddedValue = call["self"]
     neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
-    gone = reduced_dims(call, x)
+    reduced = reduced_dims(call, x)
     if call.op.overloadpacket is aten.logsumexp and not (x.dense.is_floating_point() or x.dense.is_complex()):
-        # Of whole numbers none has no exponential.
+        # No integer is neutral for logsumexp.
         x = x.like(x.dense.to(torch.get_default_dtype()))
-    by_kernel = _by_kernel(call, x, gone)
+    by_kernel = _by_kernel(call, x, reduced)
     if by_kernel is not None:
         return by_kernel
-    out = call.dense({"self": x.filled(neutral(x.dense.dtype), gone)})
+    out = call.dense({"self": x.filled(neutral(x.dense.dtype), reduced)})
     if "dim" in call and isinstance(call["dim"], int) and isinstance(out, tuple):
-        _require_prefix(call, x, gone)
-    return wrap_reduced(out, x, gone, call.get("keepdim", False))
+        _require_prefix(call, x, reduced)
+    return reduced_result(out, x, reduced, call.get("keepdim", False))
 
 
 @table.register(aten.mean)
 def mean(call: PaddedCall) -> PaddedValue:
-    """Sum over count."""
+    """Divide the sum by the count."""
     x: PaddedValue = call["self"]
-    gone = reduced_dims(call, x)
+    reduced = reduced_dims(call, x)
     keepdim = call.get("keepdim", False)
     dtype = call["dtype"] or x.dense.dtype
-    if not _padded_among(x, gone):
-        return wrap_reduced(call.dense(), x, gone, keepdim)  # type: ignore[no-any-return]
+    if not _padded_among(x, reduced):
+        return reduced_result(call.dense(), x, reduced, keepdim)  # type: ignore[no-any-return]
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(
             f"mean(): could not infer output dtype. Input dtype must be floating or complex. Got: {dtype}"
         )
-    by_kernel = _by_kernel(call, x, gone)
+    by_kernel = _by_kernel(call, x, reduced)
     if by_kernel is not None:
         return by_kernel  # type: ignore[no-any-return]
-    total = torch.sum(x.filled(0, gone), gone, keepdim=True, dtype=arithmetic_dtype(dtype))
-    out = (total / real_count(x, gone)).to(dtype)
-    return wrap_reduced(_kept(out, gone, keepdim), x, gone, keepdim)  # type: ignore[no-any-return]
+    total = torch.sum(x.filled(0, reduced), reduced, keepdim=True, dtype=arithmetic_dtype(dtype))
+    out = (total / x.valid_count(reduced)).to(dtype)
+    return reduced_result(_kept(out, reduced, keepdim), x, reduced, keepdim)  # type: ignore[no-any-return]
 
 
 @table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
-def variance(call: PaddedCall) -> Any:
-    """Squared distances from the mean of the real elements, over their count less the correction."""
+def variance(call: PaddedCall) -> PyTree:
+    """Divide the squared deviations from the mean by the count minus the correction."""
     x: PaddedValue = call["self"]
-    gone = reduced_dims(call, x)
+    reduced = reduced_dims(call, x)
     keepdim = call["keepdim"]
-    if not _padded_among(x, gone) or not (x.dense.is_floating_point() or x.dense.is_complex()):
-        # Of whole numbers torch has none, and says so.
-        return wrap_reduced(call.dense(), x, gone, keepdim)
+    if not _padded_among(x, reduced) or not (x.dense.is_floating_point() or x.dense.is_complex()):
+        # For integers torch raises its own error.
+        return reduced_result(call.dense(), x, reduced, keepdim)
     correction = 1 if call["correction"] is None else call["correction"]
     if call.op is aten.var.correction:
-        by_kernel = _by_kernel(call, x, gone, correction=correction)
+        by_kernel = _by_kernel(call, x, reduced, correction=correction)
         if by_kernel is not None:
             return by_kernel
     dtype = x.dense.dtype
-    values = x.filled(0, gone).to(arithmetic_dtype(dtype))
-    count = real_count(x, gone)
-    average = values.sum(gone, keepdim=True) / count
-    mask = x.mask(gone)
+    values = x.filled(0, reduced).to(arithmetic_dtype(dtype))
+    count = x.valid_count(reduced)
+    average = values.sum(reduced, keepdim=True) / count
+    mask = x.mask(reduced)
     distance = values - average if mask is None else torch.where(mask, values - average, 0)
     square = (distance * distance.conj()).real if distance.is_complex() else distance * distance
-    squares = square.sum(gone, keepdim=True) / (count - correction).clamp(min=0)
+    squares = square.sum(reduced, keepdim=True) / (count - correction).clamp(min=0)
     name = call.op.overloadpacket
     spread = squares if name in (aten.var, aten.var_mean) else _root(squares)
     outs = [spread, average] if name in (aten.var_mean, aten.std_mean) else [spread]
     dtypes = (dtype.to_real(), dtype)
-    wrapped = [
-        wrap_reduced(_kept(o.to(t), gone, keepdim), x, gone, keepdim) for o, t in zip(outs, dtypes, strict=False)
+    results = [
+        reduced_result(_kept(o.to(t), reduced, keepdim), x, reduced, keepdim)
+        for o, t in zip(outs, dtypes, strict=False)
     ]
-    return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _root(squares: Tensor) -> Tensor:
-    """The square root whose gradient at 0 is 0, as that of torch's standard deviation is."""
+    """Return the square root with a gradient of 0 at 0, as torch's standard deviation has."""
     is_zero = squares == 0
     return torch.where(is_zero, 0, torch.where(is_zero, 1, squares).sqrt())
 
@@ -150,103 +151,86 @@ def norm(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     order = call.get("ord", call.get("p", 2))
     order = 2 if order is None else order
-    gone = reduced_dims(call, x)
-    by_kernel = _by_kernel(call, x, gone, p=order) if isinstance(order, int | float) else None
+    reduced = reduced_dims(call, x)
+    by_kernel = _by_kernel(call, x, reduced, p=order) if isinstance(order, int | float) else None
     if by_kernel is not None:
         return by_kernel  # type: ignore[no-any-return]
-    return wrap_reduced(  # type: ignore[no-any-return]
-        call.dense({"self": x.filled(math.inf if order < 0 else 0, gone)}), x, gone, call.get("keepdim", False)
+    return reduced_result(  # type: ignore[no-any-return]
+        call.dense({"self": x.filled(math.inf if order < 0 else 0, reduced)}), x, reduced, call.get("keepdim", False)
     )
 
 
 @table.register(aten.argmax, aten.argmin)
 def argmax(call: PaddedCall) -> PaddedValue:
-    """The position of an extreme; that of the flattened tensor counts real elements only."""
+    """The position of an extreme; in the flattened tensor, positions count valid elements only."""
     x: PaddedValue = call["self"]
-    extreme = least if call.op.overloadpacket is aten.argmax else greatest
-    gone = reduced_dims(call, x)
-    _require_prefix(call, x, gone)
-    dense = x.filled(extreme(x.dense.dtype), gone)
+    extreme = min_value if call.op.overloadpacket is aten.argmax else max_value
+    reduced = reduced_dims(call, x)
+    _require_prefix(call, x, reduced)
+    dense = x.filled(extreme(x.dense.dtype), reduced)
     out = call.dense({"self": dense})
     if call["dim"] is None:
         out = logical_position(call, x, out)
-    return wrap_reduced(out, x, gone, call["keepdim"])  # type: ignore[no-any-return]
+    return reduced_result(out, x, reduced, call["keepdim"])  # type: ignore[no-any-return]
 
 
 @table.register(aten.aminmax)
-def aminmax(call: PaddedCall) -> Any:
-    """Both extremes."""
+def aminmax(call: PaddedCall) -> PyTree:
+    """The minimum and the maximum."""
     x: PaddedValue = call["self"]
-    gone = reduced_dims(call, x)
+    reduced = reduced_dims(call, x)
     dtype, keepdim = x.dense.dtype, call["keepdim"]
-    named: dict[str, Any] = {} if call["dim"] is None else {"dim": gone}
-    low = torch.amin(x.filled(greatest(dtype), gone), **named, keepdim=keepdim)
-    high = torch.amax(x.filled(least(dtype), gone), **named, keepdim=keepdim)
-    return wrap_reduced((low, high), x, gone, keepdim)
+    over = [] if call["dim"] is None else reduced
+    low = torch.amin(x.filled(max_value(dtype), reduced), over, keepdim=keepdim)
+    high = torch.amax(x.filled(min_value(dtype), reduced), over, keepdim=keepdim)
+    return reduced_result((low, high), x, reduced, keepdim)
 
 
 @table.register(aten.trace)
 def trace(call: PaddedCall) -> PaddedValue:
     """The sum of the diagonal."""
-    return apply(aten.sum.default, apply(aten.diagonal.default, call["self"]))  # type: ignore[no-any-return]
+    return apply(aten.sum.default, apply(aten.diagonal.default, call["self"]))
 
 
 @table.register(OpClass.REDUCTION)
-def without_padding(call: PaddedCall) -> Any:
-    """A reduction whose neutral element isn't known: right over dims without padding."""
+def without_padding(call: PaddedCall) -> PyTree:
+    """Run a reduction with an unknown neutral element over dims without padding."""
     x = call.values[0]
     if len(call.values) > 1 or ("dim" not in call and "dims" not in call):
-        raise refuse(call, "its neutral element isn't known")
-    gone = reduced_dims(call, x)
-    if _padded_among(x, gone):
-        raise refuse(call, "its neutral element isn't known")
-    return wrap_reduced(call.dense(), x, gone, call.get("keepdim", False))
+        raise refuse(call, "its neutral element is unknown")
+    reduced = reduced_dims(call, x)
+    if _padded_among(x, reduced):
+        raise refuse(call, "its neutral element is unknown")
+    return reduced_result(call.dense(), x, reduced, call.get("keepdim", False))
 
 
-def _by_kernel(call: PaddedCall, x: PaddedValue, gone: list[int], p: float = 2, correction: float = 1) -> Any:
-    """The reduction by one kernel, where there is one."""
-    if not _padded_among(x, gone) or call.get("dtype") not in (None, x.dense.dtype) or call.op in (aten.prod.default,):
+def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 2, correction: float = 1) -> PyTree:
+    """Reduce with one kernel; return None if no kernel supports it."""
+    if (
+        not _padded_among(x, reduced)
+        or call.get("dtype") not in (None, x.dense.dtype)
+        or call.op in (aten.prod.default,)
+    ):
         return None
-    out = kernels.reduced(call.op.overloadpacket, x, gone, p, correction)
+    out = kernels.reduced(call.op.overloadpacket, x, reduced, p, correction)
     if out is None:
         return None
     keepdim = call.get("keepdim", False)
-    for d in sorted(gone) if keepdim else ():
+    for d in sorted(reduced) if keepdim else ():
         out = out.unsqueeze(d)
-    return wrap_reduced(out, x, gone, keepdim)
+    return reduced_result(out, x, reduced, keepdim)
 
 
 def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
-    """The dims that a call reduces."""
-    given = call.get("dim", call.get("dims"))
-    if given is None or (not isinstance(given, int) and len(given) == 0):
+    """Return the dims that a call reduces."""
+    dims = call.get("dim", call.get("dims"))
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return list(range(x.dim()))
-    return [d % max(x.dim(), 1) for d in ([given] if isinstance(given, int) else given)] if x.dim() else []
-
-
-def wrap_reduced(out: Any, x: PaddedValue, gone: Sequence[int], keepdim: bool) -> Any:
-    """The results of a reduction, with the padding of the dims that stay."""
-    if keepdim:
-        dims: list[Factors] = [static_dims([1])[0] if d in gone else f for d, f in enumerate(x.dims)]
-    else:
-        dims = [f for d, f in enumerate(x.dims) if d not in gone]
-    if not any(not f.is_static for factors in dims for f in factors):
-        return tree_map_only(Tensor, plain, out)
-    return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), out)
-
-
-def real_count(x: PaddedValue, gone: Sequence[int]) -> Tensor:
-    """Count the valid elements that go into each result of a reduction, broadcastable to it with its dims kept."""
-    mask = x.mask(gone)
-    if mask is None:
-        return torch.full((), math.prod(x.shape[d] for d in gone), device=x.dense.device)
-    count = mask.sum(list(gone), keepdim=True)
-    whole = math.prod(x.shape[d] for d in gone if mask.shape[d] == 1)
-    return count * whole
+    return [d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)] if x.dim() else []
 
 
 def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tensor:
-    """A position in the flattened bucket as one in the flattened logical tensor."""
+    """Convert a position in the flattened bucket to one in the flattened unpadded tensor."""
     out = torch.zeros_like(position)
     scale: Tensor | int = 1
     for d in reversed(range(x.dim())):
@@ -268,5 +252,5 @@ def _require_prefix(call: PaddedCall, x: PaddedValue, dims: Sequence[int]) -> No
         raise refuse(call, "a position in a flattened dim counts its padding")
 
 
-def _kept(out: Tensor, gone: Sequence[int], keepdim: bool) -> Tensor:
-    return out if keepdim else out.squeeze(list(gone))
+def _kept(out: Tensor, reduced: Sequence[int], keepdim: bool) -> Tensor:
+    return out if keepdim else out.squeeze(list(reduced))

@@ -1,18 +1,18 @@
-"""Softmax, scans and differences: along a padded dim a neutral fill, and a gradient that ends at the true size."""
+"""Softmax, scans and differences: a padded dim is filled with the neutral element, and gradients are masked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.ops.tree import tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
-from subtensors.dispatch.padded.reductions import greatest, least
+from subtensors.dispatch.padded.reductions import max_value, min_value
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
 aten = torch.ops.aten
@@ -21,37 +21,37 @@ aten = torch.ops.aten
 @table.register(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
                 aten.special_softmax, aten.special_log_softmax)  # fmt: skip
 def softmax(call: PaddedCall) -> PaddedValue:
-    """exp(x) over its sum: -inf adds nothing to it."""
+    """exp(x) / sum(exp(x)), with -inf in the padding, which adds nothing to the sum."""
     x: PaddedValue = call["self"]
     if x.dim() == 0:
         return x.like(call.dense())
     d = call["dim"] % x.dim()
     if not x.is_padded(d) or not (x.dense.is_floating_point() or call.get("dtype")):
-        # Of whole numbers torch has none, and says so.
+        # For integers torch raises its own error.
         return x.like(call.dense())
     if "dtype" not in call or call["dtype"] in (None, x.dense.dtype):
         is_log = "log_softmax" in call.op.name()
         by_kernel = kernels.softmax(x, d, is_log)
         if by_kernel is not None:
             return by_kernel
-    # An integer input is cast to a real dtype, in which its least value is no neutral element.
-    real = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
-    return x.like(call.dense({"self": real.filled(float("-inf"), [d])})).gradient_masked()
+    # An integer input is cast first: its minimum is not neutral in a floating-point dtype.
+    floating = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
+    return x.like(call.dense({"self": floating.filled(float("-inf"), [d])})).gradient_masked()
 
 
-SCANS: dict[Any, Callable[[torch.dtype], Number]] = {
+SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {
     aten.cumsum: lambda dtype: 0,
     aten.cumprod: lambda dtype: 1,
-    aten.logcumsumexp: least,
-    aten._logcumsumexp: least,
-    aten.cummax: least,
-    aten.cummin: greatest,
+    aten.logcumsumexp: min_value,
+    aten._logcumsumexp: min_value,
+    aten.cummax: min_value,
+    aten.cummin: max_value,
 }
 
 
 @table.register(*SCANS)
-def scan(call: PaddedCall) -> Any:
-    """A running value: what is real comes before the padding, which only the gradient runs back through."""
+def scan(call: PaddedCall) -> PyTree:
+    """Run a scan: valid positions precede the padding, so only the gradient would pass through it."""
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
@@ -64,7 +64,7 @@ def scan(call: PaddedCall) -> Any:
 
 @table.register(aten.diff)
 def difference(call: PaddedCall) -> PaddedValue:
-    """Each position less the one before it, n times: of bools, whether they differ."""
+    """Subtract from each position the one before it, n times; compare bools instead."""
     x: PaddedValue = call["self"]
     d = call["dim"]
     parts = [part for part in (call["prepend"], x, call["append"]) if part is not None]

@@ -1,7 +1,7 @@
-"""Parts of a dim: at given positions, of a given size, or of a given number.
+"""Splits of a dim: at positions, into parts of a size, or into a number of parts.
 
-Parts of a padded dim are slices, whose sizes are expressions. Where their number follows from the true size the host
-has to know it, and in a ragged batch it has to be the same for every row.
+Parts of a padded dim are slices, whose sizes are expressions. If their number depends on the true size, the host has to
+know it, and in a ragged batch it has to be the same for every row.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import taken
+from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.padded.views import row
+from subtensors.dispatch.padded.views import select_row
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import Size, floor_divided, largest, smallest
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -27,22 +27,22 @@ aten = torch.ops.aten
 @table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
                 aten.split.default, aten.tensor_split.indices)  # fmt: skip
 def split_at(call: PaddedCall) -> list[PaddedValue]:
-    """Parts of given sizes, which add up to the bucket's, or between positions: slices, cut at the true end."""
+    """Split at positions, or into sizes that add up to the bucket's; parts end at the true end."""
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
-    given = call.get("split_sizes", call.get("split_size"))
+    part_sizes = call.get("split_sizes", call.get("split_size"))
     if not x.is_padded(d):
         return _static_parts(call, x, d)
-    if given is not None and sum(given) != x.shape[d]:
-        raise refuse(call, f"the sizes {list(given)} do not add up to the bucket's {x.shape[d]}")
-    ends = list(itertools.accumulate(given))[:-1] if given is not None else list(call["indices"])
+    if part_sizes is not None and sum(part_sizes) != x.shape[d]:
+        raise refuse(call, f"the sizes {list(part_sizes)} do not add up to the bucket's {x.shape[d]}")
+    ends = list(itertools.accumulate(part_sizes))[:-1] if part_sizes is not None else list(call["indices"])
     bounds = [0, *ends, None]
     return [apply(aten.slice.Tensor, x, d, start, end) for start, end in itertools.pairwise(bounds)]
 
 
 @table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
 def split(call: PaddedCall) -> list[PaddedValue]:
-    """Parts of one size, and what is left."""
+    """Split into parts of one size, and a rest."""
     x: PaddedValue = call["self"]
     d, size = call["dim"] % x.dim(), call["split_size"]
     if not x.is_padded(d):
@@ -54,43 +54,45 @@ def split(call: PaddedCall) -> list[PaddedValue]:
 
 @table.register(aten.chunk, aten.unsafe_chunk)
 def chunk(call: PaddedCall) -> list[PaddedValue]:
-    """So many parts of one size, the last one smaller, or fewer of them."""
+    """Split into at most this many parts of one size; the last may be smaller."""
     x: PaddedValue = call["self"]
     d, chunks = call["dim"] % x.dim(), call["chunks"]
     if not x.is_padded(d):
         return _static_parts(call, x, d)
     _refuse_rows(call, x, d)
     counts = [-(-n // -(-n // chunks)) if n else chunks for n in _known(call, x, d)]
-    whole = prefix_size(x, d)
-    size = floor_divided(whole + chunks - 1, chunks)
+    true_size = prefix_size(x, d)
+    size = floor_divided(true_size + chunks - 1, chunks)
     parts = range(_same_for_all(call, x, d, counts))
-    return [_part(x, d, i * size, smallest(size, largest(0, whole - i * size)), chunks) for i in parts]
+    return [_part(x, d, i * size, smallest(size, largest(0, true_size - i * size)), chunks) for i in parts]
 
 
 @table.register(aten.tensor_split.sections)
 def sections(call: PaddedCall) -> list[PaddedValue]:
-    """So many parts, of which the first ones may be one longer."""
+    """Split into this many parts, of which the first ones may be one longer."""
     x: PaddedValue = call["self"]
     d, count = call["dim"] % x.dim(), call["sections"]
     if not x.is_padded(d):
         return _static_parts(call, x, d)
     _refuse_rows(call, x, d)
-    whole = prefix_size(x, d)
-    least = floor_divided(whole, count)
-    starts = [i * least + smallest(i, whole - count * least) for i in range(count)]
-    return [_part(x, d, start, floor_divided(whole + count - 1 - i, count), count) for i, start in enumerate(starts)]
+    true_size = prefix_size(x, d)
+    min_size = floor_divided(true_size, count)
+    starts = [i * min_size + smallest(i, true_size - count * min_size) for i in range(count)]
+    return [
+        _part(x, d, start, floor_divided(true_size + count - 1 - i, count), count) for i, start in enumerate(starts)
+    ]
 
 
 @table.register(aten.unbind, aten.unbind_copy)
 def unbind(call: PaddedCall) -> list[PaddedValue]:
-    """Every index of a dim."""
+    """Select each index of a dim."""
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     if not x.is_padded(d):
         dims = [factors for i, factors in enumerate(x.dims) if i != d]
         return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
     if prefix_size(x, d) == rows_symbol():
-        return [row(x, d, index) for index in range(x.shape[d])]
+        return [select_row(x, d, index) for index in range(x.shape[d])]
     return [apply(aten.select.int, x, d, i) for i in range(_same_for_all(call, x, d, _known(call, x, d)))]
 
 
@@ -102,14 +104,14 @@ def _static_parts(call: PaddedCall, x: PaddedValue, d: int) -> list[PaddedValue]
 
 
 def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> PaddedValue:
-    """One of `parts` parts of a dim, which starts at the index that `start` expresses."""
+    """Return one of `parts` parts of a dim, from the index `start` on."""
     assert x.sizes is not None
     longest = -(-x.shape[d] // parts)
-    return taken(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
+    return take_range(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
 
 
 def _known(call: PaddedCall, x: PaddedValue, d: int) -> list[int]:
-    """The true sizes of a dim, which the host knows."""
+    """Return the true sizes of a dim; raise DataDependentCall if the host doesn't know them."""
     sizes = None if is_traced(x.dense) else host_sizes(x, d)
     if sizes is None:
         raise refuse(call, "the number of parts would depend on the true size", DataDependentCall)
@@ -124,4 +126,4 @@ def _same_for_all(call: PaddedCall, x: PaddedValue, d: int, counts: Sequence[int
 
 def _refuse_rows(call: PaddedCall, x: PaddedValue, d: int) -> None:
     if prefix_size(x, d).has(rows_symbol()):
-        raise refuse(call, "it parts the rows of a ragged batch")
+        raise refuse(call, "it splits the rows of a ragged batch")

@@ -1,15 +1,18 @@
-"""The true sizes behind bucket sizes: symbols that the host reasons with, and their values on the device."""
+"""The true sizes behind bucket sizes: symbols on the host, their values on the device, and the masks they imply."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors
 from subtensors.dispatch.sizes.expressions import Size, size_on_device, size_symbol
 
 if TYPE_CHECKING:
@@ -20,19 +23,19 @@ HostSize = int | tuple[int, ...]
 
 @cache
 def rows_symbol() -> sympy.Symbol:
-    """The size of a ragged batch: every row is real, and a length may differ from row to row."""
+    """Return the symbol for the size of a ragged batch, whose rows are all valid and may differ in length."""
     return size_symbol("rows")
 
 
-class Named(NamedTuple):
-    """Symbols and their bucket sizes: what rules remember answers by, and no tensor."""
+class SizeKey(NamedTuple):
+    """Symbols and their bucket sizes: the key of cached results, which holds no tensor."""
 
     symbols: tuple[sympy.Symbol, ...]
     buckets: tuple[int, ...]
 
 
 class TrueSizes:
-    """The values of some symbols: one number each, or one a row of a ragged batch.
+    """The values of some symbols: one number each, or one for each row of a ragged batch.
 
     Args:
         symbols: the symbols, without `rows_symbol()`.
@@ -49,15 +52,15 @@ class TrueSizes:
         host: tuple[HostSize, ...] | None = None,
     ) -> None:
         self.symbols, self.buckets, self.values = symbols, buckets, values
-        self.named = Named(symbols, buckets)
+        self.key = SizeKey(symbols, buckets)
         self._host = host
-        self.masks: dict[Any, Tensor] = {}
-        """Masks that were computed from these sizes, by the dimensions they are of."""
-        self.attention_masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
-        """The last few masks that were made for attention of these and a caller's mask, which is kept beside each."""
+        self.masks: dict[Hashable, Tensor] = {}
+        """Masks and fill tensors that were computed from these sizes, by what they depend on."""
+        self.attention_masks: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
+        """The last masks that were made for attention; each with the caller's mask that it includes."""
         self.serves_one_run = False
-        """Whether this was made for one run of a program, which may be captured with its masks, each computed once."""
-        self._found: dict[Size, Tensor] = {}
+        """True if made for a single run of a program, in which each mask and expression is computed once."""
+        self._values_by_size: dict[Size, Tensor] = {}
 
     @property
     def rows(self) -> int | None:
@@ -65,7 +68,7 @@ class TrueSizes:
         return self.values.shape[1] if self.values.dim() == 2 else None
 
     def host(self) -> tuple[HostSize, ...]:
-        """The values as Python ints; where only the device knows them, this waits for it."""
+        """Return the values as Python ints; wait for the device if only it knows them."""
         if self._host is None:
             listed = self.values.tolist()
             self._host = tuple(tuple(v) if isinstance(v, list) else v for v in listed)
@@ -82,7 +85,7 @@ class TrueSizes:
         return self.values.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def set(self, host: Sequence[HostSize]) -> None:
-        """Give the symbols other values, in the memory that a captured graph reads.
+        """Set the symbols to other values, in the memory that a captured graph reads.
 
         Args:
             host: one value a symbol, or for a ragged batch a tuple of one a row.
@@ -98,9 +101,9 @@ class TrueSizes:
         """The value of an expression on the device: () or (rows,) int64."""
         if not self.serves_one_run:
             return self._of(size)
-        if size not in self._found:
-            self._found[size] = self._of(size)
-        return self._found[size]
+        if size not in self._values_by_size:
+            self._values_by_size[size] = self._of(size)
+        return self._values_by_size[size]
 
     def of_each(self, size: Size) -> Tensor:
         """The value of an expression on the device: (rows,) int64 where there are several rows, else ()."""
@@ -108,6 +111,8 @@ class TrueSizes:
         return value[0] if self.rows == 1 and value.dim() else value
 
     def _of(self, size: Size) -> Tensor:
+        if size.is_Symbol and size in self.symbols:
+            return self.values[self.symbols.index(size)]
         symbols = [rows_symbol(), *self.symbols] if size.has(rows_symbol()) else list(self.symbols)
         values = self.values
         if size.has(rows_symbol()):
@@ -115,8 +120,8 @@ class TrueSizes:
             values = torch.cat([count, values])
         return size_on_device(size, symbols, values)
 
-    def fill(self, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """A number to put into padding: in one run as a tensor that is made once, and not by every op."""
+    def fill(self, value: float, dtype: torch.dtype, device: torch.device) -> float | Tensor:
+        """Return a number to put into padding; within a single run, as a tensor that is made once."""
         if not self.serves_one_run:
             return value
         key = ("fill", repr(value), dtype)
@@ -125,20 +130,20 @@ class TrueSizes:
         return self.masks[key]
 
     def assignment(self, row: int | None = None) -> dict[sympy.Symbol, int]:
-        """The value of each symbol, read on the host.
+        """Return the value of each symbol, read on the host.
 
         Args:
             row: the row of a ragged batch whose sizes to return.
         """
-        known: dict[sympy.Symbol, int] = {}
+        assigned: dict[sympy.Symbol, int] = {}
         for symbol, size in zip(self.symbols, self.host(), strict=True):
             if isinstance(size, int):
-                known[symbol] = size
+                assigned[symbol] = size
             elif row is not None:
-                known[symbol] = size[row]
+                assigned[symbol] = size[row]
         if self.rows is not None:
-            known[rows_symbol()] = self.rows
-        return known
+            assigned[rows_symbol()] = self.rows
+        return assigned
 
     def is_ragged(self, size: Size) -> bool:
         """Return whether this size may differ from row to row."""
@@ -149,36 +154,36 @@ class TrueSizes:
         return self.rows != 1 and self.is_ragged(size)
 
     def clone(self) -> TrueSizes:
-        """The same sizes in memory of their own."""
+        """Return a copy in new memory."""
         return TrueSizes(self.symbols, self.buckets, self.values.clone(), self._host)
 
     def of_row(self, row: int) -> TrueSizes:
-        """The sizes of one row of a ragged batch, from the end if negative."""
-        host = None if not self.known_on_host else tuple(_one(size, row) for size in self.host())
+        """Return the sizes of one row of a ragged batch, counted from the end if negative."""
+        host = None if not self.known_on_host else tuple(_row_of(size, row) for size in self.host())
         return TrueSizes(self.symbols, self.buckets, self.values[:, row], host)
 
     def of_rows(self, rows: slice) -> TrueSizes:
-        """The sizes of some rows of a ragged batch."""
-        host = None if not self.known_on_host else tuple(_some(size, rows) for size in self.host())
+        """Return the sizes of some rows of a ragged batch."""
+        host = None if not self.known_on_host else tuple(_rows_of(size, rows) for size in self.host())
         return TrueSizes(self.symbols, self.buckets, self.values[:, rows], host)
 
     def to(self, device: torch.device) -> TrueSizes:
-        """The same sizes on another device."""
+        """Return the same sizes on another device."""
         if device == self.values.device:
             return self
         return TrueSizes(self.symbols, self.buckets, self.values.to(device), self._host)
 
 
-def _one(size: HostSize, row: int) -> HostSize:
+def _row_of(size: HostSize, row: int) -> HostSize:
     return size if isinstance(size, int) else size[row]
 
 
-def _some(size: HostSize, rows: slice) -> HostSize:
+def _rows_of(size: HostSize, rows: slice) -> HostSize:
     return size if isinstance(size, int) else size[rows]
 
 
-def together(operands: Sequence[TrueSizes]) -> TrueSizes | None:
-    """The sizes of all symbols of several tensors.
+def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:
+    """Return the sizes of all symbols of several tensors.
 
     Args:
         operands: the sizes of each tensor.
@@ -220,3 +225,69 @@ def _check_agreement(symbol: sympy.Symbol, a: TrueSizes, i: int, b: TrueSizes, j
     rows = a.rows or b.rows
     if _per_row(a.host()[i], rows) != _per_row(b.host()[j], rows):
         raise SizeError(f"{symbol} is {a.host()[i]} in one tensor and {b.host()[j]} in another")
+
+
+def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
+    """Return the mask of the valid positions of some dims.
+
+    Args:
+        dims: the factors of each dim.
+        wanted: the dims whose padding counts.
+        sizes: the true sizes behind the factors.
+
+    Returns:
+        bool, True at valid positions, of size 1 along dims on which it doesn't vary; None when all are valid.
+
+    Raises:
+        UnsupportedCall: a length differs from row to row, and no dim holds the rows.
+    """
+    flat = [factor for factors in dims for factor in factors]
+    rows_dim_index = next((i for i, factor in enumerate(flat) if factor.size == rows_symbol()), None)
+    found: Tensor | None = None
+    position = 0
+    for d, factors in enumerate(dims):
+        for factor in factors:
+            if d in wanted and not factor.is_static and not _covers(factor, sizes):
+                valid = _below(factor, sizes, position, rows_dim_index, len(flat))
+                found = valid if found is None else found & valid
+            position += 1
+    return None if found is None else _unfactored(found, dims)
+
+
+def _covers(factor: Factor, sizes: TrueSizes) -> bool:
+    """Return whether a factor is the rows of a ragged batch, all of them valid."""
+    rows = rows_symbol()
+    return bool(factor.size.free_symbols == {rows} and factor.size.subs(rows, sizes.rows) == factor.bucket)
+
+
+def _below(factor: Factor, sizes: TrueSizes, position: int, rows_dim_index: int | None, rank: int) -> Tensor:
+    index = torch.arange(factor.bucket, device=sizes.values.device)
+    size = sizes.of(factor.size)
+    shape = [1] * rank
+    shape[position] = factor.bucket
+    index = index.view(shape)
+    if size.dim() == 0:
+        return index < size
+    if not sizes.differs_by_row(factor.size):
+        return index < size[0]
+    if rows_dim_index is None:
+        raise UnsupportedCall("a ragged batch without a dim of rows has no lengths")
+    shape = [1] * rank
+    shape[rows_dim_index] = size.shape[0]
+    return index < size.view(shape)
+
+
+def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:
+    """Merge a mask's dims, one for each factor, into one for each dim; size 1 along dims on which it doesn't vary."""
+    if all(len(factors) == 1 for factors in dims):
+        return mask
+    expanded, shape = [], []
+    position = 0
+    for factors in dims:
+        sizes = list(mask.shape[position : position + len(factors)])
+        if any(size != 1 for size in sizes):
+            sizes = [factor.bucket for factor in factors]
+        expanded += sizes
+        shape.append(math.prod(sizes))
+        position += len(factors)
+    return mask.expand(expanded).reshape(shape)

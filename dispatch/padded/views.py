@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import taken
+from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -24,31 +24,31 @@ _END = 2**62  # torch writes an open end as the largest int64
 
 @table.register(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten.reshape, aten._reshape_copy)
 def reshape(call: PaddedCall) -> PaddedValue:
-    """Dims become one, or come apart."""
+    """Merge and split dims."""
     x: PaddedValue = call["self"]
     shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
-        raise refuse(call, "where the sizes of an empty tensor go isn't told by its elements")
+        raise refuse(call, "an empty tensor doesn't determine the dims of its sizes")
     return result(call.dense(), _reshaped(x.dims, tuple(shape)), x.sizes, x.fill)
 
 
 @functools.lru_cache(4096)
 def _reshaped(before: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...]:
-    """The dims of a reshape, those of one position static."""
+    """Return the dims of a reshape, with static ones of size 1 for those without factors."""
     return tuple(factors or static_dims([1])[0] for factors in _factors_reshaped(before, shape))
 
 
 def _factors_reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
-    """The factors of a reshape, padded ones of one position, such as a batch of one row, in dims of their own.
+    """Return the factors of a reshape, with padded factors of bucket 1, such as a batch of one row, in their own dims.
 
-    Sizes don't tell where those belong: they go to a dim of size 1 where there is one, from the front.
+    Sizes don't determine the place of these: each goes to the first free dim of size 1.
     """
     single = [f for factors in before for f in factors if f.bucket == 1 and not f.is_static]
     after = reshaped([tuple(f for f in factors if f not in single) for factors in before], shape)
     for factor in single:
         empty = next((d for d, factors in enumerate(after) if not factors), None)
         if empty is None:
-            # Every dim is taken: it stays beside the factors that it was put with.
+            # No dim is free: the factor stays beside its neighbours.
             return reshaped(before, shape)
         after[empty] = (factor,)
     return after
@@ -56,14 +56,14 @@ def _factors_reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[F
 
 @table.register(aten.permute, aten.permute_copy)
 def permute(call: PaddedCall) -> PaddedValue:
-    """Dims in another order."""
+    """Permute dims."""
     x: PaddedValue = call["self"]
     return result(call.dense(), [x.dims[d] for d in call["dims"]], x.sizes, x.fill)
 
 
 @table.register(aten.transpose.int, aten.t, aten.transpose_copy.int, aten.t_copy, aten.numpy_T, aten.mT, aten.adjoint)
 def transpose(call: PaddedCall) -> PaddedValue:
-    """Two dims change places."""
+    """Swap two dims."""
     x: PaddedValue = call["self"]
     dims = list(x.dims)
     if call.op.overloadpacket is aten.numpy_T:
@@ -78,7 +78,7 @@ def transpose(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.unsqueeze, aten.unsqueeze_copy)
 def unsqueeze(call: PaddedCall) -> PaddedValue:
-    """A dim of size 1 is put in."""
+    """Insert a dim of size 1."""
     x: PaddedValue = call["self"]
     at = call["dim"] % (x.dim() + 1)
     return result(call.dense(), [*x.dims[:at], *static_dims([1]), *x.dims[at:]], x.sizes, x.fill)
@@ -86,19 +86,19 @@ def unsqueeze(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.squeeze, aten.squeeze_copy)
 def squeeze(call: PaddedCall) -> PaddedValue:
-    """Dims of size 1 go; one whose bucket is larger stays, whatever its true size."""
+    """Remove dims of size 1; a dim with a larger bucket stays, whatever its true size."""
     x: PaddedValue = call["self"]
     given = call.get("dim")
     wanted = range(x.dim()) if given is None else [d % x.dim() for d in _listed(given)]
-    gone = {d for d in wanted if x.shape[d] == 1}
-    if any(x.is_padded(d) for d in gone):
+    squeezed = {d for d in wanted if x.shape[d] == 1}
+    if any(x.is_padded(d) for d in squeezed):
         raise refuse(call, "the dim to squeeze is padded")
-    return result(call.dense(), [f for d, f in enumerate(x.dims) if d not in gone], x.sizes, x.fill)
+    return result(call.dense(), [f for d, f in enumerate(x.dims) if d not in squeezed], x.sizes, x.fill)
 
 
 @table.register(aten.expand, aten.expand_copy)
 def expand(call: PaddedCall) -> PaddedValue:
-    """Dims of size 1 are repeated without being copied; a padded dim stays as it is."""
+    """Expand dims of size 1; a padded dim keeps its size."""
     x: PaddedValue = call["self"]
     target = list(call["size"])
     added = len(target) - x.dim()
@@ -110,8 +110,8 @@ def expand(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)
-def expand_as(call: PaddedCall) -> Any:
-    """Operands take the dims, padding included, that a pointwise op would give them."""
+def expand_as(call: PaddedCall) -> PyTree:
+    """Broadcast operands to the dims, padding included, that a pointwise op would give them."""
     if call.op is aten.broadcast_to.default:
         return expand(call)
     operands = call.values
@@ -123,7 +123,7 @@ def expand_as(call: PaddedCall) -> Any:
 
 @table.register(aten.meshgrid)
 def meshgrid(call: PaddedCall) -> list[PaddedValue]:
-    """Each vector along a dim of its own, repeated along those of the others."""
+    """Expand each vector along a dim of its own over the dims of all others."""
     vectors: list[PaddedValue] = [
         x if x.dim() else PaddedValue(x.dense.view(1), static_dims([1])) for x in call["tensors"]
     ]
@@ -148,7 +148,7 @@ def meshgrid(call: PaddedCall) -> list[PaddedValue]:
                 aten.resolve_conj, aten.resolve_neg, aten._conj, aten.conj, aten._neg_view, aten.positive,
                 aten.requires_grad_, aten.pin_memory, aten.view_as, aten.reshape_as)  # fmt: skip
 def same_shape(call: PaddedCall) -> PaddedValue:
-    """Every element stays where it is."""
+    """Return the input's elements in the same order, for ops such as `alias` and `contiguous`."""
     x: PaddedValue = call["self"]
     if "other" in call and call["other"].shape != x.shape:
         dims = reshaped(x.dims, list(call["other"].shape))
@@ -157,10 +157,10 @@ def same_shape(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.view_as_real, aten.view_as_complex, aten.view_as_real_copy, aten.view_as_complex_copy)
-def as_pairs(call: PaddedCall) -> PaddedValue:
-    """A last dim of two real numbers, or none."""
+def complex_view(call: PaddedCall) -> PaddedValue:
+    """Add a last dim of real and imaginary parts, or remove it."""
     x: PaddedValue = call["self"]
-    # The wrapper of a conjugate does not say so, and torch would take it for a tensor that is not conjugated.
+    # The wrapper hides the storage's conjugate bit from torch.
     out = call.dense({"self": x.dense.resolve_conj()})
     if out.dim() > x.dim():
         paired = result(out, [*x.dims, *static_dims([2])], x.sizes)
@@ -171,18 +171,18 @@ def as_pairs(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.view.dtype)
-def reinterpreted(call: PaddedCall) -> PaddedValue:
-    """The same bytes as another dtype of as many of them."""
+def view_as_dtype(call: PaddedCall) -> PaddedValue:
+    """View the bytes as another dtype of the same size."""
     x: PaddedValue = call["self"]
     out = call.dense()
     if out.shape != x.shape:
-        raise refuse(call, "elements of another number of bytes change the size of the last dim")
+        raise refuse(call, "an element size of other bytes changes the size of the last dim")
     return x.like(out)
 
 
 @table.register(aten.select.int, aten.select_copy)
 def select(call: PaddedCall) -> PaddedValue:
-    """One index of a dim; a negative one counts from the true end."""
+    """Select an index of a dim; a negative one counts from the true end."""
     x: PaddedValue = call["self"]
     d, index = call["dim"] % x.dim(), call["index"]
     dims = [factors for i, factors in enumerate(x.dims) if i != d]
@@ -190,20 +190,20 @@ def select(call: PaddedCall) -> PaddedValue:
         return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
     if size == rows_symbol():
-        return row(x, d, index)
+        return select_row(x, d, index)
     _check_index(x, d, index)
     if index >= 0:
         return result(call.dense(), dims, x.sizes, x.fill)
-    known = host_sizes(x, d)
-    if known is not None and len(known) == 1 and not is_traced(x.dense):
-        return result(x.dense.select(d, known[0] + index), dims, x.sizes, x.fill)
-    one = taken(x, d, x.size(d) + index, 1, static_dims([1])[0])
+    on_host = host_sizes(x, d)
+    if on_host is not None and len(on_host) == 1 and not is_traced(x.dense):
+        return result(x.dense.select(d, on_host[0] + index), dims, x.sizes, x.fill)
+    one = take_range(x, d, x.size(d) + index, 1, static_dims([1])[0])
     return replace(result(one.dense.squeeze(d), dims, x.sizes), view="copy")
 
 
 @table.register(aten.slice, aten.slice_copy)
 def slice_(call: PaddedCall) -> PaddedValue:
-    """A range of a dim; negative ends count from the true end."""
+    """Slice a dim; negative ends count from the true end."""
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     start, stop, step = call["start"] or 0, call["end"], call["step"]
@@ -225,26 +225,26 @@ def slice_(call: PaddedCall) -> PaddedValue:
         out = x.dense[(slice(None),) * d + (slice(start, bucket_stop, step),)]
         dims = with_dim(x.dims, d, padded_dim(out.shape[d], true_size))
         if bucket_stop >= 0:
-            return result(out, dims, x.sizes, x.fill_elsewhere)
-        # Real positions of the whole are padding of the part, and take no gradient from there.
+            return result(out, dims, x.sizes, x.fill_if_shifted)
+        # Valid positions of the input become padding of the result, without a gradient.
         return result(out, dims, x.sizes).gradient_masked()
     last = x.shape[d] if stop is None else stop
     longest = len(range(x.shape[d])[start:last:step]) if last < 0 or stop is None else len(range(0, -start, step))
-    known = host_sizes(x, d)
-    if known is not None and len(known) == 1 and not is_traced(x.dense):
-        # Where it fits it is a view, as that of the logical data is.
-        at = max(known[0] + start, 0)
+    on_host = host_sizes(x, d)
+    if on_host is not None and len(on_host) == 1 and not is_traced(x.dense):
+        # If the bucket has room, the result is a view, as it is of the unpadded data.
+        at = max(on_host[0] + start, 0)
         if at + (longest - 1) * step < x.shape[d]:
             out = x.dense[(slice(None),) * d + (slice(at, at + (longest - 1) * step + 1, step),)]
             return result(out, with_dim(x.dims, d, padded_dim(longest, true_size)), x.sizes).gradient_masked()
     first = x.size(d)
     assert not isinstance(first, int)
-    return taken(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
+    return take_range(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
 
 
 @table.register(aten.narrow.default)
 def narrow(call: PaddedCall) -> PaddedValue:
-    """So many positions from one on, which counts from the true end if negative."""
+    """Select `length` positions from `start` on, which counts from the true end if negative."""
     x: PaddedValue = call["self"]
     d, start, length = call["dim"] % max(x.dim(), 1), call["start"], call["length"]
     if not x.is_padded(d):
@@ -252,16 +252,16 @@ def narrow(call: PaddedCall) -> PaddedValue:
         return result(out, with_dim(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)
     end = start + length
     if end == (x.shape[d] if start >= 0 else 0):
-        return apply(aten.slice.Tensor, x, d, start, None)  # type: ignore[no-any-return]
+        return apply(aten.slice.Tensor, x, d, start, None)
     for size in host_sizes(x, d) or ():
         if not -size <= start <= end <= (size if start >= 0 else 0):
             raise RuntimeError(f"start ({start}) + length ({length}) exceeds dim {d} of true size {size}")
-    return apply(aten.slice.Tensor, x, d, start, end)  # type: ignore[no-any-return]
+    return apply(aten.slice.Tensor, x, d, start, end)
 
 
 @table.register(aten.unfold, aten.unfold_copy)
 def unfold(call: PaddedCall) -> PaddedValue:
-    """Windows of a dim; they start a step apart, and the last one ends within the true size."""
+    """Windows of a dim, which start a step apart; the last one ends within the true size."""
     x: PaddedValue = call["self"]
     d = call["dimension"] % x.dim()
     out = call.dense()
@@ -269,9 +269,11 @@ def unfold(call: PaddedCall) -> PaddedValue:
     if not x.is_padded(d):
         return result(out, [*with_dim(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
     windows = convolved(prefix_size(x, d), call["size"], call["step"])
-    moved = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_elsewhere)
-    # A window of the padding may overlap real positions, and would give them its gradient.
-    return moved.gradient_masked()
+    windowed = result(
+        out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted
+    )
+    # A padded window may overlap valid positions, and would add its gradient to theirs.
+    return windowed.gradient_masked()
 
 
 @table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal)
@@ -285,18 +287,18 @@ def diagonal(call: PaddedCall) -> PaddedValue:
         return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
     down, along = max(-call["offset"], 0), max(call["offset"], 0)
     length = largest(0, smallest(prefix_size(x, a) - down, prefix_size(x, b) - along))
-    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_elsewhere)
+    return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_if_shifted)
 
 
-def row(x: PaddedValue, d: int, index: int) -> PaddedValue:
-    """One row of a ragged batch, of its own size."""
+def select_row(x: PaddedValue, d: int, index: int) -> PaddedValue:
+    """Return one row of a ragged batch, with its own size."""
     assert x.sizes is not None
     rest = [factors for i, factors in enumerate(x.dims) if i != d]
     return result(x.dense.select(d, index), rest, x.sizes.of_row(index), x.fill)
 
 
 def _check_index(x: PaddedValue, d: int, index: int) -> None:
-    """Refuse an index beyond the true size, where the host knows it and no row has another."""
+    """Raise IndexError for an index beyond the true size, if the host knows that and all rows have the same."""
     sizes = host_sizes(x, d)
     if sizes is not None and len(sizes) == 1 and not -sizes[0] <= index < sizes[0]:
         raise IndexError(f"index {index} is out of bounds for dim {d} of true size {sizes[0]}")

@@ -1,1 +1,1 @@
-"""Padded tensors: padding and unpadding, and what reads their real elements alone."""
+"""Padded tensors: padding and unpadding, and ops that read only their valid elements."""

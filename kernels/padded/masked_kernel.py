@@ -10,7 +10,7 @@ from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
 @triton.jit
 def exp(x, FAST: tl.constexpr):
-    """e ** x; Triton's own `exp` on float32 errs in proportion to the size of x, which half precision does not see."""
+    """e ** x; Triton's own `exp` on float32 has an error in proportion to x, which half precision rounds away."""
     if FAST or x.dtype == tl.float64:
         return tl.exp(x)
     else:
@@ -39,11 +39,11 @@ def _level(WHICH: tl.constexpr, r1, r0, c1, c0):
 
 
 @triton.jit
-def _of_rows(sizes, row, inside):
+def _row_sizes(sizes, row, inside):
     """The sizes of a tile's rows, (BM, 1).
 
-    They are loaded as a vector: a column's layout would spread to all that meets it, a thread for each row, which then
-    holds whole rows of the tile.
+    They are loaded as a vector: a column's layout has one thread for each row, and would spread to the tile, so that a
+    thread held whole rows of it.
     """
     BM: tl.constexpr = row.shape[0]
     return tl.load(sizes + tl.reshape(row, [BM]), mask=tl.reshape(inside, [BM]), other=0)[:, None]
@@ -57,19 +57,19 @@ def _is_inside(slot, STATICS: tl.constexpr, SLOT: tl.constexpr, r1, r0, c1, c0, 
         at = _index(at, div, mod, True)
         scale = 1
     else:
-        # The index is at // div, and at // div < size where at < size * div: one product in place of many quotients.
+        # at // div < size is the same as at < size * div: one product in place of many quotients.
         scale = div
     if STATICS[SLOT][0] % 2 == 0:
-        # A level that is one number for all of a tile. Triton's interpreter makes integers of a lone truth value.
+        # The level is a scalar within a tile; as a tile of one element it also works in Triton's interpreter.
         at = at + tl.zeros([1, 1], tl.int32)
     if COARSE:
-        # Sixteen neighbours are loaded or left together, so that a thread's load stays one wide one.
+        # Sixteen neighbours are loaded or skipped together, so that each thread makes one wide load.
         at = at // 16 * 16
     if STATICS[SLOT][2] >= 0:
         row = _index(_level(STATICS[SLOT][2], r1, r0, c1, c0), batch_div, batch_mod, STATICS[SLOT][3])
-        # Lanes past the end of a level have no row to ask about.
+        # Lanes past the end of a level belong to no row.
         if STATICS[SLOT][2] == 1:
-            size = _of_rows(sizes, row, r0 < R0)
+            size = _row_sizes(sizes, row, r0 < R0)
         elif STATICS[SLOT][2] == 3:
             size = tl.load(sizes + row, mask=c0 < C0, other=0)
         else:
@@ -90,7 +90,7 @@ def rows_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, R
 
 @triton.jit
 def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, c0, R0, C0, COARSE: tl.constexpr):
-    """Return the mask of elements in valid columns, (1 or BM, BN); `COARSE` includes some neighbours too."""
+    """Return the mask of elements in valid columns, (1 or BM, BN); `COARSE` may include some neighbours."""
     inside = c0 < C0
     for i in tl.static_range(ROW_SLOTS, len(STATICS)):
         inside &= _is_inside(slots[i], STATICS, i, r1, r0, c1, c0, R0, C0, COARSE)
@@ -99,32 +99,32 @@ def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0
 
 @triton.jit
 def column_bounds(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, in_rows, R0, C0):
-    """Up to which column all elements of a tile's rows are real, and from which on none is."""
-    every = tl.min(in_rows.to(tl.int64)) * C0
-    some = tl.max(in_rows.to(tl.int64)) * C0
+    """Return the column before which all elements of a tile's rows are valid, and the one from which none is."""
+    full_end = tl.min(in_rows.to(tl.int64)) * C0
+    valid_end = tl.max(in_rows.to(tl.int64)) * C0
     for i in tl.static_range(ROW_SLOTS, len(STATICS)):
         sizes, div, mod, batch_div, batch_mod = slots[i]
         if STATICS[i][2] == 3 or STATICS[i][0] < 2 or (STATICS[i][0] == 3 and STATICS[i][1]):
-            # What is real comes and goes along the columns.
-            every = every * 0
+            # Valid and padded elements alternate along the columns.
+            full_end = full_end * 0
         else:
             if STATICS[i][2] == 1:
-                size = _of_rows(sizes, _index(r0, batch_div, batch_mod, STATICS[i][3]), in_rows)
-                most = tl.max(size)
-                least = tl.min(tl.where(in_rows, size, most))
+                size = _row_sizes(sizes, _index(r0, batch_div, batch_mod, STATICS[i][3]), in_rows)
+                max_size = tl.max(size)
+                min_size = tl.min(tl.where(in_rows, size, max_size))
             else:
                 if STATICS[i][2] == 0:
-                    least = tl.load(sizes + _index(r1, batch_div, batch_mod, STATICS[i][3]))
+                    min_size = tl.load(sizes + _index(r1, batch_div, batch_mod, STATICS[i][3]))
                 elif STATICS[i][2] == 2:
-                    least = tl.load(sizes + _index(c1, batch_div, batch_mod, STATICS[i][3]))
+                    min_size = tl.load(sizes + _index(c1, batch_div, batch_mod, STATICS[i][3]))
                 else:
-                    least = tl.load(sizes)
-                most = least
+                    min_size = tl.load(sizes)
+                max_size = min_size
             if STATICS[i][0] == 3:
-                every = tl.minimum(every, least * div)
-                some = tl.minimum(some, most * div)
+                full_end = tl.minimum(full_end, min_size * div)
+                valid_end = tl.minimum(valid_end, max_size * div)
             else:
                 at = _index(c1, div, mod, STATICS[i][1])
-                every = every * (at < least).to(tl.int64)
-                some = some * (at < most).to(tl.int64)
-    return every, some
+                full_end = full_end * (at < min_size).to(tl.int64)
+                valid_end = valid_end * (at < max_size).to(tl.int64)
+    return full_end, valid_end

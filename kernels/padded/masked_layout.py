@@ -1,4 +1,4 @@
-"""The walk of the masked kernels over a padded tensor: independent rows, and columns that an op works along.
+"""The layout of a padded tensor for the masked kernels: independent rows, and columns that an op works along.
 
 The dimensions that an op keeps are the rows; those that it works along (the softmax dimension, reduced dimensions) are
 the columns. Each becomes at most two levels of a size and a stride,
@@ -19,7 +19,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +29,16 @@ R1, R0, C1, C0 = range(4)
 """The levels, as the kernels number them."""
 
 NO_BATCH = -1
-"""In place of a level, for an extent with one size for all rows."""
+"""In place of a level, for a valid length with one size for all rows."""
 
-TILE = 4096
-"""Elements that a program holds at once, where the tensor has as many: 32 a thread of four warps."""
+TILE_ELEMENTS = 4096
+"""The most elements of a tile: 32 for each thread of four warps."""
 
-OF_A_WARP = 1024
-"""Elements of whole rows that a warp holds at once: 32 a thread."""
+WARP_ELEMENTS = 1024
+"""The most elements of whole rows that one warp holds: 32 a thread."""
 
-NEIGHBOURS = 64
-"""Rows of a tile where rows lie side by side in memory: 128 bytes of half precision, the width of a memory access."""
+MIN_ADJACENT_ROWS = 64
+"""The fewest rows of a tile if rows are adjacent in memory: 128 bytes of half precision, one memory access."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class MaskedLayout:
     row_strides: tuple[int, int]
     column_strides: tuple[int, int]
     slots: tuple[Slot, ...]
-    """The slots of the extents, those of rows first; `order` holds the extents' numbers."""
+    """The slots of the valid lengths, those of rows first; `order` holds the lengths' numbers."""
     order: tuple[int, ...]
     row_shape: tuple[int, ...]
 
@@ -92,10 +91,10 @@ class MaskedLayout:
         """The number of leading slots that are the same for all columns."""
         return sum(slot.is_of_rows for slot in self.slots)
 
-    def slot_arguments(self, extents: Sequence[ValidLength]) -> tuple[tuple[Any, ...], ...]:
+    def slot_arguments(self, lengths: Sequence[ValidLength]) -> tuple[tuple[Tensor | int, ...], ...]:
         """Return the run-time arguments of each slot."""
         return tuple(
-            (extents[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
+            (lengths[i].sizes, slot.div, slot.mod, slot.batch_div, slot.batch_mod)
             for i, slot in zip(self.order, self.slots, strict=True)
         )
 
@@ -107,7 +106,7 @@ class MaskedLayout:
     @property
     def _neighbours(self) -> int:
         """The minimum number of rows in a tile, for wide loads where rows lie side by side in memory."""
-        return NEIGHBOURS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
+        return MIN_ADJACENT_ROWS if self.row_strides[1] == 1 and self.column_strides[1] != 1 else 1
 
     def fits_whole_rows(self, limit: int) -> bool:
         """Return whether a tile of at most `limit` elements can hold whole rows."""
@@ -118,51 +117,51 @@ class MaskedLayout:
         """Return whether the valid part of `c0` depends on `c1`."""
         return any(C1 in (slot.level, slot.batch_level) for slot in self.slots[self.row_slots :])
 
-    def lanes(self, wide: int, element_size: int) -> int:
-        """In how many columns of a tile so wide four warps load at once; what else it has stays in their registers."""
-        loaded = LOADED // element_size
-        return max(min(wide, loaded // self._neighbours), 1)
+    def lanes(self, block_columns: int, element_size: int) -> int:
+        """Return the number of columns that four warps load at once; a wider tile is a loop over registers."""
+        loaded = LOAD_BYTES // element_size
+        return max(min(block_columns, loaded // self._neighbours), 1)
 
     def tile(self, whole_rows: bool = False) -> tuple[int, int]:
-        """Rows and columns of a tile, powers of two; `whole_rows` when one has to hold all of `c0`."""
+        """Return the rows and columns of a tile, powers of two; with `whole_rows`, a tile has all of `c0`."""
         rows, columns = power_of_two(self.rows[1]), power_of_two(self.columns[1])
-        least = min(rows, self._neighbours)
-        wide = columns if whole_rows else min(columns, max(TILE // least, 1))
-        return max(min(rows, TILE // wide), least), wide
+        min_rows = min(rows, self._neighbours)
+        block_columns = columns if whole_rows else min(columns, max(TILE_ELEMENTS // min_rows, 1))
+        return max(min(rows, TILE_ELEMENTS // block_columns), min_rows), block_columns
 
     def whole_rows(self) -> tuple[int, int, int]:
-        """Rows, columns and warps of a tile that holds its rows whole: of one warp if it can, which waits for none."""
+        """Return the rows, columns and warps of a tile of whole rows; one warp, which needs no sync, if possible."""
         if self._neighbours > 1:
-            high, wide = self.tile(whole_rows=True)
-            return high, wide, warps(high * wide)
-        wide = power_of_two(self.columns[1])
-        high = min(power_of_two(self.rows[1]), max(min(OF_A_WARP, TILE) // wide, 1))
-        return high, wide, max(high * wide // OF_A_WARP, 1)
+            block_rows, block_columns = self.tile(whole_rows=True)
+            return block_rows, block_columns, warps(block_rows * block_columns)
+        block_columns = power_of_two(self.columns[1])
+        block_rows = min(power_of_two(self.rows[1]), max(min(WARP_ELEMENTS, TILE_ELEMENTS) // block_columns, 1))
+        return block_rows, block_columns, max(block_rows * block_columns // WARP_ELEMENTS, 1)
 
 
-LOADED = 2048
+LOAD_BYTES = 2048
 """Bytes that four warps load at once: 16 a thread."""
 
 
 def warps(elements: int) -> int:
-    """Warps for a tile of so many elements, at most 32 a thread."""
+    """Return the number of warps for a tile of this many elements, at most 32 a thread."""
     return 4 if elements <= 4096 else 8 if elements <= 8192 else 16
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below `number`."""
+    """Return the smallest power of two that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def plan(
-    x: Tensor, columns: Sequence[int], extents: Sequence[ValidLength], whole_columns: bool = False
+    x: Tensor, columns: Sequence[int], lengths: Sequence[ValidLength], whole_columns: bool = False
 ) -> tuple[Tensor, MaskedLayout]:
     """Plan the walk of a kernel along some dimensions of `x`.
 
     Args:
         x: the padded tensor.
         columns: the dimensions that the kernel works along.
-        extents: the padded dimensions.
+        lengths: the padded dimensions.
         whole_columns: whether columns that lie in memory as one are one level. Otherwise, and in rows, a padded
             dimension starts a level where possible, so that its valid part comes first.
 
@@ -170,16 +169,16 @@ def plan(
         `x`, or a copy that can be walked, and the layout of its shape and strides.
 
     Raises:
-        ValueError: a dimension is out of range, or a ragged extent has another number of rows than its batch.
+        ValueError: a dimension is out of range, or a ragged length has another number of rows than its batch.
     """
-    extents = normalize_dims(extents, x.dim())
-    for extent in extents:
-        if extent.sizes.dim() and extent.sizes.shape != (x.shape[extent.batch_dim],):
+    lengths = normalize_dims(lengths, x.dim())
+    for length in lengths:
+        if length.sizes.dim() and length.sizes.shape != (x.shape[length.batch_dim],):
             raise ValueError(
-                f"the sizes of dim {extent.dim} are one or one a row, () or ({x.shape[extent.batch_dim]},); "
-                f"got {tuple(extent.sizes.shape)}"
+                f"the sizes of dim {length.dim} are one or one a row, () or ({x.shape[length.batch_dim]},); "
+                f"got {tuple(length.sizes.shape)}"
             )
-    shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in extents)
+    shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in lengths)
     wanted = tuple(sorted({d % x.dim() for d in columns}))
     if not is_dense(x):
         x = x.contiguous()
@@ -203,7 +202,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
-    """`tensor`, or a copy, laid out in memory as `x` is."""
+    """Return the tensor, or a copy with the strides of `x`."""
     if tensor.stride() == x.stride():
         return tensor
     return torch.empty_strided(x.shape, x.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -211,10 +210,10 @@ def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], extents: tuple[tuple[int, int], ...],
+    shape: tuple[int, ...], strides: tuple[int, ...], columns: tuple[int, ...], lengths: tuple[tuple[int, int], ...],
     whole_columns: bool,
 ) -> MaskedLayout | None:  # fmt: skip
-    """The layout; None where rows or columns need more than two levels."""
+    """Return the layout; None if rows or columns need more than two levels."""
     rows = tuple(d for d in range(len(shape)) if d not in columns)
     levels: list[list[int]] = []
     for dims in (rows, columns):
@@ -222,7 +221,7 @@ def _layout(
         if len(merged) > 2:
             return None
         if len(merged) == 1 and not (whole_columns and dims is columns):
-            merged = _split(merged[0], shape, {dim for dim, _ in extents})
+            merged = _split(merged[0], shape, {dim for dim, _ in lengths})
         levels += [[]] * (2 - len(merged)) + merged
     places = {
         d: (level, math.prod(shape[e] for e in dims[dims.index(d) + 1 :]))
@@ -231,12 +230,12 @@ def _layout(
     }
 
     def place(dim: int) -> tuple[int, int, int]:
-        """Level, divisor and modulus of a dimension's index; 0 for the outermost one, which does not wrap around."""
+        """Return level, divisor and modulus of a dimension's index; modulus 0 if it is outermost and doesn't wrap."""
         level, div = places[dim]
         return level, div, 0 if levels[level][0] == dim else shape[dim]
 
     slots = []
-    for dim, batch_dim in extents:
+    for dim, batch_dim in lengths:
         slots.append(Slot(*place(dim), *(place(batch_dim) if batch_dim != NO_BATCH else (NO_BATCH, 1, 0))))
     order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].is_of_rows))
     sizes = [math.prod(shape[d] for d in dims) for dims in levels]
@@ -253,7 +252,7 @@ def _layout(
 
 
 def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> list[list[int]]:
-    """Runs of dimensions that lie in memory as one."""
+    """Group neighbouring dimensions that can be walked as one."""
     runs: list[list[int]] = []
     for d in dims:
         step = _step(runs[-1], shape, strides) if runs else 0
@@ -265,13 +264,13 @@ def _merged_dims(dims: Sequence[int], shape: Sequence[int], strides: Sequence[in
 
 
 def _split(run: list[int], shape: Sequence[int], padded: set[int]) -> list[list[int]]:
-    """A run of dimensions cut before the last padded one, where what comes after is enough to fill tiles."""
+    """Split a run of dimensions before its last padded one, if the rest is large enough to fill tiles."""
     for at in range(len(run) - 1, 0, -1):
-        if run[at] in padded and math.prod(shape[d] for d in run[at:]) >= NEIGHBOURS:
+        if run[at] in padded and math.prod(shape[d] for d in run[at:]) >= MIN_ADJACENT_ROWS:
             return [run[:at], run[at:]]
     return [run]
 
 
 def _step(dims: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The distance of two neighbours in a run of dimensions; 0 where there are none."""
+    """Return the stride of a run of dimensions; 0 if all have size 1."""
     return next((strides[d] for d in reversed(dims) if shape[d] != 1), 0)

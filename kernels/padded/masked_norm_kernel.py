@@ -1,4 +1,4 @@
-"""Masked layer and rms norm as Triton: a program takes a few rows, whole.
+"""Masked layer and rms norm in Triton: a program holds a few whole rows.
 
 `x` is contiguous and its rows are the last dimensions together, so that an element's weight is that of its column.
 """
@@ -11,12 +11,12 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 
 @triton.jit
-def _count(STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, real, C0, kind: tl.constexpr):
+def _count(STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, valid, C0, dtype: tl.constexpr):
     """Return the number of valid elements in each row, at least 1."""
     if len(STATICS) == ROW_SLOTS:
-        return tl.zeros([1, 1], kind) + C0
+        return tl.zeros([1, 1], dtype) + C0
     else:
-        return tl.maximum(tl.sum(real.to(tl.int32), 1, keep_dims=True), 1).to(kind)
+        return tl.maximum(tl.sum(valid.to(tl.int32), 1, keep_dims=True), 1).to(dtype)
 
 
 @triton.jit
@@ -25,35 +25,35 @@ def norm_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, EPS: tl.constexpr, FILL: tl.constexpr, RMS: tl.constexpr,
     WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y[row, :], and the mean and the reciprocal standard deviation (of rms norm, root mean square) of each row."""
-    kind: tl.constexpr = means.dtype.element_ty
-    high = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // high
-    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
+    """Write y[row, :], and each row's mean and reciprocal standard deviation (for rms norm, root mean square)."""
+    dtype: tl.constexpr = means.dtype.element_ty
+    row_tiles = tl.cdiv(R0, BM)
+    r1 = tl.program_id(0) // row_tiles
+    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
     c0 = tl.arange(0, BN)[None, :]
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
-    near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
-    real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
+    loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
+    valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
     row = r1.to(tl.int64) * R0 + r0
     at = row * C0 + c0
-    value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), 0.0)
-    count = _count(STATICS, ROW_SLOTS, real, C0, kind)
+    value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), 0.0)
+    count = _count(STATICS, ROW_SLOTS, valid, C0, dtype)
     if RMS:
-        mean = tl.zeros([BM, 1], kind)
-        apart = value
+        mean = tl.zeros([BM, 1], dtype)
+        centered = value
     else:
         mean = div(tl.sum(value, 1, keep_dims=True), count)
-        apart = tl.where(real, value - mean, 0.0)
+        centered = tl.where(valid, value - mean, 0.0)
     tl.store(means + row, tl.where(in_rows, mean, 0.0), mask=r0 < R0)
-    variance = div(tl.sum(apart * apart, 1, keep_dims=True), count)
+    variance = div(tl.sum(centered * centered, 1, keep_dims=True), count)
     scale = div(1.0, sqrt(variance + EPS))
     tl.store(scales + row, tl.where(in_rows, scale, 0.0), mask=r0 < R0)
-    result = apart * scale
+    result = centered * scale
     if WEIGHTED:
-        result *= tl.load(weight + c0, mask=c0 < C0, other=0).to(kind)
+        result *= tl.load(weight + c0, mask=c0 < C0, other=0).to(dtype)
     if BIASED:
-        result += tl.load(bias + c0, mask=c0 < C0, other=0).to(kind)
-    tl.store(y + at, tl.where(real, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
+        result += tl.load(bias + c0, mask=c0 < C0, other=0).to(dtype)
+    tl.store(y + at, tl.where(valid, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
 
 
 @triton.jit
@@ -62,33 +62,33 @@ def norm_backward_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, RMS: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """gx, and in each program's row of the parts what its rows give to the gradients of weight and bias.
+    """Write gx, and in each program's row of the parts its rows' sums for the gradients of weight and bias.
 
     With h = (x - mean) * scale and u = g * weight, gx = scale * (u - h * mean(u * h) - mean(u)), the last term for
     layer norm only; weight gets the sum over rows of g * h, bias that of g.
     """
-    kind: tl.constexpr = scales.dtype.element_ty
-    high = tl.cdiv(R0, BM)
+    dtype: tl.constexpr = scales.dtype.element_ty
+    row_tiles = tl.cdiv(R0, BM)
     c0 = tl.arange(0, BN)[None, :]
-    weight_part = tl.zeros([BM, BN], kind)
-    bias_part = tl.zeros([BM, BN], kind)
+    weight_part = tl.zeros([BM, BN], dtype)
+    bias_part = tl.zeros([BM, BN], dtype)
     if WEIGHTED:
-        w = tl.load(weight + c0, mask=c0 < C0, other=0).to(kind)
+        w = tl.load(weight + c0, mask=c0 < C0, other=0).to(dtype)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        r1 = tile // high
-        r0 = (tile % high * BM + tl.arange(0, BM))[:, None]
+        r1 = tile // row_tiles
+        r0 = (tile % row_tiles * BM + tl.arange(0, BM))[:, None]
         in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
-        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
-        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
+        loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
+        valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
         row = r1.to(tl.int64) * R0 + r0
         at = row * C0 + c0
-        upstream = tl.where(real, tl.load(g + at, mask=near, other=0).to(kind), 0.0)
-        value = tl.load(x + at, mask=near, other=0).to(kind)
+        upstream = tl.where(valid, tl.load(g + at, mask=loaded, other=0).to(dtype), 0.0)
+        value = tl.load(x + at, mask=loaded, other=0).to(dtype)
         scale = tl.load(scales + row, mask=r0 < R0, other=0)
-        count = _count(STATICS, ROW_SLOTS, real, C0, kind)
+        count = _count(STATICS, ROW_SLOTS, valid, C0, dtype)
         if not RMS:
             value = value - tl.load(means + row, mask=r0 < R0, other=0)
-        unit = tl.where(real, value * scale, 0.0)
+        unit = tl.where(valid, value * scale, 0.0)
         if WEIGHTED:
             weight_part += upstream * unit
         if BIASED:
@@ -98,7 +98,7 @@ def norm_backward_kernel(
         result = upstream - unit * div(tl.sum(upstream * unit, 1, keep_dims=True), count)
         if not RMS:
             result -= div(tl.sum(upstream, 1, keep_dims=True), count)
-        tl.store(gx + at, tl.where(real, result * scale, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
+        tl.store(gx + at, tl.where(valid, result * scale, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
     part = tl.program_id(0).to(tl.int64) * C0 + c0
     if WEIGHTED:
         tl.store(weight_parts + part, tl.sum(weight_part, 0, keep_dims=True), mask=c0 < C0)

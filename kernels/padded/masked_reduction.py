@@ -1,15 +1,16 @@
-"""Reductions of what is real in a padded tensor, along any of its dimensions, forward and backward.
+"""Reductions of the valid elements of a padded tensor, along any of its dimensions, forward and backward.
 
-What padding holds is never computed with, and counts are those of real elements, read on the device. A row of which
-nothing is real gives what its kind gives for no elements: sum 0, prod 1, amax -inf, amin inf, logsumexp -inf, norm 0,
-mean and var NaN; where that is because the row itself is padding, it gives `fill`.
+The contents of the padding never enter a result, and counts are those of valid elements, computed on the device. The
+result of a row without valid elements is that of an empty one: sum 0, prod 1, amax -inf, amin inf, logsumexp -inf,
+norm 0, mean and var NaN; if the row itself is padding, it is `fill`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,30 +23,38 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")
 
-PARTS = 2048
+MAX_PARTS = 2048
 """The most parts that a row is cut into."""
 
-THREADS = 128
+THREADS_PER_PROGRAM = 128
 """The threads of a program."""
 
-REGISTERS = 65536
+REGISTERS_PER_MULTIPROCESSOR = 65536
 """The registers of a multiprocessor, which runs as many programs at a time as its registers hold."""
 
-MERGING = 4
-"""The time of a second kernel, in tiles of a program of the first."""
+MERGE_COST = 4
+"""The cost of a second kernel, in units of the first kernel's time for a tile."""
 
-MERGED = 2048
-"""States that a program of the second kernel holds, where a row has fewer parts."""
+MAX_MERGED_STATES = 2048
+"""The number of states that a program of the second kernel holds, if a row has fewer parts."""
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Import the kernels, and Triton with them, at the first launch."""
+    from subtensors.kernels.padded import masked_reduction_kernel
+
+    return masked_reduction_kernel
 
 
 class Reduced(NamedTuple):
-    """The result of a reduction, and what its gradient needs.
+    """The result of a reduction, and values for its gradient.
 
     Args:
         out: the result, without the reduced dimensions.
         aux: one number a row in the dtype of the arithmetic: of var the mean, of amax, amin and an infinite norm how
             many elements are equal to it (counted for a gradient only), of prod the product of what is not zero.
-        counts: int64, how many real elements a row has.
+        counts: int64, the number of valid elements in a row.
     """
 
     out: Tensor
@@ -59,7 +68,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a reduction's result.
+    """Return the dtype of a reduction's result.
 
     Raises:
         TypeError: the reduction takes floating-point tensors only.
@@ -75,42 +84,42 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def masked_reduction_reference(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
     """Compute `masked_reduction` in torch ops: the readable definition."""
     dtype = result_dtype(kind, x.dtype)
     dims = [d % x.dim() for d in dims]
-    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
-    counts = real.sum(dims, keepdim=True)
+    valid = valid_mask(x.shape, lengths, x.device).expand(x.shape)
+    counts = valid.sum(dims, keepdim=True)
     value = x.to(arithmetic_dtype(dtype))
     zeros = torch.zeros_like(value)
     aux = torch.zeros_like(counts)
     if kind in ("sum", "mean"):
-        out = torch.where(real, value, zeros).sum(dims, keepdim=True)
+        out = torch.where(valid, value, zeros).sum(dims, keepdim=True)
         out = out if kind == "sum" else torch.where(counts > 0, out / counts.clamp(min=1), float("nan"))
     elif kind == "prod":
-        others = torch.where(real & (value != 0), value, zeros + 1)
-        absent = (real & (value == 0)).sum(dims, keepdim=True)
-        aux = _product(others, dims)
-        out, aux = torch.where(absent > 0, aux * 0, aux), torch.where(absent > 1, aux * 0, aux)
+        nonzero = torch.where(valid & (value != 0), value, zeros + 1)
+        zeros_count = (valid & (value == 0)).sum(dims, keepdim=True)
+        aux = _product(nonzero, dims)
+        out, aux = torch.where(zeros_count > 0, aux * 0, aux), torch.where(zeros_count > 1, aux * 0, aux)
     elif kind in ("amax", "amin"):
-        out = getattr(value.masked_fill(~real, _bound(dtype, kind)), kind)(dims, keepdim=True)
-        aux = (real & (value == out)).sum(dims, keepdim=True)
+        out = getattr(value.masked_fill(~valid, _bound(dtype, kind)), kind)(dims, keepdim=True)
+        aux = (valid & (value == out)).sum(dims, keepdim=True)
     elif kind == "logsumexp":
-        # Of no elements it is -inf, whose gradient would be NaN.
-        least = value.masked_fill(~real, float("-inf")).masked_fill(counts == 0, 0)
-        out = least.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
+        # logsumexp of only -inf has a NaN gradient, so empty rows get zeros first.
+        neutral = value.masked_fill(~valid, float("-inf")).masked_fill(counts == 0, 0)
+        out = neutral.logsumexp(dims, keepdim=True).masked_fill(counts == 0, float("-inf"))
     elif kind == "var":
-        aux = torch.where(real, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
-        squares = torch.where(real, value - aux, zeros).square().sum(dims, keepdim=True)
+        aux = torch.where(valid, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
+        squares = torch.where(valid, value - aux, zeros).square().sum(dims, keepdim=True)
         out = squares / (counts - correction).clamp(min=0)
         out = torch.where(counts > 0, out, float("nan"))
     else:
-        out = torch.linalg.vector_norm(torch.where(real, value, zeros), p, dims, keepdim=True)
+        out = torch.linalg.vector_norm(torch.where(valid, value, zeros), p, dims, keepdim=True)
         if p == math.inf:
-            aux = (real & (value.abs() == out)).sum(dims, keepdim=True)
-    in_rows = valid_mask(x.shape, [e for e in extents if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
+            aux = (valid & (value.abs() == out)).sum(dims, keepdim=True)
+    in_rows = valid_mask(x.shape, [e for e in lengths if _is_of_rows(e, dims, x.dim())], x.device).expand(out.shape)
     results = [t.squeeze(dims) for t in (torch.where(in_rows, out.to(dtype), fill), aux, counts)]
     return Reduced(results[0].to(dtype), results[1].to(sum_dtype(x.dtype)), results[2])
 
@@ -122,7 +131,7 @@ def _product(value: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _bound(dtype: torch.dtype, kind: str) -> float:
-    """The identity of a maximum or minimum."""
+    """Return the identity of a maximum or minimum."""
     if dtype.is_floating_point:
         return float("-inf") if kind == "amax" else float("inf")
     if dtype == torch.bool:
@@ -130,13 +139,13 @@ def _bound(dtype: torch.dtype, kind: str) -> float:
     return torch.iinfo(dtype).min if kind == "amax" else torch.iinfo(dtype).max
 
 
-def _is_of_rows(extent: ValidLength, dims: Sequence[int], ndim: int) -> bool:
-    """Return whether an extent determines valid rows, rather than valid elements within rows."""
-    return extent.dim % ndim not in dims and not (extent.sizes.dim() and extent.batch_dim % ndim in dims)
+def _is_of_rows(length: ValidLength, dims: Sequence[int], ndim: int) -> bool:
+    """Return whether a valid length determines valid rows, rather than valid elements within rows."""
+    return length.dim % ndim not in dims and not (length.sizes.dim() and length.batch_dim % ndim in dims)
 
 
 def masked_reduction_backward_reference(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Compute `masked_reduction_backward` in torch ops."""
@@ -153,8 +162,8 @@ def masked_reduction_backward_reference(
         "var": lambda: g * (value - aux),
         "norm": lambda: _norm_gradient(value, out, g, p),
     }[kind]()
-    # Rows of padding have a gradient, but nothing to give it to.
-    return torch.where(valid_mask(x.shape, extents, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
+    # Padded rows may have a gradient, which goes nowhere.
+    return torch.where(valid_mask(x.shape, lengths, x.device), formula, 0).expand(x.shape).to(x.dtype).contiguous()
 
 
 def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:
@@ -164,7 +173,7 @@ def _norm_gradient(x: Tensor, out: Tensor, g: Tensor, p: float) -> Tensor:
 
 
 def _kept(t: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
-    """A result with its reduced dimensions back, of size 1."""
+    """Return a result with its reduced dimensions restored with size 1."""
     for dim in sorted(d % ndim for d in dims):
         t = t.unsqueeze(dim)
     return t
@@ -181,37 +190,35 @@ def _scaled(gradient: Tensor, reduced: Reduced, kind: str, p: float, correction:
     if kind == "var":
         return g * 2 / (counts - correction)
     if kind == "norm" and p not in (1, math.inf):
-        # At zero the norm has no gradient; torch takes 0.
+        # At zero the norm has no gradient; torch uses 0.
         return torch.zeros_like(g) if p == 0 else torch.where(out == 0, 0, g * out.to(g.dtype) ** (1 - p))
     return g
 
 
 def masked_reduction_forward(
-    x: Tensor, kind: str, dims: Sequence[int], extents: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
+    x: Tensor, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
     fill: float = 0.0, for_gradient: bool = True,
 ) -> Reduced:  # fmt: skip
-    """`masked_reduction` by its kernels; arguments as there."""
-    from subtensors.kernels.padded.masked_reduction_kernel import merge_kernel, reduction_kernel
-
+    """Compute `masked_reduction` with its kernels."""
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
         return _as_bool(
-            masked_reduction_forward(x.to(torch.uint8), kind, dims, extents, p, correction, fill, for_gradient)
+            masked_reduction_forward(x.to(torch.uint8), kind, dims, lengths, p, correction, fill, for_gradient)
         )
-    x, layout = plan(x, dims, extents)
+    x, layout = plan(x, dims, lengths)
     accumulated = sum_dtype(x.dtype)
     out = x.new_empty(layout.row_shape, dtype=dtype)
     aux = x.new_empty(layout.row_shape, dtype=accumulated)
     counts = x.new_empty(layout.row_shape, dtype=torch.int64)
     if not out.numel():
         return Reduced(out, aux, counts)
-    high, wide = layout.tile()
-    programs = layout.rows[0] * -(-layout.rows[1] // high)
-    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
-    # A state of lanes along contiguous columns is small enough for twice as many, and so many more loads under way.
+    block_rows, block_columns = layout.tile()
+    programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
+    tiles = layout.columns[0] * -(-layout.columns[1] // block_columns)
+    # The state of lanes along contiguous columns is small, so twice as many programs fit, with more loads in flight.
     resident = 8 if layout.is_flat and kind != "var" and dtype != torch.float64 else 4
     parts = _parts(programs, tiles, multiprocessors(x.device) * resident) if tiles else 1
-    registers = REGISTERS // (THREADS * resident)
+    registers = REGISTERS_PER_MULTIPROCESSOR // (THREADS_PER_PROGRAM * resident)
     grid = (programs, parts)
     statics = (
         layout.statics,
@@ -222,19 +229,26 @@ def masked_reduction_forward(
         float(correction),
         fill if dtype.is_floating_point else int(fill),
     )
-    slots = layout.slot_arguments(extents)
-    tile = (high, wide, layout.lanes(wide, x.element_size()), for_gradient, layout.bounds_vary)
+    slots = layout.slot_arguments(lengths)
+    tile = (block_rows, block_columns, layout.lanes(block_columns, x.element_size()), for_gradient, layout.bounds_vary)
     results: tuple[Tensor, ...] = (out, aux, counts)
+    kernels = _kernels()
     with launching_on(x.device):
         if parts > 1:
             states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
-            reduction_kernel[grid](x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers)
+            kernels.reduction_kernel[grid](
+                x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers
+            )
             merged = power_of_two(parts)
-            high = min(max(MERGED // merged, 1), power_of_two(layout.rows[1]))
-            programs = layout.rows[0] * -(-layout.rows[1] // high)
-            merge_kernel[(programs,)](*states, *results, slots, parts, *layout.rows, *statics, high, merged)
+            block_rows = min(max(MAX_MERGED_STATES // merged, 1), power_of_two(layout.rows[1]))
+            programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
+            kernels.merge_kernel[(programs,)](
+                *states, *results, slots, parts, *layout.rows, *statics, block_rows, merged
+            )
         else:
-            reduction_kernel[grid](x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers)
+            kernels.reduction_kernel[grid](
+                x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers
+            )
     return Reduced(out, aux, counts)
 
 
@@ -242,49 +256,48 @@ def _as_bool(reduced: Reduced) -> Reduced:
     return Reduced(reduced.out.bool(), reduced.aux, reduced.counts)
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def _parts(programs: int, tiles: int, slots: int) -> int:
     """Return the number of programs that share a row, chosen so that the last program finishes soonest.
 
     Args:
         programs: the number of programs without sharing.
-        tiles: the tiles that each of these walks.
+        tiles: the number of tiles that each of these processes.
         slots: the number of programs that run at a time.
     """
 
     def rounds(parts: int) -> int:
-        return -(-programs * parts // slots) * -(-tiles // parts) + MERGING * (parts > 1)
+        return -(-programs * parts // slots) * -(-tiles // parts) + MERGE_COST * (parts > 1)
 
-    return min(range(1, min(tiles, PARTS) + 1), key=rounds)
+    return min(range(1, min(tiles, MAX_PARTS) + 1), key=rounds)
 
 
 def masked_reduction_backward(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], extents: Sequence[ValidLength],
+    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
     p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `masked_reduction` by its kernel.
+    """Compute the gradient of `masked_reduction` with its kernel.
 
     Args:
-        gradient: of the result, in its shape.
-        x, kind, dims, extents, p, correction: as in the forward.
-        reduced: what the forward gave.
+        gradient: the gradient of the result, in its shape.
+        x, kind, dims, lengths, p, correction: as in the forward.
+        reduced: the result of the forward.
 
     Returns:
         The gradient of `x`, zero in padding.
     """
-    from subtensors.kernels.padded.masked_reduction_kernel import reduction_backward_kernel
-
-    x, layout = plan(x, dims, extents)
+    x, layout = plan(x, dims, lengths)
     g = _scaled(gradient, reduced, kind, p, correction).contiguous()
     result = torch.empty_like(x)
     if not x.numel():
         return result
-    high, wide = layout.tile()
-    tiles = layout.columns[0] * -(-layout.columns[1] // wide)
-    programs = layout.rows[0] * -(-layout.rows[1] // high) * tiles
+    block_rows, block_columns = layout.tile()
+    tiles = layout.columns[0] * -(-layout.columns[1] // block_columns)
+    programs = layout.rows[0] * -(-layout.rows[1] // block_rows) * tiles
     with launching_on(x.device):
-        reduction_backward_kernel[(programs,)](
-            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(extents),
-            *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p), high, wide,
+        _kernels().reduction_backward_kernel[(programs,)](
+            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(lengths),
+            *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p),
+            block_rows, block_columns,
         )  # fmt: skip
     return result

@@ -1,17 +1,19 @@
-"""Softmax of what is real along a dimension of a padded tensor, forward and backward.
+"""Softmax of the valid elements along a dimension of a padded tensor, forward and backward.
 
-Over the real elements `i` of a row,
+Over the valid elements `i` of a row,
 
     softmax(x)[i] = exp(x[i] - m) / sum over j of exp(x[j] - m),   m = max over j of x[j],
     gradient[i]   = y[i] * (g[i] - sum over j of g[j] * y[j])
 
-and everything else is a given fill, or zero in the gradient: also the whole of a row without real elements, where the
-formula is 0/0. What padding holds is never computed with.
+and `fill` in padding, zero in the gradient; rows without valid elements, where the formula is 0/0, are all `fill`. The
+contents of the padding never enter a result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,26 +22,34 @@ from subtensors.kernels.padded.masked_layout import plan, with_strides_of
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
-ONE_PASS = 16384
+MAX_ONE_PASS_ELEMENTS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
 
 
+@cache
+def _kernels() -> ModuleType:
+    """Import the kernels, and Triton with them, at the first launch."""
+    from subtensors.kernels.padded import masked_softmax_kernel
+
+    return masked_softmax_kernel
+
+
 def masked_softmax_reference(
-    x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
+    x: Tensor, dim: int, lengths: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax` in torch ops: the readable definition."""
-    real = valid_mask(x.shape, extents, x.device).expand(x.shape)
-    # A row of nothing but -inf would be NaN, also in the gradient; one without real elements is all fill.
-    neutral = x.masked_fill(~real, float("-inf")).masked_fill(~real.any(dim, keepdim=True), 0)
+    valid = valid_mask(x.shape, lengths, x.device).expand(x.shape)
+    # A row of only -inf would give NaN, in the gradient too, so rows without valid elements get zeros first.
+    neutral = x.masked_fill(~valid, float("-inf")).masked_fill(~valid.any(dim, keepdim=True), 0)
     y = torch.log_softmax(neutral, dim) if is_log else torch.softmax(neutral, dim)
-    return y.masked_fill(~real, fill)
+    return y.masked_fill(~valid, fill)
 
 
 def masked_softmax_backward_reference(
-    gradient: Tensor, y: Tensor, dim: int, extents: Sequence[ValidLength], is_log: bool = False
+    gradient: Tensor, y: Tensor, dim: int, lengths: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax_backward` in torch ops."""
-    padding = ~valid_mask(y.shape, extents, y.device)
+    padding = ~valid_mask(y.shape, lengths, y.device)
     gradient, y = gradient.masked_fill(padding, 0), y.masked_fill(padding, 0)
     if is_log:
         result = gradient - y.exp() * gradient.sum(dim, keepdim=True)
@@ -49,52 +59,48 @@ def masked_softmax_backward_reference(
 
 
 def masked_softmax_forward(
-    x: Tensor, dim: int, extents: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
+    x: Tensor, dim: int, lengths: Sequence[ValidLength], fill: float = 0.0, is_log: bool = False
 ) -> Tensor:
-    """`masked_softmax` by its kernel; arguments as there."""
-    from subtensors.kernels.padded.masked_softmax_kernel import softmax_kernel
-
-    x, layout = plan(x, [dim], extents)
+    """Compute `masked_softmax` with its kernel."""
+    x, layout = plan(x, [dim], lengths)
     y = torch.empty_like(x)
     if not x.numel():
         return y
-    one_pass = layout.fits_whole_rows(ONE_PASS)
-    high, wide, many = layout.whole_rows() if one_pass else (*layout.tile(), 4)
-    programs = layout.rows[0] * -(-layout.rows[1] // high)
+    one_pass = layout.fits_whole_rows(MAX_ONE_PASS_ELEMENTS)
+    block_rows, block_columns, num_warps = layout.whole_rows() if one_pass else (*layout.tile(), 4)
+    programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
     with launching_on(x.device):
-        softmax_kernel[(programs,)](
-            x, y, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots, is_log, one_pass,
-            high, wide, float(fill), num_warps=many,
+        _kernels().softmax_kernel[(programs,)](
+            x, y, layout.slot_arguments(lengths), *layout.sizes, layout.statics, layout.row_slots, is_log, one_pass,
+            block_rows, block_columns, float(fill), num_warps=num_warps,
         )  # fmt: skip
     return y
 
 
 def masked_softmax_backward(
-    gradient: Tensor, y: Tensor, dim: int, extents: Sequence[ValidLength], is_log: bool = False
+    gradient: Tensor, y: Tensor, dim: int, lengths: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
-    """The gradient of `masked_softmax` by its kernel.
+    """Compute the gradient of `masked_softmax` with its kernel.
 
     Args:
-        gradient: of the result, in its shape; what it holds in padding has no effect.
+        gradient: the gradient of the result, in its shape; its padding has no effect.
         y: the result.
-        dim, extents, is_log: as in the forward.
+        dim, lengths, is_log: as in the forward.
 
     Returns:
         The gradient of the input, zero in padding.
     """
-    from subtensors.kernels.padded.masked_softmax_kernel import softmax_backward_kernel
-
-    y, layout = plan(y, [dim], extents)
+    y, layout = plan(y, [dim], lengths)
     gradient = with_strides_of(gradient, y)
     result = torch.empty_like(y)
     if not y.numel():
         return result
-    one_pass = layout.fits_whole_rows(ONE_PASS)
-    high, wide, many = layout.whole_rows() if one_pass else (*layout.tile(), 4)
-    programs = layout.rows[0] * -(-layout.rows[1] // high)
+    one_pass = layout.fits_whole_rows(MAX_ONE_PASS_ELEMENTS)
+    block_rows, block_columns, num_warps = layout.whole_rows() if one_pass else (*layout.tile(), 4)
+    programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
     with launching_on(y.device):
-        softmax_backward_kernel[(programs,)](
-            gradient, y, result, layout.slot_arguments(extents), *layout.sizes, layout.statics, layout.row_slots,
-            is_log, one_pass, high, wide, num_warps=many,
+        _kernels().softmax_backward_kernel[(programs,)](
+            gradient, y, result, layout.slot_arguments(lengths), *layout.sizes, layout.statics, layout.row_slots,
+            is_log, one_pass, block_rows, block_columns, num_warps=num_warps,
         )  # fmt: skip
     return result

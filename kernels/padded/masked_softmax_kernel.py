@@ -1,4 +1,4 @@
-"""The masked softmax as Triton: a program takes a few rows, which it holds whole or walks along twice.
+"""The masked softmax in Triton: a program handles a few rows, held whole or read twice.
 
 It writes every element of those rows, padding included. `x` and `y` are floating point; the arithmetic is float32, or
 float64 for float64.
@@ -13,13 +13,13 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 @triton.jit
 def _safe(m):
-    """A maximum to subtract: zero for a row without real elements, whose maximum is -inf."""
+    """Return the maximum to subtract; zero for rows without valid elements, whose maximum is -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def _quotient(e, total, FAST: tl.constexpr):
-    """e / total, by way of the reciprocal where half precision does not see the difference."""
+    """Return e / total; through the reciprocal where half precision rounds the difference away."""
     if FAST:
         return e * (1.0 / total)
     else:
@@ -32,63 +32,63 @@ def softmax_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, LOG: tl.constexpr, ONE_PASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, :] = softmax of x[row, :] over its real elements, `fill` elsewhere."""
-    kind: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    """Write y[row, :], the softmax of x[row, :] over its valid elements, `fill` elsewhere."""
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
-    high = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // high
-    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
+    row_tiles = tl.cdiv(R0, BM)
+    r1 = tl.program_id(0) // row_tiles
+    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
     lane = tl.arange(0, BN)[None, :]
     if ONE_PASS:
-        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
-        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
+        loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
+        valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
         at = base + lane.to(tl.int64) * sc0
-        value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), float("-inf"))
+        value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), float("-inf"))
         m = tl.max(value, 1, keep_dims=True)
         shifted = value - m
-        e = tl.where(real, exp(shifted, fast), 0.0)
+        e = tl.where(valid, exp(shifted, fast), 0.0)
         total = tl.sum(e, 1, keep_dims=True)
         if LOG:
             result = shifted - tl.log(total)
         else:
             result = _quotient(e, total, fast)
-        tl.store(y + at, tl.where(real, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (lane < C0))
+        tl.store(y + at, tl.where(valid, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (lane < C0))
     else:
-        wide = tl.cdiv(C0, BN)
-        maxima = tl.full([BM, BN], float("-inf"), kind)
-        totals = tl.zeros([BM, BN], kind)
-        for tile in range(C1 * wide):
-            c1, c0 = tile // wide, tile % wide * BN + lane
-            near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+        column_tiles = tl.cdiv(C0, BN)
+        maxima = tl.full([BM, BN], float("-inf"), dtype)
+        totals = tl.zeros([BM, BN], dtype)
+        for tile in range(C1 * column_tiles):
+            c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
+            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-            value = tl.where(real, tl.load(x + at, mask=near, other=0).to(kind), float("-inf"))
+            value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), float("-inf"))
             higher = tl.maximum(maxima, value)
-            # inf - inf is NaN, as in torch; -inf stands for a lane that has met nothing yet.
-            totals = totals * exp(maxima - _safe(higher), fast) + tl.where(real, exp(value - _safe(higher), fast), 0.0)
+            # inf - inf is NaN, as in torch; -inf is the maximum of a lane without elements.
+            totals = totals * exp(maxima - _safe(higher), fast) + tl.where(valid, exp(value - _safe(higher), fast), 0.0)
             maxima = higher
         m = tl.max(maxima, 1, keep_dims=True)
         total = tl.sum(totals * exp(maxima - _safe(m), fast), 1, keep_dims=True)
-        for tile in range(C1 * wide):
-            c1, c0 = tile // wide, tile % wide * BN + lane
-            near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+        for tile in range(C1 * column_tiles):
+            c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
+            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-            shifted = tl.load(x + at, mask=near, other=0).to(kind) - m
+            shifted = tl.load(x + at, mask=loaded, other=0).to(dtype) - m
             if LOG:
                 result = shifted - tl.log(total)
             else:
                 result = _quotient(exp(shifted, fast), total, fast)
-            tl.store(y + at, tl.where(real, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
+            tl.store(y + at, tl.where(valid, result, FILL).to(y.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
 
 
 @triton.jit
-def _products(g, y, at, near, real, kind: tl.constexpr, fast: tl.constexpr, LOG: tl.constexpr):
-    """The gradient and the result of a tile, and what of them is summed over the row."""
-    upstream = tl.where(real, tl.load(g + at, mask=near, other=0).to(kind), 0.0)
-    result = tl.where(real, tl.load(y + at, mask=near, other=0).to(kind), 0.0)
+def _products(g, y, at, loaded, valid, dtype: tl.constexpr, fast: tl.constexpr, LOG: tl.constexpr):
+    """Return the gradient and the result of a tile, and the term of the row's sum."""
+    upstream = tl.where(valid, tl.load(g + at, mask=loaded, other=0).to(dtype), 0.0)
+    result = tl.where(valid, tl.load(y + at, mask=loaded, other=0).to(dtype), 0.0)
     if LOG:
         return upstream, exp(result, fast), upstream
     else:
@@ -109,38 +109,38 @@ def softmax_backward_kernel(
     STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, LOG: tl.constexpr, ONE_PASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """gx[row, :] = the gradient of the softmax that gave y[row, :], zero in padding."""
-    kind: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
+    """Write gx[row, :], the input gradient of the softmax with result y[row, :], zero in padding."""
+    dtype: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = y.dtype.element_ty == tl.float16 or y.dtype.element_ty == tl.bfloat16
-    high = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // high
-    r0 = (tl.program_id(0) % high * BM + tl.arange(0, BM))[:, None]
+    row_tiles = tl.cdiv(R0, BM)
+    r1 = tl.program_id(0) // row_tiles
+    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
     lane = tl.arange(0, BN)[None, :]
     if ONE_PASS:
-        near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
-        real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
+        loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
+        valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
         at = base + lane.to(tl.int64) * sc0
-        upstream, probability, part = _products(g, y, at, near, real, kind, fast, LOG)
+        upstream, probability, part = _products(g, y, at, loaded, valid, dtype, fast, LOG)
         result = _gradient(upstream, probability, tl.sum(part, 1, keep_dims=True), LOG)
-        tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (lane < C0))
+        tl.store(gx + at, tl.where(valid, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (lane < C0))
     else:
-        wide = tl.cdiv(C0, BN)
-        parts = tl.zeros([BM, BN], kind)
-        for tile in range(C1 * wide):
-            c1, c0 = tile // wide, tile % wide * BN + lane
-            near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+        column_tiles = tl.cdiv(C0, BN)
+        parts = tl.zeros([BM, BN], dtype)
+        for tile in range(C1 * column_tiles):
+            c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
+            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-            _, _, part = _products(g, y, at, near, real, kind, fast, LOG)
+            _, _, part = _products(g, y, at, loaded, valid, dtype, fast, LOG)
             parts += part
         total = tl.sum(parts, 1, keep_dims=True)
-        for tile in range(C1 * wide):
-            c1, c0 = tile // wide, tile % wide * BN + lane
-            near = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            real = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+        for tile in range(C1 * column_tiles):
+            c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
+            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
-            upstream, probability, _ = _products(g, y, at, near, real, kind, fast, LOG)
+            upstream, probability, _ = _products(g, y, at, loaded, valid, dtype, fast, LOG)
             result = _gradient(upstream, probability, total, LOG)
-            tl.store(gx + at, tl.where(real, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
+            tl.store(gx + at, tl.where(valid, result, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))

@@ -1,27 +1,37 @@
-"""Padding and unpadding: between dense values and the padded storage, one kernel each way.
+"""Padding and unpadding: between dense values and the padded storage, one kernel for both directions.
 
-Each is the other's gradient. Padding is written by `pad` and read by nobody: `unpad` of a gradient drops what stands
-there. A ragged batch is a list of tensors, or as `torch.nested` has it one tensor of the rows' values one after the
-other. Where a row starts there is a sum over the rows before it, which every program of the kernel adds up for itself.
+Each is the other's gradient. `pad` writes the padding, and `unpad` of a gradient drops it. A ragged batch is a list of
+tensors, or as in `torch.nested` one tensor of the concatenated rows. A row starts at the sum of the lengths before it,
+which each program of the kernel computes for itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subtensors.kernels.padded.masked_layout import TILE
+from subtensors.kernels.padded.masked_layout import TILE_ELEMENTS
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.valid_lengths import ValidLength, normalize_dims, valid_mask
 
-Dim3 = tuple[int, "int | Tensor", int]
+DimTriple = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Import the kernels, and Triton with them, at the first launch."""
+    from subtensors.kernels.padded import padding_kernel
+
+    return padding_kernel
 
 
 def pad_reference(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
@@ -37,27 +47,27 @@ def unpad_reference(padded: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def pad_ragged_reference(
-    values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
+    values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
     """Compute `pad_ragged` in torch ops."""
-    real = valid_mask(shape, extents, values.device).expand(tuple(shape))
-    return values.new_full(shape, value).masked_scatter(real, values)
+    valid = valid_mask(shape, lengths, values.device).expand(tuple(shape))
+    return values.new_full(shape, value).masked_scatter(valid, values)
 
 
-def unpad_ragged_reference(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
+def unpad_ragged_reference(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
     """Compute `unpad_ragged` in torch ops."""
-    values = padded[valid_mask(padded.shape, extents, padded.device).expand(padded.shape)]
-    assert len(values) == total, f"{total} elements were said to be real, {len(values)} are"
+    values = padded[valid_mask(padded.shape, lengths, padded.device).expand(padded.shape)]
+    assert len(values) == total, f"{total} elements were said to be valid, {len(values)} are"
     return values
 
 
 def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
-    """`dense` at the start of a tensor of this shape, `value` elsewhere.
+    """Put `dense` at the start of a tensor of this shape, with `value` elsewhere.
 
     Args:
         dense: of any strides.
         shape: as many sizes, none smaller.
-        value: in the padding.
+        value: the value of the padding.
 
     Returns:
         Contiguous, of the dtype of `dense`.
@@ -71,7 +81,7 @@ def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor
 
 
 def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """The start of a padded tensor: contiguous, of this size."""
+    """Copy the start of a padded tensor, of this size, to a contiguous tensor."""
     dense = padded.new_empty(size)
     dims = _merged_dims(
         [(bucket, true, stride) for bucket, true, stride in zip(padded.shape, size, dense.stride(), strict=True)]
@@ -80,65 +90,65 @@ def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
     return dense
 
 
-def pad_ragged(values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0) -> Tensor:
-    """A ragged batch whose rows lie one after the other, padded.
+def pad_ragged(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0) -> Tensor:
+    """Pad a ragged batch whose rows are concatenated.
 
     Args:
         values: (total,) the elements of every row, each row contiguous.
         shape: of the result, (B, ...).
-        extents: its ragged dimensions, sizes (B,) each.
+        lengths: its ragged dimensions, sizes (B,) each.
         value: in the padding.
     """
     padded = values.new_empty(shape)
-    _launch(values, None, padded, _ragged_dims(shape, extents), value, batch=shape[0], unpad=False)
+    _launch(values, None, padded, _ragged_dims(shape, lengths), value, batch=shape[0], unpad=False)
     return padded
 
 
 def pad_rows(
-    rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
+    rows: Sequence[Tensor], shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
-    """A ragged batch of tensors, padded; arguments as of `pad_ragged`.
+    """Pad a ragged batch of one tensor for each row; arguments as of `pad_ragged`.
 
-    Rows are read where they are, by a table of their addresses. While a CUDA graph is being captured that table becomes
-    part of it: a replay reads the same memory.
+    The kernel reads rows through a table of their addresses. In a captured CUDA graph that table is a constant: a
+    replay reads the same memory.
     """
     contiguous = [row.contiguous() for row in rows]
     padded = rows[0].new_empty(shape)
     addresses = to_device(_addresses(contiguous), padded.device)
-    _launch(contiguous[0], addresses, padded, _ragged_dims(shape, extents), value, batch=shape[0], unpad=False)
+    _launch(contiguous[0], addresses, padded, _ragged_dims(shape, lengths), value, batch=shape[0], unpad=False)
     return padded
 
 
-def unpad_ragged(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
-    """The real elements of a ragged batch, row after row: (total,).
+def unpad_ragged(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
+    """Concatenate the valid elements of a ragged batch, row after row: (total,).
 
     Args:
         padded: (B, ...).
-        extents: the ragged dimensions, sizes (B,) each.
-        total: how many elements are real; the result is allocated by it, so the host has to know it.
+        lengths: the ragged dimensions, sizes (B,) each.
+        total: the number of valid elements, which the host has to know to allocate the result.
     """
     values = padded.new_empty(total)
-    dims = _ragged_dims(padded.shape, extents)
+    dims = _ragged_dims(padded.shape, lengths)
     _launch(values, None, padded.contiguous(), dims, 0.0, batch=padded.shape[0], unpad=True)
     return values
 
 
-def _addresses(rows: Sequence[Tensor]) -> Any:
+def _addresses(rows: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     return np.asarray([row.data_ptr() for row in rows], dtype=np.int64)
 
 
-def _ragged_dims(shape: Sequence[int], extents: Sequence[ValidLength]) -> list[Dim3]:
-    ragged = {extent.dim: extent.sizes for extent in normalize_dims(extents, len(shape))}
+def _ragged_dims(shape: Sequence[int], lengths: Sequence[ValidLength]) -> list[DimTriple]:
+    ragged = {length.dim: length.sizes for length in normalize_dims(lengths, len(shape))}
     return _merged_dims([(shape[d], ragged.get(d, shape[d]), 0) for d in range(1, len(shape))])
 
 
-def _merged_dims(dims: Sequence[Dim3]) -> list[Dim3]:
-    """The same walk over fewer dimensions: one without padding joins the one around it, where memory does too."""
-    merged: list[Dim3] = []
+def _merged_dims(dims: Sequence[DimTriple]) -> list[DimTriple]:
+    """Merge each dimension without padding into the one before it, where memory allows."""
+    merged: list[DimTriple] = []
     for bucket, true, stride in dims:
         if merged and isinstance(true, int) and true == bucket:
             outer, size, step = merged[-1]
-            # A stride of 0 twice is that of a ragged batch, whose rows are contiguous.
+            # In a ragged batch both strides are 0: its rows are contiguous.
             if isinstance(size, int) and (step == stride * bucket):
                 merged[-1] = (outer * bucket, size * bucket, stride)
                 continue
@@ -147,32 +157,30 @@ def _merged_dims(dims: Sequence[Dim3]) -> list[Dim3]:
 
 
 def _launch(
-    dense: Tensor, addresses: Tensor | None, padded: Tensor, dims: list[Dim3], value: float, batch: int | None,
+    dense: Tensor, addresses: Tensor | None, padded: Tensor, dims: list[DimTriple], value: float, batch: int | None,
     unpad: bool,
 ) -> None:  # fmt: skip
     """Run the kernel over every element of `padded`."""
-    from subtensors.kernels.padded.padding_kernel import pad_kernel
-
     if not padded.numel():
         return
     columns = dims[-1][0] if dims else 1
     rows = padded.numel() // columns
-    wide = min(1 << (columns - 1).bit_length(), TILE)
-    high = min(max(TILE // wide, 1), 1 << (rows - 1).bit_length())
+    block_columns = min(1 << (columns - 1).bit_length(), TILE_ELEMENTS)
+    block_rows = min(max(TILE_ELEMENTS // block_columns, 1), 1 << (rows - 1).bit_length())
     batch_rows = rows // batch if batch else rows
     span = 1
     if batch and addresses is None:
-        # Where each row starts is added up for a tile's rows against each other.
-        high = min(high, math.isqrt(TILE))
-        span = 1 << ((high + batch_rows - 2) // batch_rows).bit_length()
-    # Triton has no memory of bools; a byte each is what they are.
+        # A program compares its rows pairwise to compute where each starts.
+        block_rows = min(block_rows, math.isqrt(TILE_ELEMENTS))
+        span = 1 << ((block_rows + batch_rows - 2) // batch_rows).bit_length()
+    # Triton cannot load or store bools, which are a byte each.
     memory = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (dense, padded)]
     fill = value if dense.dtype.is_floating_point else int(value)
-    # A tensor without dimensions has one of a single element.
-    inwards = tuple(reversed(dims)) or ((1, 1, 1),)
+    # A tensor without dimensions gets one of a single element.
+    inner_first = tuple(reversed(dims)) or ((1, 1, 1),)
     with launching_on(padded.device):
-        pad_kernel[(-(-rows // high) * -(-columns // wide),)](
-            memory[0], dense if addresses is None else addresses, memory[1], inwards, rows, columns, batch_rows,
-            tuple(isinstance(true, Tensor) for _, true, _ in inwards), batch is not None, addresses is not None, unpad,
-            high, wide, span, fill,
+        _kernels().pad_kernel[(-(-rows // block_rows) * -(-columns // block_columns),)](
+            memory[0], dense if addresses is None else addresses, memory[1], inner_first, rows, columns, batch_rows,
+            tuple(isinstance(true, Tensor) for _, true, _ in inner_first), batch is not None, addresses is not None,
+            unpad, block_rows, block_columns, span, fill,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Padding and unpadding as Triton: the same walk over the padded tensor, in one direction or the other.
+"""Padding and unpadding in Triton: the same walk over the padded tensor, in either direction.
 
 The padded tensor is contiguous. Its last dimension goes along a tile's columns; each row of the tile is one index of
 all the others, which is taken apart into `dims`, innermost first. A dimension is a triple: its size in the padded
@@ -25,16 +25,16 @@ def _dense_at(dims, SIZES: tl.constexpr, RAGGED: tl.constexpr, row, column, batc
         if SIZES[i]:
             true = tl.load(true + batch, mask=inside, other=0)
         if i == 0:
-            along = column
+            coordinate = column
         else:
-            along = index % bucket
+            coordinate = index % bucket
             index = index // bucket
-        inside = inside & (along < true)
+        inside = inside & (coordinate < true)
         if RAGGED:
-            at += along * step
+            at += coordinate * step
             step = step * true
         else:
-            at += along.to(tl.int64) * stride
+            at += coordinate.to(tl.int64) * stride
     return at, inside
 
 
@@ -68,22 +68,22 @@ def pad_kernel(
     SIZES: tl.constexpr, RAGGED: tl.constexpr, ADDRESSES: tl.constexpr, UNPAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Fill `padded` from `dense`, `VALUE` where there is none; with `UNPAD`, write `dense` from `padded`.
+    """Fill `padded` from `dense`, `VALUE` in the padding; with `UNPAD`, write `dense` from `padded`.
 
     `dense` is one tensor; of a ragged batch the rows lie in it one after the other, or row b at `addresses[b]`. A tile
     has rows of at most `SPAN` of its batch.
     """
-    wide = tl.cdiv(columns, BN)
-    row = (tl.program_id(0) // wide * BM + tl.arange(0, BM))[:, None].to(tl.int64)
-    column = (tl.program_id(0) % wide * BN + tl.arange(0, BN))[None, :]
-    whole = (row < rows) & (column < columns)
+    column_tiles = tl.cdiv(columns, BN)
+    row = (tl.program_id(0) // column_tiles * BM + tl.arange(0, BM))[:, None].to(tl.int64)
+    column = (tl.program_id(0) % column_tiles * BN + tl.arange(0, BN))[None, :]
+    in_bucket = (row < rows) & (column < columns)
     batch = row // batch_rows
-    at, inside = _dense_at(dims, SIZES, RAGGED, row % batch_rows, column, batch, whole)
+    at, inside = _dense_at(dims, SIZES, RAGGED, row % batch_rows, column, batch, in_bucket)
     if ADDRESSES:
         base = tl.load(addresses + batch, mask=row < rows, other=0).to(dense.dtype)
         pointer = base + at
     elif RAGGED:
-        first = (tl.program_id(0) // wide * BM // batch_rows).to(tl.int64)
+        first = (tl.program_id(0) // column_tiles * BM // batch_rows).to(tl.int64)
         pointer = dense + (at + _starts(dims, SIZES, batch, first, rows // batch_rows, SPAN))
     else:
         pointer = dense + at
@@ -91,4 +91,4 @@ def pad_kernel(
     if UNPAD:
         tl.store(pointer, tl.load(target, mask=inside, other=0), mask=inside)
     else:
-        tl.store(target, tl.where(inside, tl.load(pointer, mask=inside, other=0), VALUE), mask=whole)
+        tl.store(target, tl.where(inside, tl.load(pointer, mask=inside, other=0), VALUE), mask=in_bucket)

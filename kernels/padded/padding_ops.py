@@ -1,4 +1,4 @@
-"""Padding and unpadding as torch ops, each the other's gradient; the reference wherever no kernel runs."""
+"""Padding and unpadding as torch ops, each the other's gradient, with the reference where no kernel runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 
 
 def pad_to(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
-    """A tensor at the start of one of this shape.
+    """Put a tensor at the start of one of this shape.
 
     Args:
         dense: of any strides.
         shape: as many sizes, none smaller.
-        value: in the padding.
+        value: the value of the padding.
 
     Returns:
         Contiguous.
@@ -41,7 +41,7 @@ def pad_to(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
 
 
 def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """The start of a tensor, as a contiguous tensor of this size.
+    """Copy the start of a tensor to a contiguous tensor of this size.
 
     Args:
         padded: of any strides.
@@ -60,14 +60,14 @@ def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
     return torch.ops.subtensors.unpad_to(padded, size)  # type: ignore[no-any-return]
 
 
-def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0) -> Tensor:
-    """A ragged batch from its values, row after row.
+def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0) -> Tensor:
+    """Pad a ragged batch, given its values row after row.
 
     Args:
         values: (total,) the elements of every row, each row contiguous; `torch.nested` keeps them so.
         shape: of the result, (B, ...).
-        extents: its ragged dimensions, sizes (B,) each.
-        value: in the padding.
+        lengths: its ragged dimensions, sizes (B,) each.
+        value: the value of the padding.
 
     Returns:
         Contiguous.
@@ -77,16 +77,16 @@ def pad_values(values: Tensor, shape: Sequence[int], extents: Sequence[ValidLeng
         tensor([[1, 0],
                 [2, 3]])
     """
-    return torch.ops.subtensors.pad_values(values, shape, *pack_lengths(extents), value)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.pad_values(values, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
 
 
-def unpad_values(padded: Tensor, extents: Sequence[ValidLength], total: int) -> Tensor:
-    """The values of a ragged batch, row after row.
+def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
+    """Concatenate the values of a ragged batch, row after row.
 
     Args:
         padded: (B, ...).
-        extents: its ragged dimensions, sizes (B,) each.
-        total: how many elements are real: the result's size, which the host has to know.
+        lengths: its ragged dimensions, sizes (B,) each.
+        total: the number of valid elements: the result's size, which the host has to know.
 
     Returns:
         (total,)
@@ -95,19 +95,19 @@ def unpad_values(padded: Tensor, extents: Sequence[ValidLength], total: int) -> 
         >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [ValidLength(1, torch.tensor([1, 2]))], total=3)
         tensor([1, 2, 3])
     """
-    return torch.ops.subtensors.unpad_values(padded, *pack_lengths(extents), total)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.unpad_values(padded, *pack_lengths(lengths), total)  # type: ignore[no-any-return]
 
 
 def pad_list(
-    rows: Sequence[Tensor], shape: Sequence[int], extents: Sequence[ValidLength], value: float = 0.0
+    rows: Sequence[Tensor], shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
-    """A ragged batch from one tensor a row.
+    """Pad a ragged batch, given one tensor for each row.
 
     Args:
         rows: B tensors of the true sizes, on one device and of one dtype.
         shape: of the result, (B, ...).
-        extents: its ragged dimensions, sizes (B,) each, which are those of the rows.
-        value: in the padding.
+        lengths: its ragged dimensions, sizes (B,) each, which are those of the rows.
+        value: the value of the padding.
 
     Returns:
         Contiguous.
@@ -117,7 +117,7 @@ def pad_list(
         tensor([[1., 0.],
                 [1., 1.]])
     """
-    return torch.ops.subtensors.pad_list(rows, shape, *pack_lengths(extents), value)  # type: ignore[no-any-return]
+    return torch.ops.subtensors.pad_list(rows, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
 
 
 def _pad(dense: Tensor, shape: list[int], value: float) -> Tensor:
@@ -128,7 +128,7 @@ def _unpad(padded: Tensor, size: list[int]) -> Tensor:
     return (padding.unpad_dense if has_kernel(padded, DTYPES) else padding.unpad_reference)(padded, size)
 
 
-def _of_shape(tensor: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
+def _of_shape(tensor: Tensor, shape: Sequence[int], *_: object) -> Tensor:
     return tensor.new_empty(shape)
 
 
@@ -136,15 +136,15 @@ define("pad_to", "Tensor dense, SymInt[] shape, Scalar value", "Tensor", _pad, _
 define("unpad_to", "Tensor padded, SymInt[] size", "Tensor", _unpad, _of_shape)
 
 
-def _shape_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _shape_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape = inputs[0].shape
 
 
-def _pad_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _pad_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
     return torch.ops.subtensors.unpad_to(gradient, ctx.shape), None, None
 
 
-def _unpad_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _unpad_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
     return torch.ops.subtensors.pad_to(gradient, ctx.shape, 0), None
 
 
@@ -153,33 +153,33 @@ torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_c
 
 
 def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:
-    extents = unpack_lengths(d, s, b)
+    lengths = unpack_lengths(d, s, b)
     if has_kernel(values, DTYPES):
-        return padding.pad_ragged(values, shape, extents, value)
-    return padding.pad_ragged_reference(values, shape, extents, value)
+        return padding.pad_ragged(values, shape, lengths, value)
+    return padding.pad_ragged_reference(values, shape, lengths, value)
 
 
 def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], total: int) -> Tensor:
-    extents = unpack_lengths(d, s, b)
+    lengths = unpack_lengths(d, s, b)
     if has_kernel(padded, DTYPES):
-        return padding.unpad_ragged(padded, extents, total)
-    return padding.unpad_ragged_reference(padded, extents, total)
+        return padding.unpad_ragged(padded, lengths, total)
+    return padding.unpad_ragged_reference(padded, lengths, total)
 
 
 def _pad_list(
     rows: list[Tensor], shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float
 ) -> Tensor:
-    extents = unpack_lengths(d, s, b)
+    lengths = unpack_lengths(d, s, b)
     if has_kernel(rows[0], DTYPES):
-        return padding.pad_rows(rows, shape, extents, value)
-    return padding.pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, extents, value)
+        return padding.pad_rows(rows, shape, lengths, value)
+    return padding.pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, lengths, value)
 
 
-def _unpad_fake(padded: Tensor, d: Any, s: Any, b: Any, total: int) -> Tensor:
+def _unpad_fake(padded: Tensor, d: object, s: object, b: object, total: int) -> Tensor:
     return padded.new_empty(total)
 
 
-def _list_fake(rows: Sequence[Tensor], shape: Sequence[int], *_: Any) -> Tensor:
+def _list_fake(rows: Sequence[Tensor], shape: Sequence[int], *_: object) -> Tensor:
     return rows[0].new_empty(shape)
 
 
@@ -188,33 +188,33 @@ define("unpad_values", f"Tensor padded, {LENGTHS_SCHEMA}, SymInt total", "Tensor
 define("pad_list", f"Tensor[] rows, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", _pad_list, _list_fake)
 
 
-def _values_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _values_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     values, _, ctx.dims, sizes, ctx.batch_dims, _ = inputs
     ctx.shapes = [row.shape for row in values] if isinstance(values, (list, tuple)) else [values.shape]
     ctx.save_for_backward(*sizes)
 
 
-def _values_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _values_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, *tuple[object, ...]]:
     sizes = list(ctx.saved_tensors)
     total = sum(shape.numel() for shape in ctx.shapes)
     values = torch.ops.subtensors.unpad_values(gradient, ctx.dims, sizes, ctx.batch_dims, total)
     return values, None, None, [None] * len(sizes), None, None
 
 
-def _list_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _list_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
     values, *rest = _values_gradient(ctx, gradient)
     ends = [0, *itertools.accumulate(shape.numel() for shape in ctx.shapes)]
     rows = [values[a:b].view(shape) for (a, b), shape in zip(itertools.pairwise(ends), ctx.shapes, strict=True)]
     return rows, *rest
 
 
-def _unpad_values_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _unpad_values_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     padded, ctx.dims, sizes, ctx.batch_dims, _ = inputs
     ctx.shape = padded.shape
     ctx.save_for_backward(*sizes)
 
 
-def _unpad_values_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _unpad_values_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
     sizes = list(ctx.saved_tensors)
     padded = torch.ops.subtensors.pad_values(gradient, ctx.shape, ctx.dims, sizes, ctx.batch_dims, 0)
     return padded, None, [None] * len(sizes), None, None

@@ -23,7 +23,7 @@ def wrapped(value: PaddedValue) -> Tensor:
     """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd tracks."""
     if not value.padded_dims:
         return value.dense
-    return Wrap.apply(value.dense, value) if value.records else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
+    return Wrap.apply(value.dense, value) if value.is_tracked else wrap(value)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def followed(x: PaddedTensor) -> PaddedValue:
@@ -32,7 +32,7 @@ def followed(x: PaddedTensor) -> PaddedValue:
     value = value_of(x)
     if torch.is_grad_enabled() and x.requires_grad:
         arrival = GradientTracker()
-        return replace(value, dense=Unwrap.apply(x, arrival), arrival=arrival)  # type: ignore[no-untyped-call]
+        return replace(value, dense=Unwrap.apply(x, arrival), tracker=arrival)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -50,7 +50,7 @@ class Unwrap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient as a PaddedTensor; autograd adds such up where torch does not look at conjugate bits."""
         gradient = gradients[0].resolve_conj().resolve_neg()
-        return wrapped(PaddedValue(gradient, ctx.dims, ctx.sizes, 0 if ctx.arrival.comes_zero() else None)), None
+        return wrapped(PaddedValue(gradient, ctx.dims, ctx.sizes, 0 if ctx.arrival.arrives_zero() else None)), None
 
 
 class Wrap(torch.autograd.Function):
@@ -59,10 +59,10 @@ class Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, value: PaddedValue) -> PaddedTensor:
         """The wrapped value."""
-        ctx.arrival = value.arrival or GradientTracker()
+        ctx.arrival = value.tracker or GradientTracker()
         ctx.way = len(ctx.arrival.outside)
         ctx.arrival.outside.append(False)
-        return wrap(replace(value, dense=dense.detach(), arrival=None))
+        return wrap(replace(value, dense=dense.detach(), tracker=None))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

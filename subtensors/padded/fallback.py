@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.true_sizes import TrueSizes, together
+from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher
@@ -67,7 +67,7 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
     # Where the result is an argument, it is the caller's own.
     if all(id(x) in inputs for x in outs if isinstance(x, Tensor)):
         return tree_unflatten([inputs.get(id(x), x) for x in outs], out_spec)
-    sizes = together([x._sizes for x in padded.values() if x._sizes is not None])
+    sizes = merge_sizes([x._sizes for x in padded.values() if x._sizes is not None])
     assert sizes is not None
     shapes = _shapes_elsewhere(func, leaves, spec, sizes)
     again = [

@@ -20,7 +20,7 @@ from torch.nn import functional
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.interpreter import PaddedCall
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain
+from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.dispatch.torch_internals.ops import schema_of
 from subtensors.padded.autograd import followed, wrapped
@@ -119,7 +119,7 @@ def directly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             if id(x) not in values:
                 values[id(x)] = followed(x)
             return values[id(x)]
-        return plain(x) if kind in PLAIN_TYPES else x
+        return unpadded_value(x) if kind in PLAIN_TYPES else x
 
     # A view that is older than the last write to its base is retaken here, by a call of its own.
     inner_args, inner_kwargs = [*map(inner, args)], {name: inner(x) for name, x in kwargs.items()}

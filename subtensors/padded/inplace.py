@@ -11,9 +11,9 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain
+from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
-from subtensors.dispatch.padded.true_sizes import together
+from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.padded.autograd import followed, wrapped
 from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
@@ -32,7 +32,7 @@ def copied_whole(target: Tensor, source: Tensor) -> bool:
     records = torch.is_grad_enabled() and (target.requires_grad or source.requires_grad)
     if records or (target._dims, target._fill) != (source._dims, source._fill) or target.dtype != source.dtype:
         return False
-    together([x._sizes for x in (target, source) if x._sizes is not None])
+    merge_sizes([x._sizes for x in (target, source) if x._sizes is not None])
     with torch._C.DisableTorchFunctionSubclass():
         target._dense.copy_(source._dense)
     refresh_copies(target)
@@ -63,7 +63,7 @@ def write_back(outer: Tensor, new: PaddedValue) -> None:
         raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {outer._dims}, the result {new.dims}")
     mask = value_of(outer).mask()
     dense = new.dense if mask is None else torch.where(mask, new.dense, outer._dense.detach())
-    value = replace(value_of(outer), dense=dense, arrival=None)
+    value = replace(value_of(outer), dense=dense, tracker=None)
     recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
     if outer._view == "copy" or (recording and outer._view):
         base = outer._origin.held() if outer._origin is not None else None
@@ -102,7 +102,7 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded
     whole = followed(x)
     numbers = torch.arange(whole.dense.numel(), device=whole.dense.device).view(whole.shape)
     picked = view(wrap(whole.like(numbers)))
-    at = value_of(picked) if isinstance(picked, PaddedTensor) else plain(picked)
+    at = value_of(picked) if isinstance(picked, PaddedTensor) else unpadded_value(picked)
     dims, sizes = broadcast([at, new])
     if len(dims) != at.dim():
         raise UnsupportedCall(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
@@ -111,4 +111,4 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: Padded
     targets = PaddedValue(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
     values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
     flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
-    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None, arrival=None))
+    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None, tracker=None))

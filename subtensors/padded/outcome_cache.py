@@ -88,4 +88,4 @@ def seen(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outco
     if sizes is None or sizes.rows is not None:
         return None
     # Whether two sizes are the same is asked of every size up to the buckets.
-    return OutcomeKey(op, (sizes.named, *key), operands, sizes)
+    return OutcomeKey(op, (sizes.key, *key), operands, sizes)

@@ -254,7 +254,7 @@ class PaddedTensor(Tensor):
             return None
         value = value_of(self)
         if fill == EDGE_FILL:
-            return wrap(value.like(value.repeated(), fill))
+            return wrap(value.like(value.edge_filled(), fill))
         return wrap(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
 
 
@@ -278,7 +278,7 @@ def wrap(value: PaddedValue) -> PaddedTensor:
         device=dense.device,
     )
     out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
-    out._arrival = value.arrival
+    out._arrival = value.tracker
     if value.fill == EDGE_FILL:
         # A write to real values leaves the padding as it is, and what was repeated there is no longer.
         out._written = dense._version

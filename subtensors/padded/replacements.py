@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from subtensors.dispatch.ops import linear_cross_entropy as torchs
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain, result
-from subtensors.dispatch.padded.pointwise import met
-from subtensors.dispatch.padded.true_sizes import together
+from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.pointwise import broadcast_dim
+from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.padded.autograd import followed, wrapped
 from subtensors.padded.inplace import write_view
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -94,16 +94,16 @@ def _in_torchs_chunks(
     input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, named: dict[str, Any]
 ) -> Tensor | None:
     """Torch's own function on storages whose padding adds nothing; None where more than the rows is padded."""
-    x, wanted = (followed(t) if isinstance(t, PaddedTensor) else plain(t) for t in (input, target))
+    x, wanted = (followed(t) if isinstance(t, PaddedTensor) else unpadded_value(t) for t in (input, target))
     if x.dim() != 2 or x.is_padded(1) or wanted.dim() < 1 or any(d > 0 for d in wanted.padded_dims):
         return None
-    sizes = together([t.sizes for t in (x, wanted) if t.sizes is not None])
-    rows = met([x.dims[0], wanted.dims[0]], sizes)
+    sizes = merge_sizes([t.sizes for t in (x, wanted) if t.sizes is not None])
+    rows = broadcast_dim([x.dims[0], wanted.dims[0]], sizes)
     is_soft = wanted.dense.is_floating_point()
     padding = 0 if is_soft else -100 if named["ignore_index"] is None else named["ignore_index"]
-    states = x.tamed() if x.dims[0] == rows else PaddedValue(x.dense, (rows, x.dims[1]), sizes).filled(0)
+    states = x.with_bounded_padding() if x.dims[0] == rows else PaddedValue(x.dense, (rows, x.dims[1]), sizes).filled(0)
     targets = PaddedValue(wanted.dense, (rows, *wanted.dims[1:]), sizes).filled(padding)
-    x.sends_zero()
+    x.gradient_is_zero_if()
     # The mean over probabilities is that over rows, those of padding among them.
     by_hand = is_soft and reduction == "mean"
     assert torchs.FUNCTION is not None
@@ -126,7 +126,7 @@ def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not isinstance(input, PaddedTensor):
             raise RuleError("PaddedTensor has no rule for scattering padded values into a plain tensor")
         whole: Any = input.clone()
-        new = followed(src) if isinstance(src, PaddedTensor) else plain(src)
+        new = followed(src) if isinstance(src, PaddedTensor) else unpadded_value(src)
         write_view(whole, lambda x: view(x, *args, **kwargs), new)
         return whole  # type: ignore[no-any-return]
 

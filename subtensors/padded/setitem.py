@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain
+from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.padded.autograd import followed
 from subtensors.padded.inplace import write_view
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -37,4 +37,6 @@ def assign(x: PaddedTensor, index: Any, value: Any) -> None:
 def _value(value: Any, like: Tensor) -> PaddedValue:
     if isinstance(value, PaddedTensor):
         return followed(value)
-    return plain(torch.as_tensor(value, device=like.device) if isinstance(value, Tensor) else like.new_tensor(value))
+    return unpadded_value(
+        torch.as_tensor(value, device=like.device) if isinstance(value, Tensor) else like.new_tensor(value)
+    )

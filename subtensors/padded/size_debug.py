@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from subtensors.dispatch.padded.index_checks import watched_bounds
+from subtensors.dispatch.padded.indexing import checked_bounds
 
 _modes: list[TorchFunctionMode] = []
 
@@ -114,7 +114,7 @@ def watch_size_arithmetic() -> Iterator[None]:
         >>> print(caught[0].message)
         arithmetic with 4, the bucket of dim 0 (true size n), not its true size: use x.count(dim)
     """
-    with _Watch() as mode, watched_bounds():
+    with _Watch() as mode, checked_bounds():
         _modes.append(mode)
         try:
             yield

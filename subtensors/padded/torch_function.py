@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_p
 from subtensors.dispatch.ops.tree import tree_find, tree_map_only
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_value import PaddedValue, plain
+from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import dispatcher, ops
@@ -92,7 +93,7 @@ class CallFrame:
     def shell(self, x: Tensor) -> Tensor:
         """The shell that stands for an argument below autograd; one an argument."""
         if id(x) not in self.shells:
-            new = wrap(followed(x) if isinstance(x, PaddedTensor) else plain(x))
+            new = wrap(followed(x) if isinstance(x, PaddedTensor) else unpadded_value(x))
             self.shells[id(x)] = new
             self.outer[id(new)] = x
         return self.shells[id(x)]
@@ -186,7 +187,8 @@ def _gives_tensor(func: Any) -> bool:
 
 
 def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    decomposable.check_function(func, args, kwargs)
+    if isinstance(func, FunctionType):
+        decomposable.check_function(func, args, kwargs)
     if getattr(func, "__name__", "") in RAW_MEMORY_FUNCTIONS:
         raise RuleError(f"PaddedTensor has no rule for {func.__name__}, which reads memory by itself")
     running = CallFrame()
@@ -270,7 +272,7 @@ def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _inner(t: Tensor) -> PaddedValue:
-    return value_of(t) if isinstance(t, PaddedTensor) else plain(t)
+    return value_of(t) if isinstance(t, PaddedTensor) else unpadded_value(t)
 
 
 def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame) -> Any:
@@ -300,9 +302,9 @@ def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], runni
     out = _run_any(twin, args, {k: v for k, v in kwargs.items() if k not in outs}, op)
     values = tree_find(Tensor, out)
     for target, new in zip(targets, values, strict=False):
-        value = value_of(new) if isinstance(new, PaddedTensor) else plain(new)
+        value = value_of(new) if isinstance(new, PaddedTensor) else unpadded_value(new)
         if id(target) in through_views:
-            if value.records:
+            if value.is_tracked:
                 raise UnsupportedCall(f"{op} writes a tensor that requires grad through a view")
             write_real(target, value)
             continue

@@ -1,9 +1,9 @@
-"""Masked softmax, reductions and norms give what the plain ops give on the real elements, whatever padding holds."""
+"""Masked softmax, reductions and norms give what the plain ops give on the valid elements, whatever padding holds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as some
+from masked_checks import HALVES, check_reduction, plain_reduction
 from masked_oracle import (
     Padded,
     any_padded,
@@ -32,7 +33,6 @@ from subtensors.kernels.padded.masked_reduction import KINDS, Reduced
 # What numpy says of the interpreter's arithmetic, and torch of a variance of one number.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", r"ignore:var\(\). degrees of freedom:UserWarning")
 
-HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
 # Hypothesis draws shapes at will, each of which a GPU would compile for: there, fixed cases run.
@@ -48,8 +48,8 @@ each_on_cpu = pytest.mark.parametrize("lowering", ON_CPU)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so large that they hold a case whole, or so small that it takes many."""
     if request.param == "many tiles":
-        monkeypatch.setattr(masked_layout, "TILE", 32)
-        monkeypatch.setattr(masked_softmax, "ONE_PASS", 4)
+        monkeypatch.setattr(masked_layout, "TILE_ELEMENTS", 32)
+        monkeypatch.setattr(masked_softmax, "MAX_ONE_PASS_ELEMENTS", 4)
 
 
 def case(name: str) -> Padded:
@@ -105,7 +105,7 @@ def check_softmax(p: Padded, dim: int, is_log: bool, fill: float, lowering: Lowe
 @each_lowering
 @each_case
 @pytest.mark.usefixtures("tiles")
-def test_softmax_is_that_of_the_real_elements(name: str, lowering: Lowering) -> None:
+def test_softmax_equals_that_of_the_valid_elements(name: str, lowering: Lowering) -> None:
     for dim in sampled(range(case(name).x.dim()), name, lowering):
         check_softmax(case(name), dim, False, 0.0, lowering)
     check_softmax(case(name), -1, True, -1.0, lowering)
@@ -113,7 +113,7 @@ def test_softmax_is_that_of_the_real_elements(name: str, lowering: Lowering) -> 
 
 @each_on_cpu
 @given(any_padded(FLOATS), some.data())
-def test_softmax_of_any_padded_tensor_is_that_of_the_real_elements(lowering: Lowering, p: Padded, data: Any) -> None:
+def test_softmax_of_random_tensors_equals_that_of_the_valid_elements(lowering: Lowering, p: Padded, data: Any) -> None:
     dim = data.draw(some.integers(0, p.x.dim() - 1))
     with np.errstate(all="ignore"):
         check_softmax(p, dim, data.draw(some.booleans()), data.draw(some.sampled_from([0.0, -2.5])), lowering)
@@ -121,7 +121,7 @@ def test_softmax_of_any_padded_tensor_is_that_of_the_real_elements(lowering: Low
 
 @each_lowering
 @pytest.mark.usefixtures("tiles")
-def test_infinite_and_nan_elements_make_of_their_row_what_they_make_of_a_plain_one(lowering: Lowering) -> None:
+def test_infinite_and_nan_elements_affect_their_row_as_in_plain_torch(lowering: Lowering) -> None:
     p = padded((5, 9), {1: ([9, 4, 4, 4, 3], 0)})
     p.x[0, 2] = math.nan
     p.x[1, :4] = -math.inf
@@ -130,60 +130,13 @@ def test_infinite_and_nan_elements_make_of_their_row_what_they_make_of_a_plain_o
     check_softmax(p, 1, False, 0.0, lowering)
 
 
-def plain_reduction(kind: str, p: float, correction: float) -> Any:
-    """The kind over a vector, and what it gives for one without elements, where torch refuses."""
-    empty = {"amax": -math.inf, "amin": math.inf}
-
-    def reduce(row: Tensor) -> Tensor:
-        if not row.numel() and kind in empty:
-            return row.new_full((), empty[kind])
-        if kind == "norm":
-            return torch.linalg.vector_norm(row, p) if row.numel() else row.new_zeros(())
-        if kind == "var":
-            return row.var(correction=correction)
-        if kind == "prod" and row.dtype in HALVES:
-            return row.float().prod().to(row.dtype)
-        return row.logsumexp(0) if kind == "logsumexp" else getattr(row, kind)()
-
-    return reduce
-
-
-def check_reduction(
-    x: Padded, kind: str, dims: Sequence[int], lowering: Lowering, p: float = 2.0, correction: float = 1.0
-) -> None:
-    x = x.on(lowering)
-    by_torch = lowering is Lowering.TORCH
-    run = masked_reduction.masked_reduction_reference if by_torch else masked_reduction.masked_reduction_forward
-    back = (
-        masked_reduction.masked_reduction_backward_reference if by_torch else masked_reduction.masked_reduction_backward
-    )
-    plain = plain_reduction(kind, p, correction)
-    reduced = run(x.x, kind, dims, x.extents, p, correction, -3.0)
-    # A product of n numbers by halves rounds each of them log2 n times.
-    depth = math.log2(x.x.numel() + 1) + 1 if kind == "prod" else 1
-    wanted = wanted_results(x, dims, plain, -3.0, Tensor.sum if kind in ("sum", "mean", "norm") else None, depth)
-    wanted.check(reduced.out, lowering)
-    counts = [len(positions) for positions, _ in x.rows(dims)]
-    assert reduced.counts.flatten().tolist() == counts
-    if kind == "prod" and x.x.dtype in HALVES:
-        return  # the gradient in half precision is a quotient of products that overflow in other places than torch's
-    g = torch.randn(reduced.out.shape).to(x.x.device, x.x.dtype)
-    exact = Reduced(torch.where(reduced.counts > 0, wanted.plain, reduced.out), reduced.aux, reduced.counts)
-    gradient = back(g, x.x, exact, kind, dims, x.extents, p, correction)
-    assert not gradient[~x.mask].any()
-    if (kind, p) == ("norm", 0.0):
-        assert not gradient.any()  # a count does not vary
-    else:
-        wanted_gradients(x, g, dims, plain, depth).check(gradient, lowering)
-
-
 KINDS_AND_ORDERS = [(kind, 2.0) for kind in KINDS] + [("norm", p) for p in (0.0, 1.0, 3.0, math.inf)]
 
 
 @each_lowering
 @each_case
 @pytest.mark.usefixtures("tiles")
-def test_a_reduction_is_that_of_the_real_elements(name: str, lowering: Lowering) -> None:
+def test_a_reduction_equals_that_of_the_valid_elements(name: str, lowering: Lowering) -> None:
     x = case(name)
     every = list(range(x.x.dim()))
     for number, (kind, p) in sampled(enumerate(KINDS_AND_ORDERS), name, lowering):
@@ -193,7 +146,7 @@ def test_a_reduction_is_that_of_the_real_elements(name: str, lowering: Lowering)
 
 @each_on_cpu
 @given(any_padded(FLOATS), some.sampled_from(KINDS_AND_ORDERS), some.sampled_from([0.0, 1.0]), some.data())
-def test_a_reduction_of_any_padded_tensor_is_that_of_the_real_elements(
+def test_a_reduction_of_random_tensors_equals_that_of_the_valid_elements(
     lowering: Lowering, x: Padded, kind: tuple[str, float], correction: float, data: Any
 ) -> None:
     dims = data.draw(some.lists(some.integers(0, x.x.dim() - 1), min_size=1, unique=True))
@@ -217,7 +170,7 @@ def test_integers_are_reduced_exactly(dtype: torch.dtype, lowering: Lowering) ->
 
 
 @each_lowering
-def test_a_nan_that_is_real_is_not_lost(lowering: Lowering) -> None:
+def test_a_valid_nan_is_not_lost(lowering: Lowering) -> None:
     x = padded((3, 20), {1: ([20, 4, 9], 0)})
     x.x[:, 2] = math.nan
     for kind in KINDS:
@@ -233,8 +186,8 @@ def test_a_product_with_zeros_has_torchs_gradient(lowering: Lowering) -> None:
 
 
 @each_lowering
-def test_a_long_row_among_few_is_shared_by_programs(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_layout, "TILE", 64)
+def test_a_long_row_is_shared_by_programs_if_rows_are_few(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_layout, "TILE_ELEMENTS", 64)
     monkeypatch.setattr(masked_reduction, "_parts", lambda programs, tiles, slots: min(tiles, 3))
     x = padded((2, 500), {1: ([500, 170], 0)})
     for number, (kind, p) in sampled(enumerate(KINDS_AND_ORDERS), "ragged", lowering):
@@ -250,7 +203,7 @@ def test_rows_are_shared_by_as_many_programs_as_run_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mean", torch.int64), ("norm", torch.bool), ("var", torch.int32)])
-def test_a_reduction_of_numbers_it_cannot_take_is_refused(kind: str, dtype: torch.dtype) -> None:
+def test_a_reduction_of_an_unsupported_dtype_raises(kind: str, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"{kind} takes a floating-point tensor, got {dtype}"):
         masked_reduction.result_dtype(kind, dtype)
     with pytest.raises(ValueError, match=r"one of sum, mean.*got 'median'"):
@@ -288,7 +241,7 @@ def oracle_norm(
     p: Padded, g: Tensor, dims: range, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, eps: float,
     is_rms: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Result and gradients by the plain op on each row's real elements, in this dtype."""
+    """Result and gradients by the plain op on each row's valid elements, in this dtype."""
     shape = p.x.shape[dims[0] :]
     x = p.x.to(dtype)
     w, b = (torch.ones(shape), torch.zeros(shape)) if weight is None or bias is None else (weight, bias)
@@ -317,7 +270,7 @@ def oracle_norm(
 @each_lowering
 @each_case
 @pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
-def test_a_norm_is_that_of_the_real_elements(name: str, is_rms: bool, lowering: Lowering) -> None:
+def test_a_norm_equals_that_of_the_valid_elements(name: str, is_rms: bool, lowering: Lowering) -> None:
     x = case(name)
     choices = [(1, True), (min(2, x.x.dim()), False)]
     for normalized, is_weighted in (
@@ -328,7 +281,7 @@ def test_a_norm_is_that_of_the_real_elements(name: str, is_rms: bool, lowering: 
 
 @each_on_cpu
 @given(any_padded(FLOATS), some.booleans(), some.booleans(), some.data())
-def test_a_norm_of_any_padded_tensor_is_that_of_the_real_elements(
+def test_a_norm_of_random_tensors_equals_that_of_the_valid_elements(
     lowering: Lowering, p: Padded, is_rms: bool, is_weighted: bool, data: Any
 ) -> None:
     normalized = data.draw(some.integers(1, p.x.dim()))
@@ -341,7 +294,7 @@ def test_a_norm_of_any_padded_tensor_is_that_of_the_real_elements(
 
 @each_lowering
 def test_a_row_too_long_for_a_program_is_normalized_too(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_norm, "LONGEST", 16)
+    monkeypatch.setattr(masked_norm, "MAX_ROW_LENGTH", 16)
     check_norm(padded((3, 17), {0: 2, 1: 11}), 1, False, True, lowering)
 
 
@@ -362,7 +315,7 @@ def test_float64_is_computed_in_float64(lowering: Lowering) -> None:
     close(norm(p.x, 1, weight, weight, 1e-5, p.extents).y, truth)
 
 
-def test_results_carry_names() -> None:
+def test_results_are_named_tuples() -> None:
     x = torch.ones(2, 3)
     assert isinstance(masked_reduction.masked_reduction_reference(x, "sum", [1], []), Reduced)
     assert isinstance(masked_norm.masked_norm_reference(x, 1, None, None, 1e-5, []), Normed)

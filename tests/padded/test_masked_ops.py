@@ -29,7 +29,7 @@ def leaf(device: str, *size: int) -> Tensor:
     return torch.randn(size, dtype=torch.float64, device=device, requires_grad=True)
 
 
-def test_softmax_has_the_gradient_that_differences_give(device: str) -> None:
+def test_softmax_passes_gradcheck(device: str) -> None:
     for is_log in (False, True):
         for dim in (0, 1, 2) if device == "cpu" or is_log else (1,):
             assert torch.autograd.gradcheck(
@@ -39,7 +39,7 @@ def test_softmax_has_the_gradient_that_differences_give(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reduction_has_the_gradient_that_differences_give(kind: str, device: str) -> None:
+def test_a_reduction_passes_gradcheck(kind: str, device: str) -> None:
     if device == "cuda" and kind not in ("mean", "logsumexp"):
         pytest.skip(
             "how autograd reaches a kernel is the same for each; tests/padded/test_masked_kernels.py compiles them all"
@@ -53,7 +53,7 @@ def test_a_reduction_has_the_gradient_that_differences_give(kind: str, device: s
 
 
 @pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
-def test_a_norm_has_the_gradients_that_differences_give(is_rms: bool, device: str) -> None:
+def test_a_norm_passes_gradcheck(is_rms: bool, device: str) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return masked_norm(x, 1, weight, bias, 1e-5, extents(device), is_rms=is_rms).y
 
@@ -63,7 +63,7 @@ def test_a_norm_has_the_gradients_that_differences_give(is_rms: bool, device: st
     )
 
 
-def test_softmax_has_the_second_derivatives_that_differences_give(device: str) -> None:
+def test_softmax_passes_gradgradcheck(device: str) -> None:
     for is_log in (False, True):
         assert torch.autograd.gradgradcheck(
             lambda x: masked_softmax(x, 1, few(device), is_log=is_log),  # noqa: B023
@@ -72,7 +72,7 @@ def test_softmax_has_the_second_derivatives_that_differences_give(device: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reduction_has_the_second_derivatives_that_differences_give(kind: str, device: str) -> None:
+def test_a_reduction_passes_gradgradcheck(kind: str, device: str) -> None:
     for dims in ([2], [0, 1]):
         assert torch.autograd.gradgradcheck(
             lambda x: masked_reduction(x, kind, dims, few(device)).out,  # noqa: B023
@@ -81,7 +81,7 @@ def test_a_reduction_has_the_second_derivatives_that_differences_give(kind: str,
 
 
 @pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
-def test_a_norm_has_the_second_derivatives_that_differences_give(is_rms: bool, device: str) -> None:
+def test_a_norm_passes_gradgradcheck(is_rms: bool, device: str) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return masked_norm(x, 1, weight, bias, 1e-5, few(device), is_rms=is_rms).y
 
@@ -91,7 +91,7 @@ def test_a_norm_has_the_second_derivatives_that_differences_give(is_rms: bool, d
     )
 
 
-def test_padding_and_rows_of_no_elements_put_no_nan_into_second_derivatives(device: str) -> None:
+def test_padding_and_empty_rows_put_no_nan_into_second_derivatives(device: str) -> None:
     x = leaf(device, 3, 5, 8)
     real = valid_mask((3, 5, 8), extents(device), x.device).expand(x.shape)
     poisoned = torch.where(real, x, math.nan).detach().requires_grad_()
@@ -113,7 +113,7 @@ def test_parameters_of_half_precision_get_gradients_of_half_precision(device: st
         assert t.grad.shape == t.shape
 
 
-def test_the_ops_keep_the_rules_of_torch_ops() -> None:
+def test_the_ops_pass_torch_opcheck() -> None:
     x, w = leaf("cpu", 3, 5, 8), leaf("cpu", 8)
     padded = ([1, 2], [e.sizes for e in extents("cpu", least=1)], [0, 0])
     ops = torch.ops.subtensors
@@ -186,7 +186,7 @@ def test_no_op_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_wrong_argument_is_refused_with_its_value() -> None:
+def test_the_error_for_a_wrong_argument_names_its_value() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match="got 'median'"):
         masked_reduction(x, "median", [1], [])

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("kind", ["bool", "added"])
-def test_a_query_whose_keys_are_all_masked_gives_zero(kind: str, device: str) -> None:
+def test_a_query_with_all_keys_masked_gives_zero(kind: str, device: str) -> None:
     torch.manual_seed(0)
     t = torch.randn(2, 5, 4, dtype=torch.float64, device=device, requires_grad=True)
     allowed = torch.rand(2, 5, 5, device=device) > 0.4

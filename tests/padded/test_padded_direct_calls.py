@@ -92,7 +92,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
     run, run_call = interpreter.run, interpreter.run_call
 
     def noted(call: interpreter.PaddedCall) -> None:
-        made[-1].append((call.op, {name: _described(x) for name, x in call.named.items()}))
+        made[-1].append((call.op, {name: _described(x) for name, x in call.arguments.items()}))
 
     def noted_run(op: Any, args: Any, kwargs: Any) -> Any:
         noted(interpreter.PaddedCall(op, args, kwargs))
@@ -135,7 +135,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
 
 def _described(x: Any) -> Any:
     if isinstance(x, interpreter.PaddedValue):
-        return x.dims, tuple(x.shape), x.fill, x.view, x.arrival is None
+        return x.dims, tuple(x.shape), x.fill, x.view, x.tracker is None
     return list(x) if isinstance(x, (tuple, list)) else x
 
 

@@ -1,4 +1,4 @@
-"""Tables of embeddings under padded indices: rows, bags of them, norms and frequencies, of real indices only."""
+"""Tables of embeddings under padded indices: rows, bags of them, norms and frequencies, of valid indices only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(name: str, indices: Any, source: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_table_sees_real_indices_only(name: str, device: str) -> None:
+def test_a_table_sees_valid_indices_only(name: str, device: str) -> None:
     torch.manual_seed(0)
     indices = torch.randint(1, 7, (5,) if "between" in name else (3, 5), device=device)
     source = torch.randn(7, 4, dtype=torch.float64, device=device)
@@ -53,7 +53,7 @@ def test_a_table_sees_real_indices_only(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows, by frequency", "rows of a norm", "sums", "means", "maxima"])
-def test_a_table_sees_the_real_indices_of_a_ragged_batch(name: str) -> None:
+def test_a_table_sees_the_valid_indices_of_a_ragged_batch(name: str) -> None:
     indices = [torch.randint(1, 7, (n,)) for n in (5, 1, 8)]
     source = torch.randn(7, 4, dtype=torch.float64)
     out, _, table = run(name, st.pad(indices, {0: SEQ}, value=10**9), source)

@@ -63,7 +63,7 @@ def test_values_and_gradients_err_no_more_than_torch_on_each_row(name: str, dtyp
         assert error <= 1.5 * allowed + torch.finfo(dtype).eps * t.abs().max()
 
 
-def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_call_runs_the_masked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = kernels.masked_ops.masked_softmax
     monkeypatch.setattr(kernels.masked_ops, "masked_softmax", lambda *args: calls.append(args) or real(*args))

@@ -1,4 +1,4 @@
-"""Losses over padded positions: reductions are over real elements only, in one batch of a size and in a ragged one."""
+"""Losses over padded positions: reductions are over valid elements only, in one batch of a size and in a ragged one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LOSSES: dict[str, Callable[[Any, Any, Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (5, 7, 3)], ids=["one size", "ragged"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_that_of_the_real_elements(name: str, lengths: tuple[int, ...]) -> None:
+def test_a_loss_equals_that_of_the_valid_elements(name: str, lengths: tuple[int, ...]) -> None:
     loss = LOSSES[name]
     for poison in (math.nan, math.inf, 1e30):
         rows, others = ([torch.randn(n, C, dtype=torch.float64, requires_grad=True) for n in lengths] for _ in range(2))

@@ -1,4 +1,4 @@
-"""Norms over padded dims: statistics, running ones among them, are of real elements."""
+"""Norms over padded dims: statistics, running ones among them, are of valid elements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_ragged_batch_is_normalised_instance_by_instance() -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_a_padded_row_without_deviation_leaves_the_weight_its_gradient(norm: str) -> None:
+def test_a_constant_padded_row_leaves_the_weights_gradient_finite(norm: str) -> None:
     width = st.Dim("width", max=8, buckets=4)
     t = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -55,7 +55,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_running_statistics_learn_of_real_elements(name: str, compiled: bool, device: str) -> None:
+def test_running_statistics_are_updated_from_valid_elements(name: str, compiled: bool, device: str) -> None:
     torch.manual_seed(0)
     norm, plain = (NORMS[name]().double().to(device) for _ in range(2))
     run = torch.compile(norm, fullgraph=True, backend="aot_eager") if compiled and "cumulative" not in name else norm

@@ -30,7 +30,7 @@ OPERANDS = {
 @pytest.mark.parametrize("fill", [0, -3])
 @pytest.mark.parametrize("operands", OPERANDS)
 @pytest.mark.parametrize(("op", "dtype"), [*NUMBERS, *((f, torch.int64) for f in BITS)])
-def test_an_operator_is_that_of_plain_tensors(
+def test_an_operator_equals_that_of_plain_tensors(
     op: Callable[[Any, Any], Any], dtype: torch.dtype, operands: str, fill: int
 ) -> None:
     if operands == "of a number" and op in IN_PLACE:
@@ -52,7 +52,7 @@ def test_an_operator_is_that_of_plain_tensors(
         lambda a, b: a.clone().div_(b, rounding_mode="floor"),
     ],
 )
-def test_whole_numbers_are_divided_by_no_zero_of_the_padding(divided: Callable[[Any, Any], Tensor]) -> None:
+def test_integers_are_not_divided_by_zeros_of_the_padding(divided: Callable[[Any, Any], Tensor]) -> None:
     x = torch.arange(1, 16).view(3, 5)
     mine = st.pad(x, {1: SEQ})
     assert torch.equal(divided(mine, mine).unpad(), divided(x, x))

@@ -83,7 +83,7 @@ def test_a_ctc_loss_is_that_of_each_rows_frames_and_labels(reduction: str, lengt
     ],
     ids=["split", "split_with_sizes", "tensor_split"],
 )
-def test_parts_of_a_padded_dim_end_where_the_data_does(
+def test_parts_of_a_padded_dim_end_at_the_true_size(
     split: Callable[[Any], Any], bounds: tuple[int | None, ...]
 ) -> None:
     rows = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 7, 1)]
@@ -99,7 +99,7 @@ def test_parts_of_a_padded_dim_end_where_the_data_does(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("keywords", [{}, {"label_smoothing": 0.2}, {"weight": torch.tensor([0.2, 1.0, 0.5]).double()}])
-def test_a_cross_entropy_with_probabilities_is_that_of_the_real_positions(
+def test_a_cross_entropy_with_probabilities_equals_that_of_the_valid_positions(
     reduction: str, keywords: dict[str, Any]
 ) -> None:
     rows, targets = ([torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 9, 2)] for _ in range(2))
@@ -114,7 +114,7 @@ def test_a_cross_entropy_with_probabilities_is_that_of_the_real_positions(
     torch.testing.assert_close(given, wanted)
 
 
-def test_values_that_occur_are_those_of_real_elements() -> None:
+def test_unique_values_are_those_of_valid_elements() -> None:
     source = torch.tensor([[3, 1, 3], [1, 1, 2]])
     x = st.pad(source, {1: SEQ}, value=10**6)
     for function in (torch.unique, torch.unique_consecutive, torch.bincount, torch.nonzero):
@@ -123,7 +123,7 @@ def test_values_that_occur_are_those_of_real_elements() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_positions_made_of_a_padded_size_are_real_where_the_data_is() -> None:
+def test_positions_made_from_a_padded_size_are_valid_where_the_data_is() -> None:
     source = torch.randn(2, 5, 3)
     x = st.pad(source, {1: SEQ}, value=NAN)
     positions, table = torch.arange(x.shape[1]), torch.randn(24, 3)
@@ -142,7 +142,7 @@ def test_positions_made_of_a_padded_size_are_real_where_the_data_is() -> None:
         lambda t: t.new_ones(t.shape),
     ],
 )
-def test_what_a_factory_makes_of_a_padded_tensor_is_padded_alike(factory: Callable[[Any], Any]) -> None:
+def test_a_tensor_made_like_a_padded_one_is_padded_alike(factory: Callable[[Any], Any]) -> None:
     x = st.pad([torch.ones(5), torch.ones(3)], {0: SEQ})
     assert factory(x).logical_shape == x.logical_shape
     assert (factory(x) > -1).sum() == 8
@@ -162,7 +162,7 @@ def test_an_out_argument_takes_the_result_and_its_padding() -> None:
     torch.testing.assert_close(plain, source.exp())
 
 
-def test_nan_in_the_padding_of_either_operand_of_a_contraction_goes_nowhere() -> None:
+def test_nan_in_the_padding_of_a_contractions_operand_has_no_effect() -> None:
     a, b = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((2, 5), (5, 3)))
     product = st.pad(a, {1: SEQ}, value=NAN) @ st.pad(b, {0: SEQ}, value=torch.inf)
     torch.testing.assert_close(product, a @ b)
@@ -171,7 +171,7 @@ def test_nan_in_the_padding_of_either_operand_of_a_contraction_goes_nowhere() ->
 
 
 @pytest.mark.parametrize("pool", [F.adaptive_avg_pool1d, F.adaptive_max_pool1d])
-def test_a_pool_down_to_one_position_is_over_the_real_ones(pool: Callable[..., Any]) -> None:
+def test_a_pool_to_one_position_is_over_the_valid_ones(pool: Callable[..., Any]) -> None:
     rows = [torch.randn(3, n, dtype=torch.float64, requires_grad=True) for n in (5, 9, 2)]
     padded_calls.fallbacks.clear()
     out = pool(st.pad(rows, {1: SEQ}, value=NAN), 1).unpad()
@@ -247,7 +247,7 @@ def check_gradient(given: Tensor, wanted: Tensor, source: Tensor, d: int | None)
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", RANKED)
-def test_an_element_of_a_rank_is_that_of_the_real_elements(name: str, numbers: str, device: str) -> None:
+def test_an_order_statistic_equals_that_of_the_valid_elements(name: str, numbers: str, device: str) -> None:
     padded_calls.fallbacks.clear()
     for n in (1, 2, 5, 8):
         for poison in (NAN, torch.inf, -torch.inf, 1.0):
@@ -263,7 +263,7 @@ def test_an_element_of_a_rank_is_that_of_the_real_elements(name: str, numbers: s
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", RANKED)
-def test_an_element_of_a_rank_of_a_ragged_batch_is_that_of_each_row(name: str, numbers: str, device: str) -> None:
+def test_an_order_statistic_of_a_ragged_batch_is_that_of_each_row(name: str, numbers: str, device: str) -> None:
     for poison in (NAN, torch.inf, -torch.inf, 1.0):
         rows = [NUMBERS[numbers](n, 3).to(device) for n in (5, 9, 1, 8)]
         leaves = [row.clone().requires_grad_() for row in rows]
@@ -278,7 +278,7 @@ def test_an_element_of_a_rank_of_a_ragged_batch_is_that_of_each_row(name: str, n
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", sorted(RANKED.keys() - {"mode"}))
-def test_an_element_of_a_rank_of_a_whole_ragged_batch_is_that_of_all_rows(name: str, numbers: str, device: str) -> None:
+def test_an_order_statistic_over_a_ragged_batch_is_that_of_all_rows(name: str, numbers: str, device: str) -> None:
     for poison in (NAN, torch.inf, -torch.inf, 1.0):
         leaves = [NUMBERS[numbers](n, 3).to(device).requires_grad_() for n in (5, 9, 1, 8)]
         actual = RANKED[name](st.pad(leaves, {0: SEQ}, value=poison), None).flatten()
@@ -293,7 +293,7 @@ def test_an_element_of_a_rank_of_a_whole_ragged_batch_is_that_of_all_rows(name: 
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_an_element_of_a_rank_compiles_once_for_every_length(name: str) -> None:
+def test_an_order_statistic_compiles_once_for_every_length(name: str) -> None:
     program = RANKED[name]
     seq = st.Dim("seq", max=12, buckets=[12])
     compiled = torch.compile(lambda x: program(x, 1), fullgraph=True, backend="aot_eager")
@@ -303,7 +303,7 @@ def test_an_element_of_a_rank_compiles_once_for_every_length(name: str) -> None:
             torch.testing.assert_close(tuple(compiled(st.pad(t, {1: seq}, value=NAN))), tuple(program(t, 1)))
 
 
-def test_whole_numbers_have_medians_and_modes_whatever_the_padding() -> None:
+def test_medians_and_modes_of_integers_ignore_the_padding() -> None:
     source = torch.tensor([[3, 1, 3, 2**63 - 1], [2**63 - 1, 2, 2**63 - 1, 5]])
     for poison in (2**63 - 1, -(2**63), 1):
         x = st.pad(source, {1: SEQ}, value=poison)
@@ -315,7 +315,7 @@ def test_whole_numbers_have_medians_and_modes_whatever_the_padding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
-def test_log_sums_and_refusals_of_other_numbers_are_torchs(dtype: torch.dtype) -> None:
+def test_logsumexp_and_errors_for_other_dtypes_are_torchs(dtype: torch.dtype) -> None:
     source = (torch.randn(2, 5).abs() * 3).to(dtype)
     for poison in (0, 1):
         x = st.pad(source, {1: SEQ}, value=poison)
@@ -330,7 +330,7 @@ def test_log_sums_and_refusals_of_other_numbers_are_torchs(dtype: torch.dtype) -
             assert isinstance(outs[0], str) == isinstance(outs[1], str)
 
 
-def test_quantiles_that_torch_refuses_are_refused_as_by_torch() -> None:
+def test_quantiles_raise_where_torchs_do() -> None:
     source = torch.randn(2, 5)
     x = st.pad(source, {1: SEQ}, value=NAN)
     for wrong in (-0.1, torch.tensor([0.5, 1.1]), torch.tensor(0.5).double(), torch.rand(2, 2)):
@@ -341,7 +341,7 @@ def test_quantiles_that_torch_refuses_are_refused_as_by_torch() -> None:
         assert str(padded.value) == str(plain.value)
 
 
-def test_a_row_of_no_elements_has_nan_for_its_median_and_quantiles() -> None:
+def test_the_median_and_quantiles_of_an_empty_row_are_nan() -> None:
     x = st.pad([torch.ones(0), torch.tensor([3.0, 1.0, 2.0])], {0: SEQ}, value=7)
     for out in (x.median(1).values, x.nanmedian(1).values, x.quantile(0.5, 1), x.nanquantile(0.5, 1)):
         torch.testing.assert_close(out, torch.tensor([NAN, 2.0]), equal_nan=True)
@@ -367,7 +367,7 @@ OF_REAL_ELEMENTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", OF_REAL_ELEMENTS)
-def test_a_rule_sees_real_elements_only(name: str, device: str) -> None:
+def test_a_rule_sees_valid_elements_only(name: str, device: str) -> None:
     program = OF_REAL_ELEMENTS[name]
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     for i, n in enumerate((5, 8, 2)):

@@ -87,7 +87,7 @@ def test_a_tensor_is_padded_in_every_dtype(dtype: torch.dtype, lowering: Lowerin
 
 
 @each_lowering
-def test_padding_with_infinity_or_nan_is_what_it_says(lowering: Lowering) -> None:
+def test_the_padding_may_be_infinity_or_nan(lowering: Lowering) -> None:
     pad = padding.pad_reference if lowering is Lowering.TORCH else padding.pad_dense
     x = torch.ones(2, device=lowering.device)
     assert pad(x, [4], -math.inf).tolist() == [1, 1, -math.inf, -math.inf]
@@ -95,7 +95,7 @@ def test_padding_with_infinity_or_nan_is_what_it_says(lowering: Lowering) -> Non
 
 
 @pytest.mark.parametrize(("size", "shape"), [((3,), (2,)), ((3, 2), (4,)), ((2, 5), (3, 4))])
-def test_a_shape_that_cannot_hold_the_tensor_is_refused(size: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_a_shape_that_cannot_hold_the_tensor_raises(size: tuple[int, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="cannot be padded to"):
         pad_to(torch.zeros(size), shape)
     with pytest.raises(ValueError, match="has no part of size"):
@@ -168,14 +168,14 @@ def test_each_is_the_gradient_of_the_other(device: str) -> None:
         assert check(lambda *rows: pad_list(list(rows), shape, extents) ** 2, rows)
 
 
-def test_what_stands_in_padding_of_a_gradient_goes_nowhere(device: str) -> None:
+def test_the_padding_of_a_gradient_is_dropped(device: str) -> None:
     dense = torch.ones(2, device=device, requires_grad=True)
     pad_to(dense, (4,)).backward(torch.tensor([1.0, 2.0, math.nan, math.inf], device=device))
     assert dense.grad is not None
     assert dense.grad.tolist() == [1, 2]
 
 
-def test_the_ops_keep_the_rules_of_torch_ops() -> None:
+def test_the_ops_pass_torch_opcheck() -> None:
     lengths = torch.tensor([1, 2])
     x = torch.randn(2, 3, requires_grad=True)
     rows = [torch.randn(1, requires_grad=True), torch.randn(2)]
@@ -225,5 +225,5 @@ def test_padding_and_unpadding_are_one_kernel_each_and_so_are_their_gradients() 
         call()
     kernels = {name: count_kernels(call) for name, call in calls.items()}
     assert kernels == dict.fromkeys(calls, 1)
-    # The real part of a tensor, and rows of a batch, are views.
+    # The valid part of a tensor, and rows of a batch, are views.
     assert count_kernels(lambda: (one.unpad(), batch.unpad())) == 0

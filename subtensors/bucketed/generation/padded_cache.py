@@ -32,7 +32,7 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
         positions = torch.where(positions < count, positions, 0) + self.cumulative_length
         keys, values = self._held()
         for held, states in ((keys, key_states), (values, value_states)):
-            held.index_copy_(2, positions, followed(states).repeated([2]))
+            held.index_copy_(2, positions, followed(states).edge_filled([2]))
         self.cumulative_length.add_(count)
         return keys, values
 

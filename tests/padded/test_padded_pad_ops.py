@@ -1,4 +1,4 @@
-"""Borders and images of another size: what is made at the true end is made of what is real."""
+"""Borders and images of another size: what is made at the true end is made of valid data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def real(x: Any) -> Any:
 
 @pytest.mark.parametrize("dims", [{2: SEQ}, {2: SEQ, 3: WIDTH}], ids=["height", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_border_is_that_of_the_true_end(name: str, dims: dict[int, st.Dim], device: str) -> None:
+def test_a_border_is_placed_at_the_true_end(name: str, dims: dict[int, st.Dim], device: str) -> None:
     torch.manual_seed(0)
     for n, m in ((5, 3), (8, 6), (3, 4)):
         source = torch.randn(2, 3, n, m, dtype=torch.float64, device=device, requires_grad=True)
@@ -58,7 +58,7 @@ def test_a_border_is_that_of_the_true_end(name: str, dims: dict[int, st.Dim], de
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_row_of_a_ragged_batch_has_a_border_of_its_own(name: str) -> None:
+def test_each_row_of_a_ragged_batch_has_its_own_border(name: str) -> None:
     rows = [torch.randn(3, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 8, 3)]
     actual = PROGRAMS[name](st.pad(rows, {1: SEQ}, value=NAN)).unpad()
     expected = [PROGRAMS[name](row[None])[0] for row in rows]
@@ -81,7 +81,7 @@ def test_a_border_compiles_once_for_every_length() -> None:
         torch.testing.assert_close(out.unpad(), program(source))
 
 
-def test_a_border_wider_than_the_true_size_is_refused_as_by_torch() -> None:
+def test_a_border_wider_than_the_true_size_raises_as_in_torch() -> None:
     source = torch.randn(1, 2, 3)
     for x in (source, st.pad(source, {2: SEQ})):
         for mode, width in (("reflect", 3), ("circular", 4)):

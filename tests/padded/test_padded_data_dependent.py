@@ -92,7 +92,7 @@ def flat(outs: Any) -> list[Any]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_selected_is_what_the_logical_data_gives(name: str, plan: str, device: str) -> None:
+def test_a_selection_equals_that_of_the_unpadded_data(name: str, plan: str, device: str) -> None:
     for poison in (NAN, 1e30):
         source = torch.randn(2, 5, 3, dtype=torch.float64, device=device, requires_grad=True)
         expected = flat(PROGRAMS[name](source))
@@ -129,7 +129,7 @@ def test_values_are_selected_from_all_rows_of_a_ragged_batch() -> None:
     assert counts.equal(expected[2])
 
 
-def test_padded_tensors_are_equal_where_their_real_elements_are() -> None:
+def test_padded_tensors_are_equal_if_their_valid_elements_are() -> None:
     rows = [torch.randn(n, 3) for n in (5, 7, 3)]
     x, y = st.pad(rows, {0: SEQ}, value=NAN), st.pad(rows, {0: SEQ}, value=1.0)
     assert torch.equal(x, y)
@@ -138,7 +138,7 @@ def test_padded_tensors_are_equal_where_their_real_elements_are() -> None:
     assert not torch.allclose(x, y + 1)
 
 
-def test_the_mean_of_a_divergence_over_a_batch_whose_rows_are_all_real_divides_by_their_number() -> None:
+def test_batchmean_over_a_batch_without_padding_divides_by_its_size() -> None:
     rows, others = ([torch.randn(n, 3, dtype=torch.float64) for n in (5, 7, 3)] for _ in range(2))
     x, y = (st.pad(values, {0: SEQ}, value=NAN) for values in (rows, others))
     divergence = torch.nn.functional.kl_div
@@ -151,14 +151,14 @@ def test_the_mean_of_a_divergence_over_a_batch_whose_rows_are_all_real_divides_b
     torch.testing.assert_close(divergence(padded, source.softmax(-1), reduction="batchmean"), expected)
 
 
-def test_explain_tells_rules_that_need_values_from_the_fallback() -> None:
+def test_explain_distinguishes_rules_that_need_values_from_the_fallback() -> None:
     x = st.pad(torch.ones(2, 5), {1: SEQ})
     assert "by a rule, in eager mode alone" in st.explain(torch.nonzero, x)
     assert "by a rule, in eager mode alone" in st.explain(torch.split, x, 2, 1)
     assert "on the unpadded data" in st.explain(torch.renorm, x, 2, 0, 1.0)
 
 
-def test_parts_of_a_ragged_batch_are_those_of_each_row() -> None:
+def test_a_ragged_batch_is_split_row_by_row() -> None:
     rows = [torch.randn(n, 3, dtype=torch.float64) for n in (5, 7, 3)]
     x = st.pad(rows, {0: SEQ}, value=NAN)
     for i, part in enumerate(x.chunk(3, 1)):
@@ -185,7 +185,7 @@ def test_sections_compile_once_for_every_length() -> None:
 @pytest.mark.parametrize(
     "program", [lambda x: (x > 0).nonzero(), lambda x: x[x > 0], lambda x: x.unique(), lambda x: x.split(2, 1)[0]]
 )
-def test_what_depends_on_values_or_sizes_is_refused_in_compiled_code(program: Callable[[Any], Any]) -> None:
+def test_calls_that_depend_on_values_or_sizes_raise_in_compiled_code(program: Callable[[Any], Any]) -> None:
     x = st.pad(torch.randn(2, 5), {1: SEQ})
-    with pytest.raises(Exception, match=r"how long its result is|the number of parts"):
+    with pytest.raises(Exception, match=r"the length of its result|the number of parts"):
         torch.compile(program, fullgraph=True, backend="aot_eager")(x)

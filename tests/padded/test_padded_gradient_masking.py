@@ -58,7 +58,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def test_no_gradient_of_a_transformer_is_masked_but_that_of_its_positions(device: str) -> None:
+def test_only_the_position_gradient_of_a_transformer_is_masked(device: str) -> None:
     tokens = torch.randint(0, 11, (2, 13), device=device)
     for layers in (1, 3):
         model, alone = Model(layers).to(device), Model(layers).to(device)
@@ -71,7 +71,7 @@ def test_no_gradient_of_a_transformer_is_masked_but_that_of_its_positions(device
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             # In float64: room for sums in another order, none for what comes out of the padding.
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-11)
-        # Without a kernel each norm takes real rows in place of padded ones, of which there may be none.
+        # Without a kernel each norm takes valid rows in place of padded ones, of which there may be none.
         norms = 0 if device == "cuda" else 2 * (2 * layers + 1)
         assert (forward.count - plain.count, backward.count) == (norms + 1, 1)
 
@@ -132,7 +132,7 @@ def written(x: Any) -> Any:
     n=some.integers(1, 9),
     residual=some.booleans(),
 )
-def test_gradients_of_any_program_are_those_without_padding(
+def test_gradients_of_random_programs_equal_those_without_padding(
     device: str, steps: list[str], end: str, n: int, residual: bool
 ) -> None:
     torch.manual_seed(n)
@@ -162,7 +162,7 @@ def test_gradients_of_any_program_are_those_without_padding(
 
 
 @pytest.mark.parametrize("through_view", [False, True])
-def test_what_was_repeated_is_forgotten_where_real_values_are_written_to(through_view: bool) -> None:
+def test_an_edge_fill_is_forgotten_once_valid_values_are_written(through_view: bool) -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     row = torch.ones(4, requires_grad=True)
     values = torch.randn(2, 5, 4)
@@ -178,14 +178,14 @@ def test_what_was_repeated_is_forgotten_where_real_values_are_written_to(through
     torch.testing.assert_close(gradient(st.pad(values, {1: SEQ})), gradient(values))
 
 
-def test_a_batch_of_no_length_gives_no_gradient_but_zero() -> None:
+def test_a_batch_of_length_zero_has_zero_gradients() -> None:
     norm, layer = nn.LayerNorm(4), nn.Linear(4, 4)
     layer(norm(poisoned(torch.randn(2, 0, 4)))).sum().backward()
     for p in [*norm.parameters(), *layer.parameters()]:
         assert torch.equal(p.grad, torch.zeros_like(p))  # type: ignore[arg-type]
 
 
-def test_a_gradient_of_gradients_is_masked_everywhere() -> None:
+def test_a_double_backward_masks_every_gradient() -> None:
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     values = torch.randn(2, 5, 4, dtype=torch.float64)
 
@@ -198,7 +198,7 @@ def test_a_gradient_of_gradients_is_masked_everywhere() -> None:
     torch.testing.assert_close(found, second(values.clone().requires_grad_()), rtol=1e-9, atol=1e-11)
 
 
-def test_a_gradient_that_others_are_added_to_says_what_it_holds_then() -> None:
+def test_an_accumulated_gradient_updates_its_fill() -> None:
     x = st.pad(torch.randn(2, 5, 4), {1: SEQ}).requires_grad_()
     weight, ones = torch.randn(4, 4), poisoned(torch.ones(2, 5, 4))
     for times, used in ((1, weight), (2, weight), (2, ones)):
