@@ -271,9 +271,10 @@ class Arena(Constructors):
         state = "released" if self.released else f"{format_bytes(self.mapped)} mapped"
         return f"Arena({self.device}, {format_bytes(self.used)} used, {state}, {format_bytes(self.reserved)} reserved)"
 
-    def __del__(self) -> None:
-        # Every tensor refers to its arena, so none is left. The end of the process frees everything by itself.
-        if not sys.is_finalizing() and hasattr(self, "_release"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Every tensor refers to its arena, so none is left. The end of the process frees everything by itself, and has
+        # perhaps cleared this module's names, so that the function is an argument.
+        if not is_finalizing() and hasattr(self, "_release"):
             if self._release is not None:
                 self._release.restore()
             deferred_finalizers.run_or_defer(self._contents.close)
