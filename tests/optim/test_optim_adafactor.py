@@ -76,7 +76,7 @@ def test_matrices_of_many_shapes_are_one_batch_and_nothing_of_their_size_is_made
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert [len(batch.params) for batch in optimizer._lists[0].batches] == [3, 1, 1]
+    assert [len(batch.params) for batch in optimizer._updater.groups[0].batches] == [3, 1, 1]
     with lowering.running():
         x, row, column = (st.TensorList([t.to(device)]) for t in (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 5)))
         row = row.like([t.expand(3, 5) for t in row.tensors])

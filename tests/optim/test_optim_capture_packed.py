@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import subtensors as st
-from subtensors.optim.flat_buffers import PackedMemory
+from subtensors.optim.flat_buffers import FlatBuffers
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -49,7 +49,7 @@ class Training:
 
 
 def looks(training: Training) -> int:
-    return training.capture.looks
+    return training.capture.full_checks
 
 
 def test_training_over_packed_memory_is_training(device: str) -> None:
@@ -83,12 +83,12 @@ def test_a_parameter_that_others_hold_keeps_its_own_version_count(device: str) -
     held = ref(v)
     w.marked = True  # type: ignore[attr-defined]
     u.marked = True  # type: ignore[attr-defined]
-    packed = PackedMemory([w, v, u])
-    assert [p is w or p is v for p in packed.alone] == [True, True]
+    packed = FlatBuffers([w, v, u])
+    assert [p is w or p is v for p in packed.separate] == [True, True]
     assert held() is v
     assert u.marked  # type: ignore[attr-defined]
     before = [p._version for p in (w, v, u)]
-    packed.tell_autograd()
+    packed.increment_versions()
     assert [p._version for p in (w, v, u)] == [n + 1 for n in before]
     del loss
 
@@ -371,5 +371,5 @@ def test_a_checked_replay_reads_a_gradient_that_was_exchanged_past_python(device
         torch.Tensor.grad.__set__(params[12], torch.full_like(params[12], 0.25).detach())  # type: ignore[attr-defined]
     many.step()
     many.assert_equal()
-    assert many.capture.looks == 4
+    assert many.capture.full_checks == 4
     assert len(kept) == 18

@@ -52,14 +52,14 @@ def test_the_lists_of_a_group_are_made_once_while_nothing_changes(monkeypatch: p
     params = ones(8)
     optimizer = st.optim.Adam(params)
     optimizer.step()
-    batches = optimizer._lists[0].batches
+    batches = optimizer._updater.groups[0].batches
     for _ in range(3):
         optimizer.zero_grad()
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert optimizer._lists[0].batches is batches
+    assert optimizer._updater.groups[0].batches is batches
     params[3].grad = None
     optimizer.step()
-    assert optimizer._lists[0].batches is not batches
-    assert re.fullmatch(r"\[0, 1, 2, 4, 5, 6, 7\]", str(optimizer._lists[0].batches[0].indices))
+    assert optimizer._updater.groups[0].batches is not batches
+    assert re.fullmatch(r"\[0, 1, 2, 4, 5, 6, 7\]", str(optimizer._updater.groups[0].batches[0].indices))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import subtensors as st
 from demo.timing import count_kernels
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer
-from subtensors.optim.algorithms.newton_schulz import newton_schulz
+from subtensors.optim.algorithms.muon import newton_schulz
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (16, 4), (8, 24), (24, 8), (1, 5), (33, 7)]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

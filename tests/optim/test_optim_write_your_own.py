@@ -84,4 +84,4 @@ def test_a_captured_step_is_an_eager_one_with_a_learning_rate_that_moves(cls: An
 
 def test_every_line_of_it_is_element_by_element_so_that_shards_are_updated_alone(cls: Any) -> None:
     optimizer = cls([Parameter(torch.ones(2))])
-    assert optimizer._views(optimizer.param_groups[0], torch.device("cpu")) == (True, False)
+    assert optimizer._updater.shard_mode(optimizer, optimizer.param_groups[0], torch.device("cpu")) == (True, False)

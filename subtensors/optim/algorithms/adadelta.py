@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class Adadelta(Optimizer):
@@ -31,7 +30,7 @@ class Adadelta(Optimizer):
         maximize: go up rather than down.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, ParamGroup, torch_defaults
 
 Betas = tuple[float | Tensor, float | Tensor]
 
@@ -40,7 +39,7 @@ class Adam(Optimizer):
         differentiable: only False.
         fused: recorded for torch.optim, and saves step counts on the device.
         decoupled_weight_decay: as in AdamW.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -82,7 +81,7 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.Adam, locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """The largest second moment is kept for amsgrad alone."""
         return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
 
@@ -140,7 +139,7 @@ class AdamW(Adam):
         capturable: as in `Adam`.
         differentiable: only False.
         fused: as in `Adam`.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class AdEMAMix(Optimizer):
@@ -35,7 +34,7 @@ class AdEMAMix(Optimizer):
         eps: keeps the quotient finite.
         weight_decay: decoupled.
         maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -74,21 +73,12 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        defaults = own_defaults(locals())
         check_not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay)
         check_fractions(3, betas=betas)
         for name, steps in {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}.items():
             if steps is not None and not steps > 0:
                 raise ValueError(f"Invalid {name}: {steps}; expected None, or 1 or more steps")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "beta3_warmup": beta3_warmup,
-            "alpha_warmup": alpha_warmup,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
         super().__init__(params, defaults, **options)
 
     def update(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class LAMB(Optimizer):
@@ -27,7 +26,7 @@ class LAMB(Optimizer):
         eps: keeps the quotient finite.
         weight_decay: decoupled, inside the norm of the step.
         maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -62,8 +61,7 @@ class LAMB(Optimizer):
     ) -> None:
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_fractions(2, betas=betas)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()), **options)
 
     def update(
         self,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class Lion(Optimizer):
@@ -24,7 +23,7 @@ class Lion(Optimizer):
         betas: how much of the momentum the direction, and the next momentum, keep.
         weight_decay: decoupled; the paper takes 3 to 10 times more than for AdamW.
         maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -58,8 +57,7 @@ class Lion(Optimizer):
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay)
         check_fractions(2, betas=betas)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()), **options)
 
     def update(
         self,

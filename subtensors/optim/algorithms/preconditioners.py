@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
-from subtensors.optim.traced_update import computed_in
+from subtensors.optim.traced_update import compute_dtype
 
 SIDES = ("left", "right")
 
@@ -39,7 +39,7 @@ def sides_of(p: Tensor, max_size: float) -> tuple[str, ...]:
 def square(p: Tensor, side: str) -> Tensor:
     """Zeros for a matrix over one side of a parameter, in the dtype that its state is computed in."""
     size = matrix_shape(p)[SIDES.index(side)]
-    return torch.zeros(size, size, device=p.device, dtype=computed_in(p.dtype))
+    return torch.zeros(size, size, device=p.device, dtype=compute_dtype(p.dtype))
 
 
 def host_count(p: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def second_moment(x: Tensor, side: str) -> Tensor:
 @fused
 def widened(p: Tensor, g: Tensor, weight_decay: float | None) -> Tensor:
     """The gradient in the dtype that state is computed in, with the L2 penalty where there is one."""
-    wide = computed_in(p.dtype)
+    wide = compute_dtype(p.dtype)
     g = g.to(wide)
     return g.clone() if weight_decay is None else g + weight_decay * p.to(wide)
 
@@ -94,6 +94,6 @@ def accumulate(total: Tensor, more: Tensor, beta: float, share: float) -> None:
 @fused
 def descend(p: Tensor, direction: Tensor, lr: float, decay: float | None) -> None:
     """p <- p - lr direction, then p <- p - lr decay p."""
-    w = p.to(computed_in(p.dtype))
+    w = p.to(compute_dtype(p.dtype))
     w = w - lr * direction.to(w.dtype)
     p.copy_(w if decay is None else w * (1 - lr * decay))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, ParamGroup, torch_defaults
 
 
 class RMSprop(Optimizer):
@@ -34,7 +33,7 @@ class RMSprop(Optimizer):
         foreach: recorded for torch.optim; changes nothing here.
         maximize: go up rather than down.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -77,7 +76,7 @@ class RMSprop(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.RMSprop, locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer with a momentum, an average of the gradients when centered."""
         needs = {"momentum_buffer": "momentum", "grad_avg": "centered"}
         return entry not in needs or bool(group[needs[entry]])

@@ -10,9 +10,8 @@ from torch import Tensor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 from subtensors.optim.state import MASTER
-from subtensors.optim.validation import check_fractions, check_not_negative
 
 
 class AdamWScheduleFree(Optimizer):
@@ -40,7 +39,7 @@ class AdamWScheduleFree(Optimizer):
         r: the power of t in the weights of the average.
         weight_lr_power: the power of the learning rate in them.
         maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -84,18 +83,7 @@ class AdamWScheduleFree(Optimizer):
         check_fractions(2, betas=betas)
         if betas[0] == 0:
             raise ValueError(f"Invalid betas: {betas}; expected the first to be more than 0, as y would not hold x")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            "maximize": maximize,
-            "train_mode": True,
-        }
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()) | {"train_mode": True}, **options)
 
     def update(
         self,

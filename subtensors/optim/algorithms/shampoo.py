@@ -25,8 +25,7 @@ from subtensors.optim.algorithms.preconditioners import (
     widened,
 )
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
 
 
 class Shampoo(MatrixOptimizer):
@@ -55,7 +54,7 @@ class Shampoo(MatrixOptimizer):
         max_size: the longest side that is preconditioned.
         grafting: None, or "sgd" for steps as long as the gradient, tensor by tensor.
         maximize: go up rather than down.
-        options: the options of every optimizer.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -110,27 +109,13 @@ class Shampoo(MatrixOptimizer):
             raise ValueError(f"Invalid update_freq: {update_freq}; expected 1 or more")
         if grafting not in (None, "sgd"):
             raise ValueError(f"Invalid grafting: {grafting!r}; expected None or 'sgd'")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "eps": eps,
-                "beta2": beta2,
-                "update_freq": update_freq,
-                "max_size": max_size,
-                "grafting": grafting,
-                "maximize": maximize,
-            },
-            **options,
-        )
+        super().__init__(params, own_defaults(locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer with a momentum."""
         return entry != "momentum_buffer" or group["momentum"] != 0
 
-    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
+    def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Moments and roots of the sides that are preconditioned; a diagonal where none is."""
         sides = sides_of(p, group["max_size"])
         if entry == "square_sum":

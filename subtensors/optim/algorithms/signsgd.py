@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
 
 
 class SignSGD(Optimizer):
@@ -24,7 +23,7 @@ class SignSGD(Optimizer):
         momentum: how much of the average a step keeps; 0 keeps no buffer.
         weight_decay: decoupled.
         maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -57,10 +56,9 @@ class SignSGD(Optimizer):
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay)
         check_fractions(1, momentum=momentum)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer with a momentum."""
         return bool(group["momentum"] != 0)
 

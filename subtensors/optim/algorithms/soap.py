@@ -25,8 +25,7 @@ from subtensors.optim.algorithms.preconditioners import (
     widened,
 )
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class SOAP(MatrixOptimizer):
@@ -57,7 +56,7 @@ class SOAP(MatrixOptimizer):
         max_precond_dim: the longest side with a basis of its own.
         correct_bias: whether d has the factor that is written beside it.
         maximize: go up rather than down.
-        options: the options of every optimizer.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -108,23 +107,9 @@ class SOAP(MatrixOptimizer):
             check_fractions(1, shampoo_beta=shampoo_beta)
         if precondition_frequency < 1:
             raise ValueError(f"Invalid precondition_frequency: {precondition_frequency}; expected 1 or more")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "shampoo_beta": shampoo_beta,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "precondition_frequency": precondition_frequency,
-                "max_precond_dim": max_precond_dim,
-                "correct_bias": correct_bias,
-                "maximize": maximize,
-            },
-            **options,
-        )
+        super().__init__(params, own_defaults(locals()), **options)
 
-    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
+    def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Moments and bases of the sides that have them."""
         side = entry.removesuffix("_basis")
         return side not in SIDES or side in sides_of(p, group["max_precond_dim"])
