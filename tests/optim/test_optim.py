@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import TORCH_NAMES, loss_of, model, ones
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 from torch import Tensor
 
 import subtensors as st

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from optim_oracle import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from programs import Lowering, each_kernel_lowering
-from test_optim_parity import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 

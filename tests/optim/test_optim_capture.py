@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from captured_pairs import OPTIMIZERS, Pair
+from optimizers import ELEMENTWISE, MATRIX_NAMES
 from static_inputs import copies_of, count_static
 from torch import nn
 
@@ -33,13 +34,6 @@ def test_a_captured_step_is_the_eager_step(device: str, name: str) -> None:
     assert pair.capture.stats() == {"recordings": 1, "replays": 5, "eager_steps": 0}
 
 
-ELEMENTWISE = [
-    name
-    for name in st.optim.__all__
-    if isinstance(cls := getattr(st.optim, name), type) and hasattr(cls, "_fusion") and "Matrix" not in str(cls.__mro__)
-]
-
-
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_is_captured_with_its_defaults(device: str, name: str) -> None:
     pair = Pair(device, getattr(st.optim, name))
@@ -53,7 +47,7 @@ def test_every_elementwise_optimizer_is_captured_with_its_defaults(device: str, 
 
 
 @OVERFLOWING
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Shampoo", "SOAP"])
+@pytest.mark.parametrize("name", MATRIX_NAMES)
 def test_state_of_matrix_optimizers_that_were_asked_for_replays_is_static_too(device: str, name: str) -> None:
     trained = []
     for graph in (False, True):

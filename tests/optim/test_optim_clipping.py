@@ -9,17 +9,9 @@ import pytest
 import torch
 import triton
 from kernels_on_cpu import kernels_on_cpu
-from small_models import TORCH_NAMES, loss_of, model, ones
-from test_optim_parity import (
-    SHAPES,
-    MakeOptimizer,
-    assert_as_accurate,
-    exact_maker,
-    flat,
-    random_tensors,
-    start,
-    take_steps,
-)
+from optim_oracle import SHAPES, MakeOptimizer, assert_as_accurate, exact_maker, flat, random_tensors, start, take_steps
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 from torch import Tensor
 from torch.nn import Parameter
 

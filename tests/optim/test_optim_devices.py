@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_parity import STEPS, assert_as_accurate, exact_maker, random_tensors, start
+from optim_oracle import STEPS, assert_as_accurate, exact_maker, random_tensors, start
 from torch import Tensor
 from torch.nn import Parameter
 

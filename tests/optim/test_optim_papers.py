@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
-from test_optim_parity import SHAPES, STEPS, assert_as_accurate, flat, start, take_steps, train
+from optim_oracle import SHAPES, STEPS, assert_as_accurate, flat, start, take_steps, train
+from optimizers import OWN_NAMES
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -192,7 +193,7 @@ def test_lamb_takes_a_plain_step_where_a_norm_is_zero(device: str) -> None:
     assert at_rest.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("name", ["Lion", "SignSGD", "LAMB", "AdEMAMix", "AdamWScheduleFree"])
+@pytest.mark.parametrize("name", OWN_NAMES)
 def test_a_state_saved_by_one_goes_on_in_another(name: str) -> None:
     values = start("cpu", torch.float32, SHAPES)
     kwargs: dict[str, Any] = {"SignSGD": {"momentum": 0.5}}.get(name, {})

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from optim_oracle import assert_as_accurate, start, train
 from own_optimizer import PAGE, own_optimizer, source
 from small_models import loss_of, model
-from test_optim_parity import assert_as_accurate, start, train
 from torch import Tensor
 from torch.nn import Parameter
 
