@@ -106,20 +106,33 @@ class Adam(Optimizer):
         # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
         t = step.double()
 
-        if weight_decay is not None:
-            if decoupled_weight_decay:
-                p.mul_(1 - lr * weight_decay)
-            else:
-                g = g + weight_decay * p
-
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
         v = exp_avg_sq
         if max_exp_avg_sq is not None:
             v = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+        p.sub_((lr / (1 - beta1**t)) * (exp_avg / adam_denominator(v, beta2, t, eps)))
 
-        denominator = v.sqrt() * (1 - beta2**t) ** -0.5 + eps
-        p.sub_((lr / (1 - beta1**t)) * (exp_avg / denominator))
+
+def decay_weights(p: Tensor, g: Tensor, lr: float, weight_decay: float | None, is_decoupled: bool) -> Tensor:
+    """The gradient with an L2 penalty; if decoupled, the gradient, and the decay is taken off the parameter."""
+    if weight_decay is None:
+        return g
+    if is_decoupled:
+        p.mul_(1 - lr * weight_decay)
+        return g
+    return g + weight_decay * p
+
+
+def update_moments(exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, beta1: float, beta2: float) -> None:
+    """m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2."""
+    exp_avg.mul_(beta1).add_((1 - beta1) * g)
+    exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+
+
+def adam_denominator(v: Tensor, beta2: float, t: Tensor, eps: float) -> Tensor:
+    """sqrt(v / (1 - beta2^t)) + eps."""
+    return v.sqrt() * (1 - beta2**t) ** -0.5 + eps
 
 
 class AdamW(Adam):

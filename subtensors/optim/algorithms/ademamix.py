@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import adam_denominator, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
@@ -109,10 +110,9 @@ class AdEMAMix(Optimizer):
         if alpha_warmup is not None:
             share = (t / alpha_warmup).clamp(max=1) * alpha
 
-        exp_avg_fast.mul_(beta1).add_((1 - beta1) * g)
+        update_moments(exp_avg_fast, exp_avg_sq, g, beta1, beta2)
         exp_avg_slow.mul_(slow).add_((1 - slow) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
-        denominator = exp_avg_sq.sqrt() * (1 - beta2**t) ** -0.5 + eps
+        denominator = adam_denominator(exp_avg_sq, beta2, t, eps)
         u = (exp_avg_fast * (1 / (1 - beta1**t)) + share * exp_avg_slow) / denominator
         if weight_decay is not None:
             u = u + weight_decay * p

@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import adam_denominator, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
@@ -80,10 +81,8 @@ class LAMB(Optimizer):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
-        denominator = exp_avg_sq.sqrt() * (1 - beta2**t) ** -0.5 + eps
-        u = (1 / (1 - beta1**t)) * (exp_avg / denominator)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
+        u = (1 / (1 - beta1**t)) * (exp_avg / adam_denominator(exp_avg_sq, beta2, t, eps))
         if weight_decay is not None:
             u = u + weight_decay * p
         length, change = p.norm(), u.norm()

@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import decay_weights, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, torch_defaults
 
@@ -90,13 +91,8 @@ class RAdam(Optimizer):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
-        if weight_decay is not None:
-            if decoupled_weight_decay:
-                p.mul_(1 - lr * weight_decay)
-            else:
-                g = g + weight_decay * p
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
 
         kept = beta2**t
         rho_inf = 2 / (1 - beta2) - 1
