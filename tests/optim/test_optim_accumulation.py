@@ -1,4 +1,4 @@
-"""`accumulate=`: the loop stays as it is, and every so-manieth step updates by the mean of the passes."""
+"""`accumulate=`: the training loop is unchanged, and every n-th step updates by the mean of the passes."""
 
 from __future__ import annotations
 

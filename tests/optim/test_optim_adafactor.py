@@ -124,7 +124,7 @@ def test_a_converted_optimizer_goes_on_where_torch_left_off() -> None:
     assert_as_accurate(params, theirs, truth, torch.float32)
 
 
-def test_the_learning_rate_is_live(device: str) -> None:
+def test_the_learning_rate_is_dynamic(device: str) -> None:
     values = start(device, torch.float64, SHAPES)
 
     def trained(package: Any) -> list[Parameter]:

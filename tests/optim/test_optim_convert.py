@@ -1,4 +1,4 @@
-"""`st.optim.convert`: training goes on with the other class as if nothing had happened."""
+"""`st.optim.convert`: training continues with the other class as if it had never changed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_options_of_this_package_may_be_added() -> None:
 
 
 @pytest.mark.parametrize("schedule", [lambda o: StepLR(o, 2, 0.5), lambda o: OneCycleLR(o, 0.5, total_steps=12)])
-def test_a_scheduler_that_is_told_of_the_new_optimizer_moves_it(schedule: Any) -> None:
+def test_a_scheduler_that_is_given_the_new_optimizer_schedules_it(schedule: Any) -> None:
     values = start("cpu", torch.float64, STATE_SHAPES)
 
     def trained(is_converted: bool) -> list[Parameter]:

@@ -1,4 +1,4 @@
-"""One optimizer over parameters on several devices: a group is updated wherever its parameters are."""
+"""One optimizer over parameters on several devices: a group is updated on each of them."""
 
 from __future__ import annotations
 

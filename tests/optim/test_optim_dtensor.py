@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 spreads over processes, or DDP repeats: they train as in one process, over gloo and NCCL."""
+"""Parameters that FSDP2 shards over processes, or DDP replicates, train as in one process, over gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
 
 
 # One set of processes for all of it: to start them takes longer than what they do.
-def test_two_processes_train_a_sharded_model_as_one_trains_the_whole(tmp_path: Path) -> None:
+def test_two_processes_train_a_sharded_model_as_one_process_trains_it(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(_process, args=("gloo", 2, str(tmp_path)), nprocs=2)
 
@@ -389,6 +389,6 @@ GPUS = torch.cuda.device_count()
         pytest.param(2, marks=pytest.mark.skipif(GPUS < 2, reason="there is one GPU at most")),
     ],
 )
-def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_trains_the_whole(count: int, tmp_path: Path) -> None:
+def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_process_trains_it(count: int, tmp_path: Path) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     mp.spawn(_process, args=("nccl", count, str(tmp_path)), nprocs=count)

@@ -1,4 +1,4 @@
-"""Libraries that train with an optimizer they are handed: each is driven for real, beside torch.optim's own."""
+"""Libraries that train with an optimizer they are given: each is run for real, beside torch.optim's own."""
 
 from __future__ import annotations
 

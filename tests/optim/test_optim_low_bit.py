@@ -295,6 +295,6 @@ def test_another_form_is_refused_where_it_is_given(value: Any) -> None:
         st.optim.AdamW(start(), state_dtype=value)
 
 
-def test_an_optimizer_whose_state_is_kept_as_it_is_refuses() -> None:
+def test_an_optimizer_without_low_bit_state_refuses_a_state_dtype() -> None:
     with pytest.raises(ValueError, match="SGD keeps its state as it is"):
         st.optim.SGD(start(), momentum=0.9, state_dtype="int8")

@@ -1,4 +1,4 @@
-"""The optimizers that torch does not have against their papers' algorithms, written here for one tensor and step."""
+"""The optimizers that torch does not have, against their papers' algorithms for one tensor and step."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_schedule_free_evaluates_the_average_and_trains_on_from_where_it_was(dty
     assert (flat(params) - y).norm() <= rounding
 
 
-def test_schedule_free_moves_masters_and_the_parameters_with_them() -> None:
+def test_schedule_free_switches_masters_and_parameters_together() -> None:
     values = start("cpu", torch.bfloat16)
     make = lambda p: st.optim.AdamWScheduleFree(p, lr=0.1, master_weights=True)  # noqa: E731
     params, optimizer = train(make, values, torch.bfloat16)

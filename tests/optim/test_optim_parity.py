@@ -103,7 +103,7 @@ def test_complex_parameters_end_where_torch_does(
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_gradient_that_is_conjugated_where_it_lies_is_read_as_its_conjugate(name: str, device: str) -> None:
+def test_a_lazily_conjugated_gradient_is_read_as_its_conjugate(name: str, device: str) -> None:
     gradient = torch.tensor([1 + 2j, -3j], device=device)
     ends = []
     for grad in (gradient.conj(), gradient.conj().resolve_conj()):

@@ -189,7 +189,7 @@ def test_a_removed_state_starts_again() -> None:
     assert [p[0].item() for p in params] == [-4.5, -5.0]
 
 
-def test_a_whole_state_that_is_replaced_starts_again() -> None:
+def test_replacing_the_state_dict_of_an_optimizer_starts_its_state_again() -> None:
     params, optimizer = stepped()
     optimizer.state = collections.defaultdict(dict)
     optimizer.step()

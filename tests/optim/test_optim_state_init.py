@@ -1,4 +1,4 @@
-"""State begins together for all parameters of a group, and each tensor of it is as if it had begun alone."""
+"""State of all parameters of a group is initialized together, and equals state that is initialized alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parameters(device: torch.device | str) -> list[Parameter]:
 
 
 @pytest.mark.parametrize("name", WITH_STATE_OPTIONS)
-def test_state_of_many_parameters_is_what_each_alone_would_have(name: str, device: torch.device) -> None:
+def test_state_initialized_together_equals_state_initialized_alone(name: str, device: torch.device) -> None:
     cls, options = getattr(st.optim, name), WITH_STATE_OPTIONS[name]
     together = cls(parameters(device), **options)
     together.step()

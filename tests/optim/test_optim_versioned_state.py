@@ -1,4 +1,4 @@
-"""The state of an optimizer: a dict like torch's, whose every change is marked."""
+"""The state of an optimizer: a dict like torch's that stamps every change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(kind: Any, entries: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", [Entry, States])
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_does_what_it_does_to_a_dict_and_is_marked(change: str, kind: Any) -> None:
+def test_every_change_acts_as_on_a_dict_and_is_stamped(change: str, kind: Any) -> None:
     watched, plain = made(kind, {"a": 1}), {"a": 1}
     before = watched.version.stamp
     assert CHANGES[change](watched) == CHANGES[change](plain)
@@ -51,7 +51,7 @@ def test_every_change_does_what_it_does_to_a_dict_and_is_marked(change: str, kin
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_an_entry_is_marked_on_the_whole_state(change: str) -> None:
+def test_a_change_of_an_entry_stamps_the_state(change: str) -> None:
     states = States(dict, {"p": {"a": 1}})
     states.setdefault("q", {"a": 1})
     assert states["r"] == {}
@@ -64,7 +64,7 @@ def test_a_change_of_an_entry_is_marked_on_the_whole_state(change: str) -> None:
 
 @pytest.mark.parametrize("kind", [Entry, States])
 @pytest.mark.parametrize("read", READS)
-def test_reading_is_not_marked(read: str, kind: Any) -> None:
+def test_reading_is_not_stamped(read: str, kind: Any) -> None:
     watched = made(kind, {"a": 1})
     before = watched.version.stamp
     READS[read](watched)

@@ -1,4 +1,4 @@
-"""Watched parameters and gradients mark how they are exchanged, and are otherwise what they were."""
+"""Watched parameters and gradients stamp a change of memory or gradient, and behave as plain tensors."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def watched() -> tuple[nn.Parameter, Version]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_moves_or_exchanges_is_marked(change: str) -> None:
+def test_moving_or_replacing_is_stamped(change: str) -> None:
     p, changes = watched()
     before = changes.stamp
     CHANGES[change](p)
     assert changes.stamp is not before
 
 
-def test_compiled_code_that_moves_one_marks_it() -> None:
+def test_compiled_code_that_moves_a_watched_tensor_stamps_it() -> None:
     p, changes = watched()
     before, memory = changes.stamp, p.data
 
@@ -89,7 +89,7 @@ def test_compiled_code_that_moves_one_marks_it() -> None:
     assert p.data_ptr() != memory.data_ptr()
 
 
-def test_a_gradient_that_is_given_other_memory_is_marked() -> None:
+def test_giving_a_gradient_other_memory_is_stamped() -> None:
     p, changes = watched()
     for move in (lambda g: setattr(g, "data", torch.ones(3)), lambda g: g.set_(torch.ones(3))):
         before = changes.stamp
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_given_other_memory_is_marked() -> None:
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_leaves_it_in_its_place_is_not_marked(read: str) -> None:
+def test_writes_in_place_are_not_stamped(read: str) -> None:
     p, changes = watched()
     before, at = changes.stamp, (p.data_ptr(), p.grad.data_ptr())  # type: ignore[union-attr]
     READS[read](p)

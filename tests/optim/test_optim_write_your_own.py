@@ -1,4 +1,4 @@
-"""The class of the page on writing an optimizer is as short as it says, and does what the page says comes with it."""
+"""The class of the page on writing an optimizer has the features that the page promises."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_it_follows_the_paper_on_kernels_too(cls: Any, kernels: bool) -> None:
     assert_as_accurate(ours, theirs, truth, torch.float32)
 
 
-def test_a_captured_step_is_an_eager_one_with_a_learning_rate_that_moves(cls: Any, device: str) -> None:
+def test_a_captured_step_equals_an_eager_one_under_a_changing_learning_rate(cls: Any, device: str) -> None:
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels run on the CPU where there is no GPU")
 

@@ -23,11 +23,11 @@ class Adadelta(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: scales every step, a number or a tensor of one element.
-        rho: how much of each average a step keeps.
+        rho: the decay rate of each average.
         eps: starts the steps off, and keeps the quotient finite.
         weight_decay: the L2 penalty.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
         options: the options of every optimizer, `Options`.

@@ -42,7 +42,7 @@ class Adafactor(MatrixOptimizer):
         d: the largest root mean square of a direction.
         weight_decay: decoupled.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         options: the options of every optimizer, `Options`.
 
     Raises:

@@ -26,9 +26,9 @@ class Adagrad(Optimizer):
         lr_decay: how fast the learning rate falls.
         weight_decay: the L2 penalty.
         initial_accumulator_value: as in the math.
-        eps: keeps the quotient finite.
+        eps: added to the denominator, to keep the quotient finite.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
         fused: recorded for torch.optim, and saves step counts on the device.
         options: the options of every optimizer, `Options`.
@@ -95,6 +95,6 @@ class Adagrad(Optimizer):
         p.sub_((lr / (1 + (step.double() - 1) * lr_decay)) * (g / (sum.sqrt() + eps)))
 
     def share_memory(self) -> None:
-        """Put the sums into memory that other processes share."""
+        """Move the sums into shared memory, for other processes."""
         for entry in self.state.values():
             entry["sum"].share_memory_()

@@ -21,20 +21,20 @@ class Adam(Optimizer):
         v <- beta2 v + (1 - beta2) g^2
         p <- p - lr m' / (sqrt(v') + eps)               m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
 
-    With `amsgrad`, v' is made of the largest v so far. What t decides is computed once a tensor; an element is left
-    with one square root and one division:
+    With `amsgrad`, v' is made of the largest v so far. Factors that depend on t alone are computed once a tensor, so an
+    element takes one square root and one division:
 
         p <- p - (lr / (1 - beta1^t)) (m / (sqrt(v) (1 - beta2^t)^(-1/2) + eps))
 
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps; two numbers or two tensors of one element.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average; two numbers or two tensors of one element.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         amsgrad: as above.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
         fused: recorded for torch.optim, and saves step counts on the device.
@@ -82,7 +82,7 @@ class Adam(Optimizer):
         super().__init__(params, torch_defaults(torch.optim.Adam, locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """The largest second moment is kept for amsgrad alone."""
+        """The largest second moment only with amsgrad."""
         return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
 
     def update(

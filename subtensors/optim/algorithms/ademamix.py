@@ -28,13 +28,13 @@ class AdEMAMix(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps: `(beta1, beta2, beta3)`.
+        betas: the decay rate of each average: `(beta1, beta2, beta3)`.
         alpha: the share of the slow average.
         beta3_warmup: steps until the slow average is as slow as beta3 says; None: from the start.
         alpha_warmup: steps until alpha is reached; None: from the start.
-        eps: keeps the quotient finite.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         options: the options of every optimizer, `Options`.
 
     Raises:

@@ -28,7 +28,7 @@ class ASGD(Optimizer):
         t0: the step after which the average is one.
         weight_decay: the L2 penalty.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
         capturable: recorded for torch.optim; a step can always be captured.
         options: the options of every optimizer, `Options`.

@@ -23,10 +23,10 @@ class LAMB(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled, inside the norm of the step.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         options: the options of every optimizer, `Options`.
 
     Raises:

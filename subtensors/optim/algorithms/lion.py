@@ -20,9 +20,9 @@ class Lion(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element; the paper takes 3 to 10 times less than for AdamW.
-        betas: how much of the momentum the direction, and the next momentum, keep.
+        betas: the decay rates of the momentum in the direction, and in the next momentum.
         weight_decay: decoupled; the paper takes 3 to 10 times more than for AdamW.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         options: the options of every optimizer, `Options`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The base class of optimizers whose math is of whole matrices: `update` sees all of them at once, as TensorLists."""
+"""The base class of optimizers whose math is of full matrices: `update` sees all of them at once, as TensorLists."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ class ListStep:
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
             return
-        kept = [
+        results = [
             (column, TensorColumn(map(full_tensor, column))) for column in (p, master, *entries) if column is not None
         ]
-        gathered = {id(column): result for column, result in kept}
+        gathered = {id(column): result for column, result in results}
         self(
             gathered[id(p)],
             TensorColumn(map(full_tensor, g)),
@@ -160,8 +160,8 @@ class ListStep:
             tuple([gathered.get(id(column)) for column in entries]),
             *rest,
         )
-        for column, results in kept:
-            for t, result in zip(column, results, strict=True):
+        for column, new_values in results:
+            for t, result in zip(column, new_values, strict=True):
                 if is_sharded(t):
                     write_part(t, result)
         # The step wrote through shards; autograd must be told that the DTensors were written.
@@ -187,8 +187,8 @@ class ListStep:
         if grad_scale is not None or found_inf is not None or maximize or in_step:
             gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize, in_step)
         # State on the CPU, such as a count that decides what a step does, can't depend on a flag on the device.
-        kept = [x for x in (weights, *states, average) if x is not None]
-        written = [x for x in kept if x.tensors[0].device == weights.tensors[0].device]
+        present = [x for x in (weights, *states, average) if x is not None]
+        written = [x for x in present if x.tensors[0].device == weights.tensors[0].device]
         before = [] if found_inf is None else [x.clone() for x in written]
         self._update(weights, gradients, *states, **hyperparameters)
         if average is not None:

@@ -35,7 +35,7 @@ class Muon(MatrixOptimizer):
         params: parameters with two dimensions, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
         weight_decay: decoupled, as in AdamW.
-        momentum: how much of the momentum a step keeps.
+        momentum: the decay rate of the momentum.
         nesterov: as in the math.
         ns_coefficients: of the iteration X <- a X + b X X^T X + c (X X^T)^2 X.
         eps: the smallest norm that is divided by.

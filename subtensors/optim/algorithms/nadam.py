@@ -25,13 +25,13 @@ class NAdam(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         momentum_decay: as in the math.
         decoupled_weight_decay: as in AdamW.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
         options: the options of every optimizer, `Options`.

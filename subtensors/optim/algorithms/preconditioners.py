@@ -1,4 +1,4 @@
-"""The parts that Shampoo and SOAP share: sides of a parameter, second moments of rows and columns, step counts.
+"""Shared by Shampoo and SOAP: sides of a parameter, second moments of rows and columns, step counts.
 
 A parameter of two or more dimensions is seen as the matrix (shape[0], the rest); one of fewer has no sides. A side is
 left out where it is longer than the group's `max_size`: its second moments would be a matrix of that many rows.
@@ -43,7 +43,7 @@ def square(p: Tensor, side: str) -> Tensor:
 
 
 def host_count(p: Tensor) -> Tensor:
-    """A count of steps that is read on the host, where it decides what a step does."""
+    """A count of steps on the CPU, where the host reads it to decide what a step does."""
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
@@ -55,11 +55,11 @@ def parts_by_count(step: TensorList) -> dict[int, list[int]]:
     return parts
 
 
-def part(x: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at these places; all of them are the list itself."""
-    if x is None or len(places) == len(x):
+def select(x: Any, indices: Sequence[int]) -> Any:
+    """The elements of a list at these indices; the list itself if they are all."""
+    if x is None or len(indices) == len(x):
         return x
-    return TensorList([x.tensors[i] for i in places])
+    return TensorList([x.tensors[i] for i in indices])
 
 
 def as_matrices(x: Any) -> Any:

@@ -25,7 +25,7 @@ class Rprop(Optimizer):
         step_sizes: `(min, max)`.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
         options: the options of every optimizer, `Options`.
 
@@ -86,9 +86,9 @@ class Rprop(Optimizer):
         smallest, largest = step_sizes
         step.add_(1)
         agreement = g * prev
-        turned = agreement < 0
+        has_turned = agreement < 0
         grown = torch.where(agreement > 0, step_size * eta_plus, step_size)
-        step_size.copy_(torch.where(turned, step_size * eta_minus, grown).clamp(smallest, largest))
-        g = torch.where(turned, 0.0, g)
+        step_size.copy_(torch.where(has_turned, step_size * eta_minus, grown).clamp(smallest, largest))
+        g = torch.where(has_turned, 0.0, g)
         p.sub_(torch.sign(g) * step_size)
         prev.copy_(g)

@@ -25,7 +25,7 @@ class SGD(Optimizer):
         dampening: as in the math.
         weight_decay: the L2 penalty.
         nesterov: needs a momentum and no dampening.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         foreach: recorded for torch.optim; changes nothing here.
         differentiable: only False.
         fused: recorded for torch.optim; changes nothing here.

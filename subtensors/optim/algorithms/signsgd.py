@@ -20,9 +20,9 @@ class SignSGD(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        momentum: how much of the average a step keeps; 0 keeps no buffer.
+        momentum: the decay rate of the average; 0 keeps no buffer.
         weight_decay: decoupled.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         options: the options of every optimizer, `Options`.
 
     Raises:
@@ -59,7 +59,7 @@ class SignSGD(Optimizer):
         super().__init__(params, own_defaults(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """A buffer with a momentum."""
+        """A buffer only with a momentum."""
         return bool(group["momentum"] != 0)
 
     def update(
