@@ -37,7 +37,7 @@ CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
 class CapturableOptimizer(SteppedOptimizer, Protocol):
-    """What a captured step reads of its optimizer."""
+    """The attributes of an optimizer that a captured step reads."""
 
     is_replayable: ClassVar[bool]
     _updater: Updater

@@ -73,7 +73,7 @@ class StepFunction(Protocol):
 
 
 class SteppedOptimizer(OptimizerRules, Protocol):
-    """What a step reads of its optimizer."""
+    """The attributes of an optimizer that a step reads."""
 
     param_groups: list[dict[str, Any]]
     state: States
