@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from subtensors.dispatch.ops.errors import AddressError
+from subtensors.dispatch.ops.errors import AddressError, RuleError
 from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
+from subtensors.optim.dtensor import is_sharded
 from subtensors.optim.flat_buffers import FlatBuffers
 
 WASTED_REASON = (
@@ -168,6 +172,27 @@ class Capture:
         lines += [f"  recaptured: {reason} ({count})" for reason, count in self.reasons.items()]
         lines += [f"  ran eagerly: {reason} ({count})" for reason, count in self.eager_reasons.items()]
         return "\n".join(lines)
+
+
+def new_capture(params: Sequence[Tensor], packed: bool, check: bool | None) -> Capture:
+    """Start capturing the steps of an optimizer.
+
+    Args:
+        params: its parameters that require gradients.
+        packed: whether to pack them.
+        check: as for `Capture`; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
+
+    Raises:
+        RuleError: a parameter is a DTensor.
+    """
+    if any(map(is_sharded, params)):
+        raise RuleError(
+            "capture() takes full parameters, and one is a DTensor, of which a shard is here: leave out capture() and "
+            "graph=True; an eager step is one fused call over the shards"
+        )
+    if check is None:
+        check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
+    return Capture(check, FlatBuffers(params) if packed and params else None)
 
 
 def _why_not_replayable() -> str:

@@ -20,7 +20,6 @@ GPU. An optimizer is put together of parts, none of which knows the optimizer cl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -30,13 +29,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
-from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.batches import BatchKind
-from subtensors.optim.capture import Capture
-from subtensors.optim.dtensor import is_sharded
-from subtensors.optim.flat_buffers import FlatBuffers
+from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import Options, ParamGroup, check_options, group_options
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
@@ -66,8 +62,7 @@ class Optimizer(torch.optim.Optimizer):
       what would do nothing.
 
     Values stored in less than float32 are computed in float32 and rounded once, when they are stored. Complex
-    parameters are seen as `torch.view_as_real` shows them. `defaults` or a group may hold, for any subclass, `maximize`
-    (default False), which negates the gradient, and the options that `Options` names.
+    parameters are seen as `torch.view_as_real` shows them. `maximize=True` in a group negates the gradient.
 
     Args:
         params: parameters (a TensorList of them, too), `(name, parameter)` pairs, or parameter groups.
@@ -153,9 +148,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _create_state(self) -> None:
         """Create the state of all parameters now, before they have gradients."""
-        factory = self._updater.state_factory(self)
         for group in self.param_groups:
-            factory.create_group(group["params"], group)
+            self._updater.state_factory(self).create_group(group["params"], group)
 
     def _new_updater(self) -> Updater:
         packed = None if self._capture is None else self._capture.packed
@@ -238,9 +232,8 @@ class Optimizer(torch.optim.Optimizer):
         if (passes := self.param_groups[0].get("accumulate", 1)) > 1:
             if getattr(self, "found_inf", None) is not None:
                 raise RuntimeError(
-                    f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change its "
-                    "scale after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last "
-                    "pass"
+                    f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change it "
+                    "after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"
                 )
             if self._is_accumulating():
                 return loss
@@ -291,16 +284,9 @@ class Optimizer(torch.optim.Optimizer):
             SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
               ran eagerly: the parameters are on the CPU, where a step has no graph (1)
         """
-        if check is None:
-            check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if any(map(is_sharded, params)):
-            raise RuleError(
-                "capture() takes full parameters, and one is a DTensor, of which a shard is here: leave out capture() "
-                "and graph=True; an eager step is one fused call over the shards"
-            )
         self._updater.forget()  # packing needs parameters that nothing else holds
-        self._capture = Capture(check, FlatBuffers(params) if packed and params else None)
+        self._capture = new_capture(params, packed, check)
         self._updater.is_static, self._updater.is_packed = True, self._capture.packed is not None
         return self._capture
 
@@ -317,16 +303,12 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._is_accumulating():
             return
-        packed = None if self._capture is None else self._capture.packed
-        if packed is None:
+        if self._capture is None or (packed := self._capture.packed) is None:
             super().zero_grad(set_to_none)
             return
         packed.zero_gradients()
         for p in packed.not_packed(p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and not set_to_none:
-                p.grad.detach_().zero_()
-            else:
-                p.grad = None
+            p.grad = None if set_to_none or p.grad is None else p.grad.detach_().zero_()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -414,6 +396,5 @@ class Optimizer(torch.optim.Optimizer):
         check_options(type(self).__name__, group, self.param_groups[0])
         check_state_dtype(type(self).__name__, group.get("state_dtype"), self.low_bit)
         if missing := self._declaration.required - set(group):
-            raise ValueError(
-                f"{type(self).__name__}.update needs {sorted(missing)}, which the group {sorted(group)} lacks"
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")

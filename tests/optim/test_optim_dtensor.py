@@ -143,7 +143,7 @@ def sums_over_a_tensor_are_those_of_all_its_shards() -> None:
             torch.testing.assert_close(whole(ours), whole(theirs))
             # Without kernels DTensors take the step, op by op.
             (batch,) = optimizer._updater.groups[0].batches
-            assert batch.sees_shards == batch.adds_up == (way in by_kernels or device.type == "cuda")
+            assert batch.sees_shards == batch.reduces_shards == (way in by_kernels or device.type == "cuda")
 
 
 def a_norm_is_that_of_shards_and_of_what_every_process_has() -> None:
