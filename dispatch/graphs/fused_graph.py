@@ -351,5 +351,5 @@ def _recording(recording: Recording) -> Iterator[None]:
         _active.reset(token)
 
 
-recording_now = _active.get  # a function of C, since every call asks it
+current_recording = _active.get  # a function of C, since every fused call calls it
 """Return the recording that fused calls are recorded into now; None when they run instead."""

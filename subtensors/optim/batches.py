@@ -123,10 +123,10 @@ class Batch:
         params = as_real(params) if self.is_complex else params
         call = FusedCall((params, gradients, self.master, self.entries, *arguments), {})
         if self._last_call is not None and self._last_call.key == call.key:
-            call.last = self._last_call.last  # the same columns, with other numbers
+            call.launches = self._last_call.launches  # the same columns, with other numbers
         # A template for the steps that follow, without the gradients: those must not live until the next one.
         is_template = not self.is_complex and all(map(is_immutable, options))
-        self._last_call = call.again(GRADIENTS, TensorColumn()) if is_template else None
+        self._last_call = call.with_list(GRADIENTS, TensorColumn()) if is_template else None
         self._last_options = options
         return call
 
@@ -134,7 +134,7 @@ class Batch:
         """The last call with these gradients; None if the options are not the very same objects."""
         if self._last_call is None or not all(map(is_, options, self._last_options)):
             return None
-        return self._last_call.again(GRADIENTS, gradients)
+        return self._last_call.with_list(GRADIENTS, gradients)
 
 
 def is_immutable(option: object) -> bool:

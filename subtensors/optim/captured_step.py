@@ -147,22 +147,22 @@ class CapturedStep:
         group = optimizer.param_groups[launch.source]
         _, numbers, hosts = step_signature(optimizer._updater, group, self.device)
         if self.has_other_ops:
-            launch.taken = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
+            launch.number_indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
         else:
             launch.number_indices = [*range(len(numbers))]
             if launch.numbers != numbers:
                 raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
         if launch.hosts not in ([], hosts):
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-        self.constants[launch.source] -= set(launch.taken)
+        self.constants[launch.source] -= set(launch.number_indices)
 
     def first_moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
-        if (index := self.param_guard.first_elsewhere(self.params)) is not None:
+        if (index := self.param_guard.first_changed(self.params)) is not None:
             return f"parameter {index} of the step"
         if not self.param_guard.matches(self.params):
             return "the layout of a parameter"
-        if (index := self.state_guard.first_elsewhere(self.state)) is not None:
+        if (index := self.state_guard.first_changed(self.state)) is not None:
             return f"state tensor {index} of the step"
         return ""
 

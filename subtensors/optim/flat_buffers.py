@@ -27,7 +27,7 @@ from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
 from subtensors.optim.versions import Version, unwatch, watch
-from subtensors.static.static_tensor import in_place
+from subtensors.static.static_tensor import static_in_place
 
 CHECK_EACH_LIMIT = 16
 """The largest number of parameters at which each fast check also checks every one of them and its gradient."""
@@ -58,7 +58,7 @@ class FlatBuffers:
         unwatch(self.params)
         treespec = optree.tree_structure(list(range(len(self.params))))  # type: ignore[arg-type]
         flats, self._layout = pack(self.params, treespec)
-        self._flats = list(map(in_place, flats))
+        self._flats = list(map(static_in_place, flats))
         views = self._layout.view(self._flats)
         self.separate = [p for p, view in zip(self.params, views, strict=True) if not _share_version(p, view)]
         """Parameters with version counters of their own; the others share those of the flat tensors."""

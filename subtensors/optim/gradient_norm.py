@@ -67,7 +67,7 @@ class GradientNorm:
         if len(parts) == 1:
             ((part, all_gradients),) = parts.items()
             return self._add_up(part, all_gradients, self.sum_of_squares(part[0]), is_followed)
-        if recording_now() is not None and any(device.type == "cpu" for device, _ in parts):
+        if current_recording() is not None and any(device.type == "cpu" for device, _ in parts):
             raise NotRecordable("the norm of the gradients is more than one kernel")
         for part, gradients_of_part in parts.items():
             self._add_up(part, gradients_of_part, _total(self._totals, part, part[0]), is_followed=False)
@@ -116,7 +116,7 @@ class _Sweep:
     def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
         self.batches, self.seed, self.device = batches, total, total.device
         self.dtypes = [g.dtype for g in gradients]
-        self.grid = SquareSum([g.numel() for g in gradients], self.dtypes, self.device, total)
+        self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
         self._guard: AddressGuard | None = None
         self._table = total
         self._stream = 0

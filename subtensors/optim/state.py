@@ -141,7 +141,7 @@ class StateFactory:
             make_room(together, len(own))
             columns = [self._initial_values(together, name, MASTER in own, group) for name in own]
             if self.is_static:
-                columns = [list(map(in_place, column)) for column in columns]
+                columns = [list(map(static_in_place, column)) for column in columns]
             for p, *values in zip(together, *columns, strict=True):
                 self.state[p] = dict(zip(own, values, strict=True))
 
@@ -195,7 +195,7 @@ class StateFactory:
     def _place(self, entry: Tensor) -> Tensor:
         """Move a state entry into the arena, or make it static where it is; return it unchanged if neither is due."""
         if self.arena is None:
-            return in_place(entry) if self.is_static else entry
+            return static_in_place(entry) if self.is_static else entry
         if entry in self.arena:
             return entry
         if entry.device != self.arena.device:

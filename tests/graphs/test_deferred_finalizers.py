@@ -185,7 +185,7 @@ def test_a_captured_step_survives_arenas_deleted_during_its_capture() -> None:
     optimizer.capture()
     arenas = [st.Arena("cuda", chunk="2MiB")]
     arenas[0].zeros(100)
-    memory = weakref.ref(arenas[0]._carver.memory)
+    memory = weakref.ref(arenas[0]._allocator.memory)
     update = optimizer._updater.update_all
 
     def clumsy(stepped: Any) -> None:

@@ -112,7 +112,7 @@ def test_gradients_that_were_there_are_packed_with_their_values(device: str) -> 
     assert torch.equal(w, torch.full_like(w, -1.0))
 
 
-def test_gradients_that_the_model_made_anew_are_read_at_their_new_addresses(device: str) -> None:
+def test_gradients_that_the_model_dropped_are_read_at_their_new_addresses(device: str) -> None:
     training = Training(device)
     for step in range(8):
         if step in (5, 6):

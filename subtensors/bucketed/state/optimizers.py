@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
-from subtensors.dispatch.graphs.live_scalars import GraphNumbers
+from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.optim.captured_step import step_signature
 from subtensors.optim.optimizer import Optimizer
 
