@@ -62,4 +62,4 @@ memcheck: $(READY)
 	compute-sanitizer --tool memcheck --target-processes application-only --report-api-errors no --error-exitcode 9 \
 	  $(PYTHON) -m pytest -q -n 0 -m "not slow" -k "not cpu and not thousand and not dropped and not deleted and not may_read and not freed_with_its_last and not threads_allocate and not compile_with_graphs" \
 	  tests/static/test_arena.py tests/static/test_arena_release_restore.py tests/static/test_arena_released_ops.py tests/static/test_arena_graphs.py tests/static/test_arena_stateful.py tests/static/test_static_tensor.py \
-	  tests/static/test_relocating_ops.py tests/graphs/test_cublas_workspaces.py tests/optim/test_optim_arena.py tests/optim/test_optim_capture_packed.py tests/optim/test_optim_recorded_again.py
+	  tests/static/test_relocating_ops.py tests/graphs/test_cublas_workspaces.py tests/optim/test_optim_arena.py tests/optim/test_optim_capture_packed.py tests/optim/test_optim_recapture.py

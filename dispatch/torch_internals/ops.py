@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +74,7 @@ class LiveNumbers:
         from torch.utils._sympy.printers import PythonPrinter
 
         if expression in self.symbols:
-            index = self.symbols.index(expression)
-            return lambda values: values[index]
+            return itemgetter(self.symbols.index(expression))
         import sympy
 
         names = {symbol: sympy.Symbol(f"x{i}") for i, symbol in enumerate(self.symbols)}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from subtensors.dispatch.ops.errors import AddressError
-from subtensors.optim.captured_step import HELD_GRADIENT, HELD_NUMBER, RecordedStep
-from subtensors.optim.flat_buffers import PackedMemory
+from subtensors.dispatch.ops.errors import AddressError, RuleError
+from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
+from subtensors.optim.dtensor import is_sharded
+from subtensors.optim.flat_buffers import FlatBuffers
 
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
-
-FUTILE_REASON = (
-    "each step brings other numbers or gradients than its graph holds: keep gradients in their place, as packed does, "
+WASTED_REASON = (
+    "each step has other numbers or gradients than its graph holds: keep gradients in their place, as packed does, "
     "and give a number that changes as a tensor on the device"
 )
 
@@ -24,53 +24,54 @@ logger = logging.getLogger("subtensors.optim")
 
 
 class Capture:
-    """The recorded steps of one optimizer, and how often and why they were recorded.
+    """The captured steps of one optimizer, with the number of captures and the reasons for them.
 
     Args:
         check: check, at every replay, each address that it uses.
-        packed: the memory of parameters and gradients, where they are packed.
+        packed: the memory of parameters and gradients, if they are packed.
     """
 
-    # Which parameters have a gradient may alternate, as with layers that are dropped in turn.
-    KEPT = 8
+    MAX_RECORDINGS = 8
+    """The most captured steps that are kept: which parameters have a gradient may alternate, as with layer drop."""
 
-    # After this many recordings in a row that served one step each, the next would serve one step too.
-    FUTILE = 3
+    MAX_WASTED_RECORDINGS = 3
+    """After this many recordings in a row that served one step each, the next would serve one step too."""
 
-    def __init__(self, check: bool, packed: PackedMemory | None = None) -> None:
+    def __init__(self, check: bool, packed: FlatBuffers | None = None) -> None:
         self.check, self.packed = check, packed
-        self._futile = 0
+        self._wasted = 0
+        """The number of recordings in a row that served one step each."""
         self._is_fresh = False
         """True if the last step's recording has served no other step so far."""
-        self._last: RecordedStep | None = None
+        self._last: CapturedStep | None = None
         self._is_packed = False
         """True if the last full check found the step's tensors in their packed places."""
         self.replays = self.recordings = self.eager_steps = 0
-        self.looks = 0
+        self.full_checks = 0
         """The number of steps that checked every address, because a fast check of packed memory was not enough."""
         self.reasons: Counter[str] = Counter()
         """The reasons for which steps were recaptured, with their counts."""
-        self.obstacles: Counter[str] = Counter()
+        self.eager_reasons: Counter[str] = Counter()
         """The reasons for which steps ran eagerly, with their counts."""
-        self._steps: list[RecordedStep] = []
+        self._steps: list[CapturedStep] = []
 
-    def take_step(self, optimizer: Optimizer) -> bool:
-        """Replay the step, recording it first if need be.
+    def take_step(self, optimizer: CapturableOptimizer) -> bool:
+        """Replay the step, after capturing it if need be.
 
         Args:
-            optimizer: whose step.
+            optimizer: the optimizer.
 
         Returns:
-            False where nothing was done, and the step is to be taken eagerly.
+            False if nothing was done, and the step is to be taken eagerly.
         """
-        obstacle = _obstacle()
-        if not obstacle:
-            step = (None if self.check else self._at_a_glance(optimizer)) or self._look(optimizer)
-            obstacle = step.obstacle
-        if obstacle:
-            if obstacle not in self.obstacles:
-                logger.info("%s: a step runs eagerly: %s", type(optimizer).__name__, obstacle)
-            self.obstacles[obstacle] += 1
+        reason = _why_not_replayable()
+        if not reason:
+            step = (None if self.check else self._fast_check(optimizer)) or self._full_check(optimizer)
+            reason = step.reason
+        if reason:
+            if reason not in self.eager_reasons:
+                logger.info("%s: a step runs eagerly: %s", type(optimizer).__name__, reason)
+            self.eager_reasons[reason] += 1
             self.eager_steps += 1
             return False
         if self.check:
@@ -80,79 +81,84 @@ class Capture:
             raise AddressError("the numbers or addresses that a replay read on the device are not the ones given to it")
         return True
 
-    def take_glance(self, optimizer: Optimizer) -> bool:
+    def try_fast_replay(self, optimizer: CapturableOptimizer) -> bool:
         """Replay the step if a fast check of packed memory suffices, as for most steps; otherwise return False."""
-        if self.packed is None or self.check or _obstacle():
+        if self.packed is None or self.check or _why_not_replayable():
             return False
-        step = self._at_a_glance(optimizer)
+        step = self._fast_check(optimizer)
         if step is None or step.recording is None:
             return False
         self._replay(optimizer, step)
         return True
 
-    def _replay(self, optimizer: Optimizer, step: RecordedStep) -> None:
+    def _replay(self, optimizer: CapturableOptimizer, step: CapturedStep) -> None:
         step.replay(optimizer)
         self._is_fresh = step is not self._last
         self._last = step
         # A graph tells autograd of nothing that it writes.
         if self._is_packed and self.packed is not None:
-            self.packed.tell_autograd()
+            self.packed.increment_versions()
         elif step.recording is not None:
             torch.autograd.graph.increment_version(step.recording.written)
         self.replays += 1
 
-    def _at_a_glance(self, optimizer: Optimizer) -> RecordedStep | None:
+    def _fast_check(self, optimizer: CapturableOptimizer) -> CapturedStep | None:
         """The last step, if a fast check of packed memory shows that it still matches; None if a full check is due."""
         if self.packed is None or not self._is_packed or not self.packed.is_intact():
             return None
-        return None if self._steps[0].glance(optimizer) else self._steps[0]
+        return None if self._steps[0].fast_check(optimizer) else self._steps[0]
 
-    def _look(self, optimizer: Optimizer) -> RecordedStep:
-        """Find or record the step after a check of every address."""
+    def _full_check(self, optimizer: CapturableOptimizer) -> CapturedStep:
+        """Find or capture the step after a check of every address."""
         if self.packed is None:
-            return self._step(optimizer)
+            return self._matching_step(optimizer)
         self._is_packed = False
         self.packed.check()
         self.packed.unwatch_gradients()
-        step = self._step(optimizer)
+        step = self._matching_step(optimizer)
         # A parameter that has no gradient may be given one: no fast check would show it.
-        self._is_packed = not any(lists.missing for lists in step.lists) and (
-            step.gradient_places.addresses == self.packed.gradient_addresses
+        self._is_packed = not any(group.without_gradient for group in step.groups) and (
+            step.gradient_guard.addresses == self.packed.gradient_addresses
         )
-        self.looks += 1
+        self.full_checks += 1
         if self._is_packed:
-            self.packed.take_note()
+            self.packed.remember()
         return step
 
-    def _step(self, optimizer: Optimizer) -> RecordedStep:
-        gradients = optimizer._gradients()
+    def _matching_step(self, optimizer: CapturableOptimizer) -> CapturedStep:
+        """The captured step that matches the current one; captured now if there is none."""
+        updater = optimizer._updater
+        gradients = updater.gradients(optimizer.param_groups)
         try:
             reason = ""
             for position, step in enumerate(self._steps):
-                difference = step.difference(optimizer, gradients)
-                if not difference:
+                mismatch = step.full_check(optimizer, gradients)
+                if not mismatch:
                     if position:
                         self._steps.insert(0, self._steps.pop(position))
                     return step
-                reason = reason or difference
-            self._futile = self._futile + 1 if reason in (HELD_NUMBER, HELD_GRADIENT) and self._is_fresh else 0
-            step = RecordedStep(optimizer, gradients, FUTILE_REASON if self._futile >= self.FUTILE else "")
+                reason = reason or mismatch
+            is_wasted = reason in (CONSTANT_NUMBER, CONSTANT_GRADIENT) and self._is_fresh
+            self._wasted = self._wasted + 1 if is_wasted else 0
+            step = CapturedStep(
+                optimizer, gradients, WASTED_REASON if self._wasted >= self.MAX_WASTED_RECORDINGS else ""
+            )
             self._is_fresh = True
         except RuntimeError:
             for own in gradients:
-                optimizer._refuse_sparse(own)
+                updater.refuse_sparse(own)
             raise
         if reason:
             if reason not in self.reasons:
-                logger.info("%s: a step is recorded again: %s", type(optimizer).__name__, reason)
+                logger.info("%s: a step is recaptured: %s", type(optimizer).__name__, reason)
             self.reasons[reason] += 1
         self.recordings += step.recording is not None
-        # A step for a state that is gone is never the right one again.
-        self._steps = [step, *[s for s in self._steps if s.mark is step.mark][: self.KEPT - 1]]
+        # A step for a state that was replaced never matches again.
+        self._steps = [step, *[s for s in self._steps if s.stamp is step.stamp][: self.MAX_RECORDINGS - 1]]
         return step
 
     def stats(self) -> dict[str, int]:
-        """The numbers of steps recorded, replayed and run eagerly."""
+        """The numbers of steps captured, replayed and run eagerly."""
         return {"recordings": self.recordings, "replays": self.replays, "eager_steps": self.eager_steps}
 
     def explain(self) -> str:
@@ -162,13 +168,34 @@ class Capture:
             launches = len(recording.launches)
             lines.append(f"  a step replays {launches} launches over {len(self._steps[0].params)} tensors")
         if self.packed is not None:
-            lines.append(f"  {self.packed.describe()}; {self.looks} steps looked at each of them")
-        lines += [f"  recorded again: {reason} ({count})" for reason, count in self.reasons.items()]
-        lines += [f"  ran eagerly: {obstacle} ({count})" for obstacle, count in self.obstacles.items()]
+            lines.append(f"  {self.packed.describe()}; {self.full_checks} steps checked each of them")
+        lines += [f"  recaptured: {reason} ({count})" for reason, count in self.reasons.items()]
+        lines += [f"  ran eagerly: {reason} ({count})" for reason, count in self.eager_reasons.items()]
         return "\n".join(lines)
 
 
-def _obstacle() -> str:
+def new_capture(params: Sequence[Tensor], packed: bool, check: bool | None) -> Capture:
+    """Start capturing the steps of an optimizer.
+
+    Args:
+        params: its parameters that require gradients.
+        packed: whether to pack them.
+        check: as for `Capture`; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
+
+    Raises:
+        RuleError: a parameter is a DTensor.
+    """
+    if any(map(is_sharded, params)):
+        raise RuleError(
+            "capture() takes full parameters, and one is a DTensor, of which a shard is here: leave out capture() and "
+            "graph=True; an eager step is one fused call over the shards"
+        )
+    if check is None:
+        check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
+    return Capture(check, FlatBuffers(params) if packed and params else None)
+
+
+def _why_not_replayable() -> str:
     """The reason why no step can be replayed now; empty if one can."""
     if torch.compiler.is_compiling():
         return "the step is being compiled"

@@ -7,14 +7,15 @@ of gradients may change from step to step, and are handed to the replay.
 
 from __future__ import annotations
 
+from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
+import optree
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
-from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
 from subtensors.dispatch.graphs.guards import AddressGuard, AddressLayoutGuard, MetadataGuard
@@ -22,100 +23,105 @@ from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.current_device import current_stream
-from subtensors.optim.batches import GroupBatches, is_immutable, kept_form, missing
-from subtensors.optim.hyperparameters import another, are_numbers, number_at, number_paths, options_of, step_signature
-
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.batches import GroupBatches, indices_without_gradient, is_immutable
+from subtensors.optim.options import ParamGroup
+from subtensors.optim.state import needed_entries
+from subtensors.optim.step import SteppedOptimizer, Updater
 
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
 
-HELD_NUMBER = "a number changed that the graph of this optimizer holds"
-HELD_GRADIENT = "a gradient moved whose address the graph of this optimizer holds"
+CONSTANT_NUMBER = "a number changed that is a constant of this optimizer's graph"
+CONSTANT_GRADIENT = "a gradient moved whose address is a constant of this optimizer's graph"
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
-class RecordedStep:
+class CapturableOptimizer(SteppedOptimizer, Protocol):
+    """The attributes of an optimizer that a captured step reads."""
+
+    is_replayable: ClassVar[bool]
+    _updater: Updater
+
+
+class CapturedStep:
     """A captured step of an optimizer with given gradients, or the reason why it can't be captured.
 
     Args:
-        optimizer: whose step; state that a parameter lacks is made.
-        gradients: what the step finds.
-        obstacle: why not to record it.
+        optimizer: the optimizer; state that a parameter lacks is created.
+        gradients: the gradients of its groups.
+        reason: why not to capture the step; empty to try.
 
     Raises:
-        AddressError: parameters, state or gradients moved while the step was recorded.
+        AddressError: parameters, state or gradients moved during the capture.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, obstacle: str = "") -> None:
+    def __init__(self, optimizer: CapturableOptimizer, gradients: Gradients, reason: str = "") -> None:
+        updater = optimizer._updater
+        groups = optimizer.param_groups
         self.recording: Recording | None = None
-        self.obstacle = ""
+        self.reason = ""
         """The reason why there is no recording, so that such steps run eagerly; empty if there is one."""
-        batches = [
-            batch
-            for index, (group, own) in enumerate(zip(optimizer.param_groups, gradients, strict=True))
-            for batch in optimizer._batches(index, group, own)
-        ]
+        batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, i, own)]
         self.batches = batches
-        self.lists: list[GroupBatches] = [optimizer._lists[i] for i in range(len(gradients))]
-        self.mark = optimizer.state.changes.mark
+        self.groups: list[GroupBatches] = [updater.groups[i] for i in range(len(gradients))]
+        self.stamp = optimizer.state.version.stamp
         self.modes = _modes()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_places = AddressLayoutGuard(self.params)
+        self.param_guard = AddressLayoutGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
-        self.state_places = AddressGuard(self.state)
+        self.state_guard = AddressGuard(self.state)
         own = _present(gradients)
-        self.gradient_places = AddressLayoutGuard(own)
-        self.gradients_alike = MetadataGuard(own)
+        self.gradient_guard = AddressLayoutGuard(own)
+        self.gradient_metadata = MetadataGuard(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
-        self.options = [options_of(group) for group in optimizer.param_groups]
-        self.values: list[list[Any]] = [[] for _ in optimizer.param_groups]
+        self.options = [options_of(group) for group in groups]
+        self.values: list[list[object]] = [[] for _ in groups]
         """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.stream = current_stream(self.device)
-        self.paths = [number_paths(optimizer, group, self.device) for group in optimizer.param_groups]
-        taken = [step_signature(optimizer, group, self.device) for group in optimizer.param_groups]
+        self.paths = [number_paths(updater, group, self.device) for group in groups]
+        taken = [step_signature(updater, group, self.device) for group in groups]
         self.signatures = [signature for signature, _, _ in taken]
         self.numbers = [numbers for _, numbers, _ in taken]
-        self.is_whole = not isinstance(optimizer._fusion, FusedFunction)
-        """True if the step is more than fused calls, so that its graph holds fixed whatever else it was given."""
+        self.has_other_ops = not updater.is_fused
+        """True if the step is more than fused calls, so that its graph has everything else as constants."""
         try:
-            if obstacle:
-                raise NotRecordable(obstacle)
+            if reason:
+                raise NotRecordable(reason)
             self._record(optimizer, own, devices)
-        except NotRecordable as reason:
-            self.recording, self.obstacle = None, str(reason)
+        except NotRecordable as error:
+            self.recording, self.reason = None, str(error)
 
-    def _record(self, optimizer: Optimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
+    def _record(self, optimizer: CapturableOptimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
+        name = type(optimizer).__name__
         if not devices:
             raise NotRecordable("no parameter has a gradient")
         if len(devices) > 1:
             raise NotRecordable("the parameters are on several devices")
         if self.device.type != "cuda" and not interprets_kernels():
             raise NotRecordable(CPU_REASON)
-        if self.is_whole and not (optimizer.is_replayable and self.device.type == "cuda"):
-            raise NotRecordable(f"a step of {type(optimizer).__name__} is more than fused calls")
-        if self.is_whole:
+        if self.has_other_ops and not (optimizer.is_replayable and self.device.type == "cuda"):
+            raise NotRecordable(f"a step of {name} is more than fused calls")
+        if self.has_other_ops:
             for group in optimizer.param_groups:
                 # Numbers are then known by identity, wherever the step hands them on.
-                group.update({name: another(value) for name, value in group.items() if name != "params"})
+                group.update({name: fresh_copy(value) for name, value in group.items() if name != "params"})
             self.options = [options_of(group) for group in optimizer.param_groups]
-        self.recording = Recording(self.device, self.is_whole)
+        self.recording = Recording(self.device, self.has_other_ops)
         self._record_update(optimizer, self.recording, gradients)
-        moved = self.moved()
-        if moved or not self.gradient_places.matches(_present(optimizer._gradients())):
-            raise AddressError(f"{moved or 'a gradient'} moved while a step was recorded")
-        self.held = [set(range(len(paths))) for paths in self.paths]
+        moved = self.first_moved()
+        if moved or not self.gradient_guard.matches(_present(optimizer._updater.gradients(optimizer.param_groups))):
+            raise AddressError(f"{moved or 'a gradient'} moved while a step was captured")
+        self.constants = [set(range(len(paths))) for paths in self.paths]
         """The positions of each group's numbers that are constants of the graph: a new value needs a recapture."""
         for launch in self.recording.launches:
-            if launch.source is not None:  # the norm has none, and takes no numbers
-                self._follow_numbers(optimizer, launch)
+            if launch.source is not None:  # the norm has no source, and takes no numbers
+                self._match_numbers(optimizer, launch)
 
-    def _record_update(self, optimizer: Optimizer, recording: Recording, gradients: list[Tensor]) -> None:
-        """Record the update, with scales of gradients that are in memory of the recording's own."""
+    def _record_update(self, optimizer: CapturableOptimizer, recording: Recording, gradients: list[Tensor]) -> None:
+        """Record the update, with loss scales in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
             for name, is_given in zip(_SCALES, self.scales, strict=True)
@@ -124,22 +130,23 @@ class RecordedStep:
         given = {name: getattr(optimizer, name) for name in self.buffers}
         try:
             vars(optimizer).update(self.buffers)
-            recording.record(optimizer._update_all, gradients)
+            recording.record(partial(optimizer._updater.update_all, optimizer), gradients)
         except AddressError:
             raise
         except RuntimeError as error:
-            if not self.is_whole:
+            if not self.has_other_ops:
                 raise
-            # Torch says of any of its functions, only when it meets one, that a graph can't hold it.
+            # Torch raises this only when it meets a function that a graph can't hold.
             raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
 
-    def _follow_numbers(self, optimizer: Optimizer, launch: Launch) -> None:
+    def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
         assert isinstance(launch.source, int)
-        _, numbers, hosts = step_signature(optimizer, optimizer.param_groups[launch.source], self.device)
-        if self.is_whole:
+        group = optimizer.param_groups[launch.source]
+        _, numbers, hosts = step_signature(optimizer._updater, group, self.device)
+        if self.has_other_ops:
             launch.number_indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
         else:
             launch.number_indices = [*range(len(numbers))]
@@ -147,96 +154,93 @@ class RecordedStep:
                 raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
         if launch.hosts not in ([], hosts):
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-        self.held[launch.source] -= set(launch.number_indices)
+        self.constants[launch.source] -= set(launch.number_indices)
 
-    def moved(self) -> str:
+    def first_moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
-        if (index := self.param_places.first_changed(self.params)) is not None:
+        if (index := self.param_guard.first_changed(self.params)) is not None:
             return f"parameter {index} of the step"
-        if not self.param_places.matches(self.params):
+        if not self.param_guard.matches(self.params):
             return "the layout of a parameter"
-        if (index := self.state_places.first_changed(self.state)) is not None:
+        if (index := self.state_guard.first_changed(self.state)) is not None:
             return f"state tensor {index} of the step"
         return ""
 
-    def difference(self, optimizer: Optimizer, gradients: Gradients) -> str:
+    def full_check(self, optimizer: CapturableOptimizer, gradients: Gradients) -> str:
         """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
-        if difference := self.glance(optimizer):
-            return difference
-        if any(missing(own) != lists.missing for own, lists in zip(gradients, self.lists, strict=True)):
+        if reason := self.fast_check(optimizer):
+            return reason
+        if any(
+            indices_without_gradient(own) != group.without_gradient
+            for own, group in zip(gradients, self.groups, strict=True)
+        ):
             return "other parameters have a gradient"
-        if not self.param_places.matches(self.params):
+        if not self.param_guard.matches(self.params):
             return "a parameter moved"
-        return self._take_gradients(_present(gradients))
+        return self._update_gradients(_present(gradients))
 
-    def glance(self, optimizer: Optimizer) -> str:
-        """The same as `difference`, for a step whose parameters and gradients are known to be at their addresses."""
-        if optimizer.state.changes.mark is not self.mark:
+    def fast_check(self, optimizer: CapturableOptimizer) -> str:
+        """The same as `full_check`, for a step whose parameters and gradients are known to be at their addresses."""
+        if optimizer.state.version.stamp is not self.stamp:
             return "state was added or replaced"
-        if len(optimizer.param_groups) != len(self.lists):
+        if len(optimizer.param_groups) != len(self.groups):
             return "a parameter group was added or removed"
         for i, group in enumerate(optimizer.param_groups):
-            if not self.lists[i].has_params(group["params"]):
-                return f"the parameters of group {i} are others"
+            if not self.groups[i].has_params(group["params"]):
+                return f"the parameters of group {i} were replaced"
             values = self.values[i]
             if len(group) == len(values) and all(map(is_, group.values(), values)):
                 continue  # the very objects of the last step: none of them changed
-            if difference := self._take_options(optimizer, i, group):
-                return difference
+            if reason := self._update_options(optimizer, i, group):
+                return reason
         for batch in self.batches:
-            if batch.has_moved():
+            if batch.is_stale():
                 return "state moved"
         if _modes() != self.modes:
             return "a mode of torch changed"
         if self.stream != current_stream(self.device):
-            return "the current stream is another one"
+            return "the current stream changed"
         if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
-            return "a loss scale came or went"
+            return "a loss scale was added or removed"
         return ""
 
-    def _take_options(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> str:
+    def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
-        lists = self.lists[index]
-        if optimizer._kept(group) != lists.entries or kept_form(group) != lists.form:
-            return f"group {index} keeps other state"
+        updater = optimizer._updater
+        if not self.groups[index].accept(group, needed_entries(updater.declaration, optimizer, group)):
+            return f"group {index} needs other state"
         options = options_of(group)
         are_immutable = all(map(is_immutable, options))
-        if are_immutable and all(map(are_numbers, options, self.options[index])):
+        if are_immutable and all(map(differ_by_scalars, options, self.options[index])):
             numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
         else:
-            signature, numbers, hosts = step_signature(optimizer, group, self.device)
+            signature, numbers, hosts = step_signature(updater, group, self.device)
             if signature != self.signatures[index]:
-                return "an option changed that decides the maths"
-        if held := self._take(index, numbers, hosts):
-            return held
+                return "an option changed that decides the math"
+        if self.recording is not None:
+            if any(numbers[i] != self.numbers[index][i] for i in self.constants[index]):
+                return CONSTANT_NUMBER
+            self.recording.set_numbers(index, numbers, hosts)
         self.options[index] = options
         self.values[index] = list(group.values()) if are_immutable else []
         return ""
 
-    def _take(self, index: int, numbers: list[float], hosts: list[float]) -> str:
-        """Hand one group's numbers to the recording; return the reason if it can't take them, else ""."""
-        if self.recording is not None:
-            if any(numbers[i] != self.numbers[index][i] for i in self.held[index]):
-                return HELD_NUMBER
-            self.recording.set_numbers(index, numbers, hosts)
-        return ""
-
-    def _take_gradients(self, own: list[Tensor]) -> str:
+    def _update_gradients(self, own: list[Tensor]) -> str:
         """Hand the gradients' addresses to the recording; return the reason if it can't take them, else ""."""
-        has_moved = not self.gradient_places.matches(own)
-        if (has_moved or not self.are_plain) and not self.gradients_alike.matches(own):
+        has_moved = not self.gradient_guard.matches(own)
+        if (has_moved or not self.are_plain) and not self.gradient_metadata.matches(own):
             return "a gradient has another layout or dtype"
-        if has_moved and self.is_whole and self.recording is not None:
-            return HELD_GRADIENT
+        if has_moved and self.has_other_ops and self.recording is not None:
+            return CONSTANT_GRADIENT
         if has_moved:
-            places = AddressLayoutGuard(own)
-            if self.recording is not None and not self.recording.move(places.addresses):
+            guard = AddressLayoutGuard(own)
+            if self.recording is not None and not self.recording.move(guard.addresses):
                 return "a gradient shares memory with what the step writes"
-            self.gradient_places = places
+            self.gradient_guard = guard
         return ""
 
-    def replay(self, optimizer: Optimizer) -> None:
+    def replay(self, optimizer: CapturableOptimizer) -> None:
         """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
         check_resident((self.params, self.state))
@@ -250,9 +254,9 @@ class RecordedStep:
         Raises:
             AddressError: a tensor's address has changed.
         """
-        if moved := self.moved():
+        if moved := self.first_moved():
             raise AddressError(
-                f"{moved} moved since it was recorded, unseen by the step: put new tensors into opt.state[p] rather "
+                f"{moved} moved since it was captured, unseen by the step: put new tensors into opt.state[p] rather "
                 "than moving those that are there, or call opt.capture() again"
             )
 
@@ -260,10 +264,71 @@ class RecordedStep:
 _SCALES = ("grad_scale", "found_inf")
 
 
-def _modes() -> tuple[Any, ...]:
+def _modes() -> tuple[object, ...]:
     """The modes of torch that decide the math; grad mode, which has no effect within a step, is left out."""
     return modes()[1:]
 
 
 def _present(gradients: Gradients) -> list[Tensor]:
     return [g for own in gradients for g in own if g is not None]
+
+
+def options_of(group: ParamGroup) -> list[object]:
+    """The options of a group: all its values but the parameters."""
+    return [value for name, value in group.items() if name != "params"]
+
+
+def differ_by_scalars(now: object, before: object) -> bool:
+    """Return whether two values are the same object, or differ only as dynamic scalars do.
+
+    A number that was 0 or becomes 0 counts as different, since the step may leave a 0 out of the math.
+    """
+    if now is before:
+        return True
+    if type(now) is tuple and type(before) is tuple and len(now) == len(before):
+        return all(type(n) is float for n in (*now, *before))
+    return type(now) is type(before) is float and now != 0 != before
+
+
+def number_paths(updater: Updater, group: ParamGroup, device: torch.device) -> list[tuple[Any, ...]]:
+    """The paths of a group's dynamic scalars, in the order in which the step takes them."""
+    values: Any = updater.values(group, device)
+    paths = optree.tree_paths(values, none_is_leaf=True)
+    leaves = optree.tree_leaves(values, none_is_leaf=True)
+    return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
+
+
+def fresh_copy(value: object) -> object:
+    """A copy of a float that is a new object, also inside a tuple; other values unchanged."""
+    if type(value) is tuple:
+        return tuple([fresh_copy(v) for v in value])
+    return value * 1.0 if type(value) is float else value
+
+
+def number_at(group: dict[str, Any], path: tuple[Any, ...]) -> float:
+    """The number at a path of a group, as a float."""
+    value = group[path[0]]
+    return float(value if len(path) == 1 else value[path[1]])
+
+
+def step_signature(
+    updater: Updater, group: ParamGroup, device: torch.device
+) -> tuple[tuple[object, ...], list[float], list[float]]:
+    """Split a group's options into a signature that decides the launches, dynamic scalars, and CPU scalars."""
+    numbers: list[float] = []
+    hosts: list[float] = []
+    signature: list[object] = [(name, value) for name, value in group.items() if type(value) in (bool, str, type(None))]
+    values: Any = updater.values(group, device)
+    leaves, spec = optree.tree_flatten(values, none_is_leaf=True)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" != device.type:
+            signature.append((Tensor, leaf.dtype))
+            hosts.append(float(leaf.item()))
+        elif isinstance(leaf, Tensor):
+            signature.append((leaf.data_ptr(), leaf.dtype, leaf.device))
+        elif type(leaf) is float or type(leaf) is int:
+            signature.append(type(leaf))
+            numbers.append(leaf)
+        else:
+            signature.append(leaf)
+    return (spec, *signature), numbers, hosts

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Unpack
 
 import torch
 
+from subtensors.optim.algorithms.adadelta import Adadelta
+from subtensors.optim.algorithms.adafactor import Adafactor
+from subtensors.optim.algorithms.adagrad import Adagrad
+from subtensors.optim.algorithms.adam import Adam, AdamW
+from subtensors.optim.algorithms.adamax import Adamax
+from subtensors.optim.algorithms.asgd import ASGD
+from subtensors.optim.algorithms.muon import Muon
+from subtensors.optim.algorithms.nadam import NAdam
+from subtensors.optim.algorithms.radam import RAdam
+from subtensors.optim.algorithms.rmsprop import RMSprop
+from subtensors.optim.algorithms.rprop import Rprop
+from subtensors.optim.algorithms.sgd import SGD
 from subtensors.optim.optimizer import Optimizer
-from subtensors.optim.options import Options, recorded
+from subtensors.optim.options import Options, group_options
+
+_COUNTERPARTS: dict[str, type[Optimizer]] = {
+    cls.__name__: cls
+    for cls in (ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Muon, NAdam, RAdam, RMSprop, Rprop)
+}
+"""The classes here that torch.optim has, too, by their name."""
 
 
 def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Optimizer:
@@ -40,9 +59,9 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
         ('Adam', tensor([0.5000, 0.5000]), 2)
     """
     cls = _counterpart(type(optimizer))
-    given = recorded(options)
+    given = group_options(options)
     groups = [{**group, **given} for group in optimizer.param_groups]
-    converted: Optimizer = cls([{**group, "params": [*group["params"]]} for group in groups])
+    converted = cls([{**group, "params": [*group["params"]]} for group in groups])
     converted.defaults.update(optimizer.defaults, **given)
     # The groups that it loads are copies; the optimizer keeps the values themselves, which others may hold.
     converted.load_state_dict(optimizer.state_dict() | {"param_groups": converted.state_dict()["param_groups"]})
@@ -51,19 +70,12 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
     return converted
 
 
-def _counterpart(cls: type[torch.optim.Optimizer]) -> Any:
-    """The class here of the name of torch's."""
-    from subtensors import optim  # here, since that imports this
-
-    known = {name: found for name in optim.__all__ if _is_optimizer(found := getattr(optim, name))}
-    if cls.__name__ in known and getattr(torch.optim, cls.__name__, None) is cls:
-        return known[cls.__name__]
-    shared = [name for name in known if hasattr(torch.optim, name) and name != "Optimizer"]
+def _counterpart(cls: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
+    """The class here with the name of torch's."""
+    if cls.__name__ in _COUNTERPARTS and getattr(torch.optim, cls.__name__, None) is cls:
+        return _COUNTERPARTS[cls.__name__]
+    shared = [name for name in _COUNTERPARTS if hasattr(torch.optim, name)]
     raise TypeError(
         f"convert takes an instance of one of torch.optim's {', '.join(shared)}; "
         f"got one of {cls.__module__}.{cls.__qualname__}"
     )
-
-
-def _is_optimizer(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Optimizer) and hasattr(found, "_fusion")

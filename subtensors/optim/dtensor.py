@@ -1,6 +1,6 @@
-"""Parameters that are sharded over processes: DTensors, as FSDP2 makes them. A step sees the local shard.
+"""Parameters that are sharded over processes: DTensors, as FSDP2 makes them. A step sees the local shards.
 
-Pointwise math runs on each shard alone. Sums over all elements of a tensor are also summed over the mesh. Math of whole
+Pointwise math runs on each shard alone. Sums over all elements of a tensor are also summed over the mesh. Math of full
 matrices is done by every process on the gathered tensors, and each process keeps its own part of the result.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,77 +16,81 @@ from torch import Tensor
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.torch_internals import ops as ops_internals
 
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 
 class Sharding(NamedTuple):
-    """The mesh of a DTensor, and the mesh dims over which it is spread; over the others it is replicated."""
+    """The mesh of a DTensor, and the mesh dims that it is sharded over; over the rest it is replicated."""
 
-    mesh: Any
+    mesh: DeviceMesh
     dims: tuple[int, ...]
 
     @property
-    def is_repeated(self) -> bool:
+    def is_replicated(self) -> bool:
         """Return whether several processes hold the same shard."""
         return any(self.mesh.size(i) > 1 for i in range(self.mesh.ndim) if i not in self.dims)
 
-    def bring_together(self, results: Tensor, kind: str = "sum") -> None:
-        """All-reduce results of shards into results of the whole tensors, on each process.
+    def all_reduce(self, results: Tensor, kind: str = "sum") -> None:
+        """Combine the results of all shards into results for the full tensors, on each process.
 
         Args:
-            results: those of this process's shards; written in place.
+            results: the results for this process's shards; written in place.
             kind: "sum", "prod", "amax" or "amin".
         """
         for dim in self.dims:
-            torch.distributed.all_reduce(results, op=_TOGETHER[kind], group=self.mesh.get_group(dim))
+            torch.distributed.all_reduce(results, op=_REDUCE_OPS[kind], group=self.mesh.get_group(dim))
 
 
-_TOGETHER: dict[str, Any] = {}
+_REDUCE_OPS: dict[str, ReduceOp.RedOpType] = {}
 if torch.distributed.is_available():
     ops = torch.distributed.ReduceOp
-    _TOGETHER |= {"sum": ops.SUM, "prod": ops.PRODUCT, "amax": ops.MAX, "amin": ops.MIN}
+    _REDUCE_OPS |= {"sum": ops.SUM, "prod": ops.PRODUCT, "amax": ops.MAX, "amin": ops.MIN}
 
 
-def is_sharded(t: Tensor) -> bool:
+def is_sharded(t: Tensor) -> TypeGuard[DTensor]:
     """Return whether this is a DTensor."""
     return hasattr(t, "to_local") and hasattr(t, "placements")
 
 
-def sharding_of(t: Any) -> Sharding | None:
+def sharding_of(t: Tensor) -> Sharding | None:
     """The sharding of a DTensor; None for another tensor."""
     if not is_sharded(t):
         return None
     return Sharding(t.device_mesh, tuple([i for i, place in enumerate(t.placements) if not place.is_replicate()]))
 
 
-def shard(t: Any) -> Tensor:
+def shard(t: Tensor) -> Tensor:
     """The local shard of a DTensor, sharing its memory; another tensor itself."""
-    return t.to_local() if is_sharded(t) else t  # type: ignore[no-any-return]
+    return t.to_local() if is_sharded(t) else t
 
 
-def spread_like(local: Tensor, like: Any) -> Tensor:
+def spread_like(local: Tensor, like: Tensor) -> Tensor:
     """Wrap a local shard as a DTensor that is sharded as `like` is; return it unchanged if `like` is no DTensor."""
     if not is_sharded(like):
         return local
-    whole: Tensor = type(like).from_local(
+    return type(like).from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return whole
 
 
-def whole(t: Any) -> Tensor:
+def full_tensor(t: Tensor) -> Tensor:
     """The full tensor of a DTensor, gathered from all processes; another tensor itself."""
-    return t.full_tensor() if is_sharded(t) else t  # type: ignore[no-any-return]
+    return t.full_tensor() if is_sharded(t) else t
 
 
-def write_part(t: Any, value: Tensor) -> None:
+def write_part(t: DTensor, value: Tensor) -> None:
     """Write this process's part of the full `value` into a DTensor, without communication."""
-    from torch.distributed.tensor import distribute_tensor  # here, so that without DTensors nobody waits for it
+    from torch.distributed.tensor import distribute_tensor  # imported here: it takes long, and few need it
 
     part = distribute_tensor(value, t.device_mesh, t.placements, src_data_rank=None)
     shard(t).copy_(shard(part))
 
 
 class LocalShards:
-    """The local shards of parameters and of their gradients, as columns that stay the same while the shards do.
+    """The local shards of parameters and of their gradients, as columns that are kept while the shards don't change.
 
     Args:
         params: DTensors.
@@ -114,7 +118,7 @@ class LocalShards:
         return TensorColumn(parts, like=self.own if self._have_plain_gradients else None)
 
 
-def _shard_like(t: Any, p: Any) -> Tensor:
-    if is_sharded(t) and t.placements != p.placements:
+def _shard_like(t: Tensor, p: Tensor) -> Tensor:
+    if is_sharded(t) and is_sharded(p) and t.placements != p.placements:
         t = t.redistribute(placements=p.placements)
     return shard(t)

@@ -9,14 +9,13 @@ tensors instead:
 
 That check misses a tensor in the middle that was replaced while something still holds the old one, since as many share
 the memory as before. So up to `CHECK_EACH_LIMIT` parameters and their gradients are also checked one by one; where
-there are more, each of them is watched, and marks when it is given other memory or another gradient.
+there are more, each of them is watched (`versions`), and stamps when it is given other memory or another gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any
 
 import optree
 import torch
@@ -27,26 +26,25 @@ from subtensors.dispatch.graphs.guards import AddressLayoutGuard
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
-from subtensors.optim.versioned_state import Changes
-from subtensors.optim.watched_tensors import unwatch, watch
+from subtensors.optim.versions import Version, unwatch, watch
 from subtensors.static.static_tensor import static_in_place
 
 CHECK_EACH_LIMIT = 16
 """The largest number of parameters at which each fast check also checks every one of them and its gradient."""
 
 
-class PackedMemory:
+class FlatBuffers:
     """The packed parameters of an optimizer, with gradients beside them.
 
     Args:
-        params: leaf tensors, each once; their values stay, their memory moves.
+        params: distinct leaf tensors; their memory moves, with its values.
 
     Raises:
         ValueError: two parameters share part of their memory, or one is no strided torch tensor.
 
     Example:
         >>> p = [Parameter(torch.ones(2)), Parameter(torch.zeros(3))]
-        >>> packed = PackedMemory(p)
+        >>> packed = FlatBuffers(p)
         >>> (p[0].sum() + p[1].sum()).backward()
         >>> p[1].grad, packed.is_intact()
         (tensor([1., 1., 1.]), True)
@@ -58,11 +56,11 @@ class PackedMemory:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         unwatch(self.params)
-        places: Any = list(range(len(self.params)))
-        flats, self._layout = pack(self.params, optree.tree_structure(places))
+        treespec = optree.tree_structure(list(range(len(self.params))))  # type: ignore[arg-type]
+        flats, self._layout = pack(self.params, treespec)
         self._flats = list(map(static_in_place, flats))
         views = self._layout.view(self._flats)
-        self.alone = [p for p, view in zip(self.params, views, strict=True) if not _join(p, view)]
+        self.separate = [p for p, view in zip(self.params, views, strict=True) if not _share_version(p, view)]
         """Parameters with version counters of their own; the others share those of the flat tensors."""
         del views
         self._gradient_flats = [static_in_place(torch.zeros_like(flat)) for flat in flats]
@@ -75,15 +73,15 @@ class PackedMemory:
         self._sharers = memory.Sharers(self._flats)
         self._gradient_sharers = memory.Sharers(self._gradient_flats)
         self.addresses = _addresses(self.params)
-        self._places = _addresses(self._ends)
+        self._end_addresses = _addresses(self._ends)
         for t in self.params:
             torch._dynamo.mark_static_address(t, guard=False)
-        self._changes = Changes()
+        self._version = Version()
         self._are_few = len(self.params) <= CHECK_EACH_LIMIT
         if not self._are_few:
-            watch(self.params, self._changes)
+            watch(self.params, self._version)
         self.attach()
-        self.take_note()
+        self.remember()
 
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
@@ -93,21 +91,21 @@ class PackedMemory:
 
     @torch.no_grad()
     def _attach(self) -> list[int]:
-        places = self._layout.view(self._gradient_flats)
-        for p, place in zip(self.params, places, strict=True):
+        views = self._layout.view(self._gradient_flats)
+        for p, view in zip(self.params, views, strict=True):
             if p.grad is None:
-                p.grad = place.zero_()
-            elif p.grad.data_ptr() != place.data_ptr() or p.grad.stride() != place.stride():
-                p.grad = place.copy_(p.grad)
-        return [g.data_ptr() for g in places]
+                p.grad = view.zero_()
+            elif p.grad.data_ptr() != view.data_ptr() or p.grad.stride() != view.stride():
+                p.grad = view.copy_(p.grad)
+        return [view.data_ptr() for view in views]
 
-    def take_note(self) -> None:
+    def remember(self) -> None:
         """Record the current sharers of the flat memory as the expected ones, after a full check found no change."""
         self.unwatch_gradients()
         if not self._are_few:
-            watch(map(_gradient, self.params), self._changes)
+            watch(map(_gradient, self.params), self._version)
         self._guard = AddressLayoutGuard(self.params if self._are_few else [])
-        self._mark = self._changes.mark
+        self._stamp = self._version.stamp
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()
 
@@ -119,20 +117,20 @@ class PackedMemory:
         """Return whether a fast check finds all parameters and gradients in their packed places."""
         return (
             self._sharers.counts() == self._counts
-            and _addresses(self._ends) == self._places
-            and self._has_gradients_at_a_glance()
+            and _addresses(self._ends) == self._end_addresses
+            and self._has_packed_gradients()
             and (not self._are_few or self._guard.matches(self.params))
         )
 
-    def _has_gradients_at_a_glance(self) -> bool:
+    def _has_packed_gradients(self) -> bool:
         return (
-            self._changes.mark is self._mark
+            self._version.stamp is self._stamp
             and self._gradient_sharers.counts() == self._gradient_counts
             and all(map(is_, map(_gradient, self._ends), self._gradient_ends))
-            and (not self._are_few or self._has_each_gradient())
+            and (not self._are_few or self._has_every_gradient())
         )
 
-    def _has_each_gradient(self) -> bool:
+    def _has_every_gradient(self) -> bool:
         gradients = list(map(_gradient, self.params))
         return not any(g is None for g in gradients) and self._gradient_guard.matches(gradients)
 
@@ -154,14 +152,14 @@ class PackedMemory:
         return f"{len(self.params)} parameters and their gradients are packed into {len(self._flats)} flat tensors each"
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero, where they are or where they belong."""
-        if not self._has_gradients_at_a_glance():
+        """Set all gradients to zero, and put those that were replaced back into the flat tensors."""
+        if not self._has_packed_gradients():
             self.attach()
         with torch.no_grad():
             for flat in self._gradient_flats:
                 flat.zero_()
 
-    def others(self, params: Iterable[Tensor]) -> list[Tensor]:
+    def not_packed(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The given parameters that are not packed."""
         given = list(params)
         if len(given) == len(self.params) and all(map(is_, given, self.params)):
@@ -169,9 +167,9 @@ class PackedMemory:
         own = set(map(id, self.params))
         return [p for p in given if id(p) not in own]
 
-    def tell_autograd(self) -> None:
-        """Count a write to all parameters."""
-        torch.autograd.graph.increment_version([*self._flats, *self.alone])
+    def increment_versions(self) -> None:
+        """Count a write to all parameters, for autograd."""
+        torch.autograd.graph.increment_version([*self._flats, *self.separate])
 
 
 _gradient = attrgetter("grad")
@@ -181,21 +179,21 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _join(p: Tensor, place: Tensor) -> bool:
-    """Give the parameter the memory of this view, and its version counter; False where it can't be given the counter.
+def _share_version(p: Tensor, view: Tensor) -> bool:
+    """Give the parameter the memory of this view, and its version counter; False if it can't be given the counter.
 
-    A counter comes with a tensor, so the parameter's is swapped for one that was made of the view. What others hold of
-    the parameter (DDP, compiled code, graphs of autograd) would not follow it.
+    A counter belongs to a tensor, so the parameter is swapped with one that was made of the view. References that DDP,
+    compiled code or autograd graphs hold to the parameter would not be swapped.
     """
-    p.data = place
+    p.data = view
     is_observed = p._backward_hooks or p._post_accumulate_grad_hooks
     if type(p) is not Parameter or is_observed or memory.use_count(p) != 1:
         return False
-    joined = Parameter(place, p.requires_grad)
-    joined.grad = p.grad
-    vars(joined).update(vars(p))
+    swapped = Parameter(view, p.requires_grad)
+    swapped.grad = p.grad
+    vars(swapped).update(vars(p))
     try:
-        torch.utils.swap_tensors(p, joined)
+        torch.utils.swap_tensors(p, swapped)
     except RuntimeError:  # there are weak references to it
         return False
     return True

@@ -3,15 +3,15 @@
     squares = sum over all gradients of all their elements' squares     in float64
 
 It is one kernel (`kernels.fused.grad_norm`), whatever the dtypes and groups, and the step counts of the first group
-that is updated are part of it. Shards are added up over the processes that have the others, and devices with each
-other: where there are any of those, that is further kernels.
+that is updated are part of it. Shards are then summed over processes, and the sums of several devices are added up, in
+further kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,61 +29,65 @@ from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.optim.batches import Batch, as_real
 from subtensors.optim.dtensor import Sharding, shard
 
+K = TypeVar("K")
+
 Part = tuple[torch.device, Sharding | None]
-"""Gradients that one kernel adds up: where they are, and how they are spread."""
+"""The device and sharding of the gradients that one kernel adds up."""
 
 
 class GradientNorm:
-    """The sum of the squares of an optimizer's gradients, on each device that has parameters of its.
+    """The sum of the squares of an optimizer's gradients, on each device of its parameters.
 
-    Its memory stays where it is, so that a graph may read it.
+    Its memory never moves, so that a graph may read it.
     """
 
     def __init__(self) -> None:
-        self._squares: dict[torch.device, Tensor] = {}
+        self._sums: dict[torch.device, Tensor] = {}
         self._totals: dict[Part, Tensor] = {}
         self._sweeps: dict[Part, _Sweep] = {}
 
-    def squares(self, device: torch.device) -> Tensor:
-        """The sum that was last taken: float64, 0-d."""
-        return _total(self._squares, device, device)
+    def sum_of_squares(self, device: torch.device) -> Tensor:
+        """The last sum: float64, 0-d."""
+        return _total(self._sums, device, device)
 
     def take(self, gradients: Sequence[tuple[Batch, TensorColumn]], is_followed: bool) -> FusedGradNorm | None:
         """Add up the squares.
 
         Args:
-            gradients: of each batch.
+            gradients: the gradients of each batch.
             is_followed: whether a fused call for the first batch comes next.
 
         Returns:
-            What that call has to make first; None where the sum was launched.
+            A launch that this call has to make first; None if the sum was launched.
         """
         parts: dict[Part, list[tuple[Batch, Sequence[Tensor]]]] = {}
         for batch, own in gradients:
             local = own if batch.sharding is None else as_real(map(shard, own))
             parts.setdefault((batch.device, batch.sharding), []).append((batch, local))
         if len(parts) == 1:
-            ((part, whole),) = parts.items()
-            return self._add_up(part, whole, self.squares(part[0]), is_followed)
+            ((part, all_gradients),) = parts.items()
+            return self._add_up(part, all_gradients, self.sum_of_squares(part[0]), is_followed)
         if current_recording() is not None and any(device.type == "cpu" for device, _ in parts):
             raise NotRecordable("the norm of the gradients is more than one kernel")
-        for part, some in parts.items():
-            self._add_up(part, some, _total(self._totals, part, part[0]), is_followed=False)
+        for part, gradients_of_part in parts.items():
+            self._add_up(part, gradients_of_part, _total(self._totals, part, part[0]), is_followed=False)
         for device in {device for device, _ in parts}:
-            torch.sum(torch.stack([self._totals[part].to(device) for part in parts]), 0, out=self.squares(device))
+            torch.sum(
+                torch.stack([self._totals[part].to(device) for part in parts]), 0, out=self.sum_of_squares(device)
+            )
         return None
 
     def _add_up(
         self, part: Part, gradients: list[tuple[Batch, Sequence[Tensor]]], total: Tensor, is_followed: bool
     ) -> FusedGradNorm | None:
-        """Leave the sum of one part in `total`, or say what will."""
+        """Write the sum of one part to `total`, or return the launch that will."""
         device, sharding = part
         batches = [batch for batch, _ in gradients]
         tensors = [g for _, own in gradients for g in own]
         has_kernel = device.type == "cuda" or interprets_kernels()
         if has_kernel and all(g.dtype in DTYPES for g in tensors):
             sweep = self._sweeps.get(part)
-            if sweep is None or not sweep.suits(batches, tensors, total):
+            if sweep is None or not sweep.fits(batches, tensors, total):
                 sweep = self._sweeps[part] = _Sweep(batches, tensors, total)
             prelude = sweep.prepare(tensors, is_followed and sharding is None)
             if is_followed and sharding is None:
@@ -95,15 +99,15 @@ class GradientNorm:
         else:
             total.copy_(reference(tensors))
         if sharding is not None:
-            sharding.bring_together(total)
+            sharding.all_reduce(total)
         return None
 
 
 class _Sweep:
-    """The kernel over the gradients of some batches, and where it last found them; a recording takes its launches."""
+    """The kernel over the gradients of some batches, with their last addresses; a recording takes its launches."""
 
-    scalars: Sequence[Any] = ()
-    kinds: Sequence[Any] = ()
+    scalars: Sequence[Callable[[Sequence[float]], float]] = ()
+    kinds: Sequence[type[float] | type[int]] = ()
     hosts: Sequence[int] = ()
     observed: frozenset[int] = frozenset()
     stores: Mapping[int, int] = {}
@@ -113,15 +117,15 @@ class _Sweep:
         self.batches, self.seed, self.device = batches, total, total.device
         self.dtypes = [g.dtype for g in gradients]
         self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
-        self._places: AddressGuard | None = None
+        self._guard: AddressGuard | None = None
         self._table = total
         self._stream = 0
         """The stream of the last eager call."""
         self._is_followed = False
-        self._own: list[Tensor] = []
-        """Copies that the launch to come reads."""
+        self._copies: list[Tensor] = []
+        """Copies that the next launch reads."""
 
-    def suits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
+    def fits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
         """Return whether this kernel was built for these batches, gradient dtypes and total."""
         return (
             len(batches) == len(self.batches)
@@ -131,15 +135,15 @@ class _Sweep:
         )
 
     def new_arenas(self) -> list[Tensor]:
-        """None: the sum has a place of its own."""
+        """An empty list: the sum has memory of its own."""
         return []
 
     def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
-        """The launch of a recording, where the next one may be made together with it."""
+        """The launch of a recording, if the next one may be merged with it; else None."""
         return FusedGradNorm(self.grid, table, workspace) if self._is_followed else None
 
     def prepare(self, gradients: list[Tensor], is_followed: bool) -> FusedGradNorm | None:
-        """The launch that adds up the squares, in whatever order they lie in memory; None where a recording has it."""
+        """The launch that adds up the squares, whatever their memory order; None if a recording took it."""
         own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
         if (recording := current_recording()) is not None:
@@ -149,22 +153,22 @@ class _Sweep:
             return None
         is_cuda = self.device.type == "cuda"
         is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
-        places, table = self._places, self._table
-        if places is None or not places.matches(own):
-            places = AddressGuard(own)
-            table = to_device(self.grid.rows([places.addresses]), self.device)
-        self._own = [g for g, given in zip(own, gradients, strict=True) if g is not given]
+        guard, table = self._guard, self._table
+        if guard is None or not guard.matches(own):
+            guard = AddressGuard(own)
+            table = to_device(self.grid.rows([guard.addresses]), self.device)
+        self._copies = [g for g, given in zip(own, gradients, strict=True) if g is not given]
         if is_capturing:
             # The graph fills a table of its own at replay, so no eager call may use that.
-            graph_lifetime.keep_with_graph((self.grid, table, self._own))
+            graph_lifetime.keep_with_graph((self.grid, table, self._copies))
         else:
-            self._places, self._table = places, table
+            self._guard, self._table = guard, table
             self._stream = current_stream(self.device)
         return FusedGradNorm(self.grid, table, self._stream)
 
 
-def _total(totals: dict[Any, Tensor], key: Any, device: torch.device) -> Tensor:
-    """The 0-d float64 of this key, made where there is none."""
+def _total(totals: dict[K, Tensor], key: K, device: torch.device) -> Tensor:
+    """The 0-d float64 of this key, created if there is none."""
     if key not in totals:
         totals[key] = torch.zeros((), dtype=torch.float64, device=device)
     return totals[key]

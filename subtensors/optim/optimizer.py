@@ -1,64 +1,73 @@
-"""The base class: an optimizer is a `state` declaration and one `update` method of single-tensor math."""
+"""The base class of all optimizers: a `state` declaration and one `update` method, the math of a single tensor.
+
+    class MySGD(Optimizer):                      the declaration is read once, when the class is made, and
+        state = dict(buf=torch.zeros_like)       `update` is traced once for all instances; numbers such as lr
+        def update(self, p, g, buf, *, lr): ...  stay dynamic, so that a new value never retraces
+
+    step():   param_groups --> batches ------------> one fused call a batch --------> a CUDA graph
+                               like parameters,      update, and clipping, loss       with capture(): later
+                               with their state      scaling, masters, averages       steps replay it
+
+A batch is the parameters of one group that are alike (device, state entries, sharding), mostly all of it: columns of
+tensors that are kept from step to step. A fused call runs the traced math over all of them, as one Triton kernel on a
+GPU. An optimizer is put together of parts, none of which knows the optimizer class:
+
+    Declaration, StateFactory  what state there is, and how it starts (`state`)
+    Updater                    batches, gradients, hyperparameters, and the fused calls (`step`)
+    Capture                    captured steps, and the checks before a replay (`capture`, `captured_step`)
+    StateDict                  saving and loading in torch.optim's form (`state_dict`)
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable
-from numbers import Real
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.fused_function import FusedFunction
-from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.torch_internals import dynamo
-from subtensors.kernels.fused.launch import Prelude
-from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.lists.tensor_list import TensorList
-from subtensors.optim.batches import Batch, GroupBatches, column_of, kept_form, missing
-from subtensors.optim.dtensor import sharding_of
-from subtensors.optim.gradient_norm import GradientNorm
-from subtensors.optim.low_bit_state import check_sharded_forms, check_state_dtype, forms_of
-from subtensors.optim.options import IN_STEP, Options, check_options, recorded
-from subtensors.optim.state import AVERAGE, MASTER
-from subtensors.optim.step import Stepping
-from subtensors.optim.traced_update import SQUARES, single_tensor
-from subtensors.optim.versioned_state import States
+from subtensors.optim.batches import BatchKind
+from subtensors.optim.capture import Capture, new_capture
+from subtensors.optim.low_bit_state import check_state_dtype
+from subtensors.optim.options import Options, ParamGroup, check_options, group_options
+from subtensors.optim.state import Declaration, Initializer, swapped_averages
+from subtensors.optim.state_dict import StateDict
+from subtensors.optim.step import StepFunction, Updater, with_hooks
+from subtensors.optim.traced_update import single_tensor_step
+from subtensors.optim.versions import States
+from subtensors.static.arena import Arena
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-# Mapped in C over each group, in every step.
-_grad = attrgetter("grad")
 
-
-class Optimizer(Stepping):
+class Optimizer(torch.optim.Optimizer):
     """An optimizer whose whole step is one fused call a parameter group.
 
     A subclass says which state a parameter has and how one tensor is updated:
 
-    - `state`: for each entry of a parameter's state, how it starts: a function of the parameter (of its float32
-      master, where there is one).
+    - `state`: for each entry of a parameter's state, the function that makes its initial value of the parameter (of its
+      float32 master, where there is one).
     - `update(self, p, g, <state entries>, *, <hyperparameters>)`: straight-line math that writes `p` and the entries
       in place, traced once for the class (see `fused`). What comes after `p` and `g` is taken from the state by
       name; `step` needs no declaration: it is a 0-d float32 count on the parameter's device, 0 before the first
-      step, and `update` adds to it. Keyword-only arguments come from the parameter group: numbers stay live (a new
+      step, and `update` adds to it. Keyword-only arguments come from the parameter group: numbers stay dynamic (a new
       value never retraces) and arrive as floats, tensors of one element as 0-d tensors; bools, None and strings are
       static, so that `if` may ask for them.
     - `optional`: hyperparameters that `update` is given as None while they are the number 0, so that it can leave out
       what would do nothing.
 
     Values stored in less than float32 are computed in float32 and rounded once, when they are stored. Complex
-    parameters are seen as `torch.view_as_real` shows them. What `defaults` or a group may hold, for any subclass, are
-    `maximize` (default False): the gradient is negated, and what `Options` names.
+    parameters are seen as `torch.view_as_real` shows them. `maximize=True` in a group negates the gradient.
 
     Args:
         params: parameters (a TensorList of them, too), `(name, parameter)` pairs, or parameter groups.
         defaults: the hyperparameters of a group that doesn't give its own.
-        options: what `Options` names; put into the defaults.
+        options: the options of `Options`; put into the defaults.
 
     Raises:
         ValueError: `differentiable` is asked for, or a hyperparameter of `update` has no value.
@@ -87,225 +96,289 @@ class Optimizer(Stepping):
     state: Any
     optional: ClassVar[Collection[str]] = ()
 
+    low_bit: ClassVar[Mapping[str, bool]] = {}
+    """The state entries that may be kept in fewer bits, and whether their numbers are signed."""
+
+    host_entries: ClassVar[Collection[str]] = ("step",)
+    """State of 0 dimensions that `state_dict` puts on the CPU, as torch.optim keeps it there."""
+
     is_replayable: ClassVar[bool] = True
     """True if a step does the same for any values of numbers and state, and writes them in fused functions alone."""
 
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
-    _hyperparameters: ClassVar[tuple[str, ...]]
-    _required: ClassVar[frozenset[str]]
-    _fusion: ClassVar[Any]
+    _initializers: ClassVar[Mapping[str, Initializer]] = {}
+    _declaration: ClassVar[Declaration]
+    _fusion: ClassVar[StepFunction]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    _updater: Updater
+    _arena: Arena | None = None
+    _capture: Capture | None = None
+    _passes = 0
+    """The number of calls of `step` so far, of which `accumulate` lets only some update."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if isinstance(cls.__dict__.get("__init__"), FunctionType):
             dynamo.call_eagerly(cls.__init__, "an optimizer is made of the parameters that there are")
         if "state" in cls.__dict__:
-            cls._declaration = dict(cls.__dict__["state"])
+            cls._initializers = dict(cls.__dict__["state"])
             del cls.state
-        if cls.update is Optimizer.update:
-            return
-        _, _, _, *entries = signature = list(inspect.signature(cls.update).parameters.values())
-        if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
-            raise TypeError(f"{cls.__name__}.update takes self, p and g first")
-        hyperparameters = [s for s in entries if s.kind is inspect.Parameter.KEYWORD_ONLY]
-        cls._entries = tuple(s.name for s in entries if s not in hyperparameters)
-        cls._hyperparameters = tuple(s.name for s in hyperparameters)
-        cls._required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
-        if taken := {*cls._hyperparameters, *cls._entries} & {*IN_STEP, SQUARES}:
-            raise TypeError(f"{cls.__name__}.update takes {sorted(taken)}, the name of an option of every optimizer")
-        if set(cls._entries) - {"step"} != set(cls._declaration) - {"step"}:
-            raise TypeError(
-                f"{cls.__name__}.update takes the state entries {sorted(cls._entries)} (its arguments between g and "
-                f"the keyword-only ones), and {cls.__name__}.state declares {sorted(cls._declaration)}"
-            )
-        cls._fusion = cls._step_function()
+        if cls.update is not Optimizer.update:
+            cls._declaration = Declaration(cls, Optimizer)
+            cls._fusion = cls._step_function()
 
     @classmethod
-    def _step_function(cls) -> Callable[..., Any]:
+    def _step_function(cls) -> StepFunction:
         """The function that a step calls with the columns of a batch."""
-        return FusedFunction(single_tensor(cls))
+        return FusedFunction(single_tensor_step(cls))
 
     def __init__(self, params: Params, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
-        self._lists, self._shard_fusions = {}, {}
-        self._mark = None
-        self._norm = GradientNorm()
         self._arena = options.get("arena")
+        self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        super().__init__(params, defaults | recorded(options))
+        super().__init__(params, defaults | group_options(options))
         self.state = States()
         if options.get("graph"):
             self.capture()
+
+    def _create_state(self) -> None:
+        """Create the state of all parameters now, before they have gradients."""
+        for group in self.param_groups:
+            self._updater.state_factory(self).create_group(group["params"], group)
+
+    def _new_updater(self) -> Updater:
+        packed = None if self._capture is None else self._capture.packed
+        is_static, is_packed = self._capture is not None, packed is not None
+        return Updater(type(self), self._declaration, self._fusion, self._arena, is_static, is_packed)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update one tensor in one step; each subclass implements it."""
         raise NotImplementedError
 
-    def _gradients(self) -> list[TensorColumn]:
-        """Each group's gradients, None for a parameter without one."""
-        # Like the parameters of the one batch that they are most often all of.
-        return [TensorColumn(map(_grad, g["params"]), like=self._whole(i)) for i, g in enumerate(self.param_groups)]
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """Return whether the parameters of this group have a state entry; `update` is given None if they lack it.
 
-    def _whole(self, index: int) -> TensorColumn | None:
-        """The parameters of a group, where one batch is all of it and the gradients are laid out as they are."""
-        lists = self._lists.get(index)
-        return lists.batches[0].whole if lists is not None and lists.batches else None
+        Args:
+            entry: a name from `state`, or `step`.
+            group: the parameter group, whose options alone decide.
+        """
+        return True
 
-    @property
-    def _is_fused(self) -> bool:
-        return isinstance(self._fusion, FusedFunction)
+    def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
+        """Return whether this parameter has a state entry that its group needs; `update` is given None if it lacks it.
 
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: TensorColumn, prelude: Prelude | None) -> None:
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        options = [
-            scale,
-            found_inf,
-            group.get("maximize"),
-            len(group),
-            *map(group.get, (*self._hyperparameters, *IN_STEP)),
-        ]
-        gradients = batch.gradients(grads)
-        if not batch.holds_parameters and (self._capture is None or self._capture.packed is None):
-            batch.hold_parameters()
-        call = batch.call_again(options, gradients) or batch.call(
-            options,
-            gradients,
-            None if scale is None else _live(scale, batch.device),
-            None if found_inf is None else _live(found_inf, batch.device),
-            bool(group.get("maximize")),
-            self._values(group, batch.device),
-        )
-        try:
-            self._fusion_of(batch).run(call, prelude)
-            if batch.sees_shards:
-                # The step wrote the local shards; autograd must be told that the whole DTensors were written.
-                torch.autograd.graph.increment_version(batch.params)
-        except RuntimeError:
-            self._refuse_sparse(grads)
-            raise
+        Args:
+            entry: a name from `state`, or `step`.
+            p: the parameter.
+            group: its group.
+        """
+        return True
 
-    def _values(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """The group's hyperparameters as the fused call takes them."""
-        values: dict[str, Any] = {}
-        for name in IN_STEP:
-            if group.get(name) is not None:
-                values[name] = _live(group[name], device)
-        if "max_norm" in values:
-            values[SQUARES] = self._norm.squares(device)
-        for name in self._hyperparameters:
-            if name in group:
-                value = group[name]
-                if type(value) is not float:
-                    value = _live(value, device)
-                if type(value) is float and value == 0 and name in self.optional:
-                    value = None
-                values[name] = value
-        return values
+    def init_state(self, entry: str, p: Tensor, group: ParamGroup) -> Tensor:
+        """The initial value of a state entry; override it if the value depends on more than the parameter.
 
-    def _refuse_sparse(self, grads: list[Tensor]) -> None:
-        for i, g in enumerate(grads):
-            if g is not None and g.layout is not torch.strided:
+        Args:
+            entry: a name from `state`.
+            p: the parameter, or its float32 master.
+            group: the parameter group.
+
+        Returns:
+            By default, what the function that `state` has for the entry makes of `p`.
+        """
+        return self._initializers[entry](p)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @with_hooks
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            The return value of the closure.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        if (
+            closure is None
+            and self._capture is not None
+            and type(self.state) is States
+            and self.param_groups[0].get("accumulate", 1) == 1
+            and self._capture.try_fast_replay(self)
+        ):
+            self._passes += 1
+            return None
+        return self._take_step(closure)
+
+    @torch.no_grad()
+    def _take_step(self, closure: Callable[[], float] | None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._passes += 1
+        if (passes := self.param_groups[0].get("accumulate", 1)) > 1:
+            if getattr(self, "found_inf", None) is not None:
                 raise RuntimeError(
-                    f"{type(self).__name__} updates dense gradients, and parameter {i} of its group has one of layout "
-                    f"{g.layout}: make it dense (Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
+                    f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change it "
+                    "after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"
                 )
+            if self._is_accumulating():
+                return loss
+        if type(self.state) is not States:
+            self.state = States(dict, self.state)
+        if self._capture is None or not self._capture.take_step(self):
+            self._updater.update_all(self)
+        return loss
 
-    def _batches(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> list[Batch]:
-        """The group's batches for this set of gradients; state that a parameter lacks is made."""
-        if self.state.changes.mark is not self._mark or len(self._lists) > len(self.param_groups):
-            self._forget()
-        params = group["params"]
-        entries = self._kept(group)
-        form = kept_form(group)
-        lists = self._lists.get(index)
-        if lists is not None and lists.is_current(params, grads, entries, form):
-            return lists.batches
-        self._refuse_sparse(grads)
-        if lists is not None and not lists.has_params(params):
-            self._forget()
-        with gc_paused():
-            kinds = self._cut(self._kinds(params, grads, entries, group), params)
-            batches = [self._batch(kind, indices, group) for kind, indices in kinds]
-        self._lists[index] = GroupBatches(list(params), missing(grads), entries, form, batches)
-        self._mark = self.state.changes.mark
-        return batches
+    def _is_accumulating(self) -> bool:
+        """Return whether the current gradients are left for a later call of `step` to update with."""
+        passes: int = self.param_groups[0].get("accumulate", 1)
+        return self._passes % passes != 0
 
-    def _kinds(
-        self, params: list[Tensor], grads: list[Tensor], entries: tuple[str, ...], group: dict[str, Any]
-    ) -> dict[tuple[Any, ...], list[int]]:
-        """Group the parameters with a gradient by what a batch must have in common, and make the state they lack."""
-        present = [i for i, g in enumerate(grads) if g is not None]
-        names = [self._names(params[i], entries, group) for i in present]
-        self._fill_all([params[i] for i in present], names, group)
-        kinds: dict[tuple[Any, ...], list[int]] = {}
-        for i, kept in zip(present, names, strict=True):
-            p = params[i]
-            forms = forms_of(kept, p, group, self.low_bit)
-            kinds.setdefault((p.device, p.is_complex(), sharding_of(p), kept, forms), []).append(i)
-        return kinds
-
-    def _batch(self, kind: tuple[Any, ...], indices: list[int], group: dict[str, Any]) -> Batch:
-        """The batch of these parameters of the group, which are of one kind."""
-        device, is_complex, sharding, kept, forms = kind
-        sees_shards = adds_up = False
-        if sharding is not None:
-            sees_shards, adds_up = self._views(group, device)
-            check_sharded_forms(forms, sees_shards, sharding.is_repeated)
-        params = group["params"]
-        own = [params[i] for i in indices]
-        # Only where there are entries: asking for the state would make an empty one.
-        states = [self.state[p] for p in own] if kept else []
-        columns = {name: column_of(states, name, form, sees_shards) for name, form in zip(kept, forms, strict=True)}
-        return Batch(
-            None if indices == [*range(len(params))] else indices,
-            device,
-            is_complex,
-            TensorColumn(own, keeps_layout=not is_complex and sharding is None),
-            columns.get(MASTER),
-            tuple([columns.get(entry) for entry in (*self._entries, AVERAGE)]),
-            sharding,
-            sees_shards,
-            adds_up,
-        )
-
-    def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterable[tuple[Any, list[int]]]:
-        """The parameters of each kind, by their places in the group, as they go into batches."""
+    def _split_kinds(
+        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
+    ) -> Iterable[tuple[BatchKind, list[int]]]:
+        """Split the parameters of each kind, given by their positions in the group, into batches."""
         return kinds.items()
 
-    def _forget(self) -> None:
-        """Drop the batches of all groups; traced and compiled functions stay."""
-        self._lists.clear()
+    def capture(self, *, packed: bool = False, check: bool | None = None) -> Capture:
+        """Take steps by replaying a CUDA graph, captured in the next step and recaptured when a step no longer matches.
 
-    def _views(self, group: dict[str, Any], device: torch.device) -> tuple[bool, bool]:
-        """Return whether a sharded step can run on local shards, and whether it then sums over processes."""
-        if not self._is_fused:
-            return False, False
-        p = torch.ones(2, device="cpu")
-        kept = self._kept(group)
-        entries = [
-            TensorColumn([self._start(p, e, False, group)]) if e in kept else None for e in (*self._entries, AVERAGE)
-        ]
-        column, values = TensorColumn([p]), self._values(group, p.device)
-        call = (column, column, None, tuple(entries), None, None, False, values)
-        if not self._fusion.reduces(*call):
-            return True, False
-        has_kernels = device.type == "cuda" or interprets_kernels()
-        return (has_kernels and self._fusion.takes_parts(*call),) * 2
+        Numbers of the parameter groups may change between replays, and so may the addresses of gradients. A step that
+        can't be replayed runs eagerly: on a CPU, and inside a graph that the caller captures. `st.explain(opt)` tells
+        the reasons.
 
-    def _fusion_of(self, batch: Batch) -> Any:
-        """The function that a step calls for this batch."""
-        if not batch.adds_up:
-            return self._fusion
-        assert batch.sharding is not None
-        if batch.sharding not in self._shard_fusions:
-            self._shard_fusions[batch.sharding] = FusedFunction(
-                single_tensor(type(self)), exchange=batch.sharding.bring_together
-            )
-        return self._shard_fusions[batch.sharding]
+        Args:
+            packed: move the parameters into one flat tensor a device and dtype, and give each a gradient in another, to
+                which backward passes add. Then one fast check covers all addresses, whatever the number of parameters.
+                `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
+            check: check, at every replay, each address that it uses; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
+
+        Returns:
+            The captured steps, with their counts; none at first.
+
+        Raises:
+            RuleError: a parameter is a DTensor.
+
+        Example:
+            >>> import subtensors as st
+            >>> w = torch.nn.Parameter(torch.ones(2))
+            >>> opt = st.optim.SGD([w], lr=0.5)
+            >>> capture = opt.capture()
+            >>> w.grad = torch.ones(2)
+            >>> opt.step()
+            >>> print(st.explain(opt))
+            SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
+              ran eagerly: the parameters are on the CPU, where a step has no graph (1)
+        """
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._updater.forget()  # packing needs parameters that nothing else holds
+        self._capture = new_capture(params, packed, check)
+        self._updater.is_static, self._updater.is_packed = True, self._capture.packed is not None
+        return self._capture
+
+    @property
+    def replays(self) -> int | None:
+        """The number of steps replayed since `capture()`; None if it was not called."""
+        return None if self._capture is None else self._capture.replays
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, unless they are still being accumulated for an update; packed ones become zero.
+
+        Args:
+            set_to_none: drop them rather than write zeros.
+        """
+        if self._is_accumulating():
+            return
+        if self._capture is None or (packed := self._capture.packed) is None:
+            super().zero_grad(set_to_none)
+            return
+        packed.zero_gradients()
+        for p in packed.not_packed(p for group in self.param_groups for p in group["params"]):
+            p.grad = None if set_to_none or p.grad is None else p.grad.detach_().zero_()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """A context in which the parameters hold their averages (`ema=`), to evaluate or save; take no step in it.
+
+        Raises:
+            ValueError: no parameter has an average.
+
+        Example:
+            >>> import subtensors as st
+            >>> w = torch.nn.Parameter(torch.zeros(1))
+            >>> opt = st.optim.SGD([w], lr=1.0, ema=0.75)
+            >>> w.grad = -torch.ones(1)
+            >>> opt.step()
+            >>> with opt.averaged_weights():
+            ...     print(w.item())
+            0.25
+            >>> w.item()
+            1.0
+        """
+        with swapped_averages(self.state):
+            yield
+
+    def explain(self) -> str:
+        """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        how = "steps run eagerly" if self._capture is None else self._capture.explain()
+        return f"{type(self).__name__} of {count} parameters, {how}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch.optim's class of the same name saves it.
+
+        Returns:
+            `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
+        """
+        return StateDict(self.host_entries).to_plain(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state that this class, or torch.optim's of the same name, saved.
+
+        Values are copied, each into the dtype and onto the device that this optimizer would have started it with.
+
+        Args:
+            state_dict: a return value of `state_dict()`.
+
+        Raises:
+            ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
+        """
+        # A hook, since it comes after the user's.
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not.
+        kept = {} if self._capture is None else {"_capture": Capture(self._capture.check)}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._updater = self._new_updater()
+        self.state = States(dict, self.state)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
+                    group.setdefault(name, default)
+            self._check(group)
+        StateDict(self.host_entries).unwrap(self.state, self.param_groups, self._updater.state_factory(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.
@@ -318,28 +391,10 @@ class Optimizer(Stepping):
         super().add_param_group(param_group)
         self._check(param_group)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: ParamGroup) -> None:
+        """Refuse options that are not supported."""
+        check_options(type(self).__name__, group, self.param_groups[0])
         check_state_dtype(type(self).__name__, group.get("state_dtype"), self.low_bit)
-        check_options(group)
-        if group.get("accumulate", 1) != (passes := self.param_groups[0].get("accumulate", 1)):
-            raise ValueError(f"Invalid accumulate: {group.get('accumulate', 1)}; another group has {passes}")
-        if group.get("differentiable"):
-            raise ValueError(
-                "differentiable=True is not supported: the step is one fused update in place, which autograd can't "
-                f"follow; expected False (torch.optim.{type(self).__name__} can differentiate through its step)"
-            )
-        if missing := self._required - set(group):
-            raise ValueError(
-                f"{type(self).__name__}.update needs {sorted(missing)}, which the group {sorted(group)} lacks"
-            )
-
-
-def _live(value: Any, device: torch.device) -> Any:
-    """A value as the fused call takes it: a number as a float, a tensor of one element without dimensions."""
-    if isinstance(value, Tensor):
-        value = value.reshape(())
-        # From the host its value is handed over; one on a device is read there.
-        return value if value.device.type == "cpu" else value.to(device, non_blocking=True)
-    if isinstance(value, tuple | list):
-        return tuple([_live(v, device) for v in value])
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+        if missing := self._declaration.required - set(group):
+            name = type(self).__name__
+            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")

@@ -1,21 +1,27 @@
-"""The options that every optimizer here takes beside its own."""
+"""The options that every optimizer takes beside its own hyperparameters, and checks of both.
+
+An optimizer that torch has, too, is checked by torch's class of its name (`torch_defaults`), so that both always agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from subtensors.static.arena import Arena
+from subtensors.static.arena import Arena
+
+ParamGroup = dict[str, object]
+"""The parameters of a group under "params", and its hyperparameters and options by name."""
 
 
 class Options(TypedDict, total=False):
     """Options of any optimizer; each may differ between parameter groups, unless it says otherwise.
 
-    An option is recorded where it is asked for, so that the groups of an optimizer without one are torch.optim's.
+    A group holds only the options that it was given, so that without any it is the same as torch.optim's.
     """
 
     master_weights: bool
@@ -23,30 +29,31 @@ class Options(TypedDict, total=False):
     and round the parameter from it. Default False."""
 
     state_dtype: str | torch.dtype | None
-    """In how few bits the optimizers that can keep their state: "int8", torch.bfloat16, or None for as many as it is
+    """The dtype to keep state in, for the optimizers that can: "int8", torch.bfloat16, or None for the dtype it is
     computed in. Default None."""
 
     max_norm: float | Tensor | None
     """Clip: scale the gradients by max_norm / (norm + 1e-6) where that is less than 1, inside the step. The norm is
-    that of the gradients of all groups and parameters of the optimizer together. None: don't. Default None."""
+    over the gradients of all parameters of the optimizer together. None: don't. Default None."""
 
     accumulate: int
-    """Update in every so-manieth call of `step` only, by the mean of the gradients that the backward passes since the
+    """Update once every `accumulate` calls of `step`, by the mean of the gradients that the backward passes since the
     last update have added up; `zero_grad` leaves them alone until then. The same for all groups. Default 1."""
 
     ema: float | Tensor | None
-    """Keep an average of each parameter, `ema` of which a step keeps: a <- ema a + (1 - ema) p, taken inside the step,
-    from what the parameter was before the first one. In float32 or more. None: don't. Default None."""
+    """Keep an average of each parameter, updated inside the step: a <- ema a + (1 - ema) p. It starts as the parameter
+    before its first step, and is kept in float32 or more. None: don't. Default None."""
 
     graph: bool
-    """Take steps by replaying a CUDA graph: the same as calling `capture()`. Of the whole optimizer. Default False."""
+    """Take steps by replaying a CUDA graph: the same as calling `capture()`. One value for the optimizer. Default
+    False."""
 
     arena: Arena | None
-    """Where the state is made: `arena.release()` then frees its memory, and after `arena.restore()` it is back at the
-    same addresses. Of the whole optimizer. Default None: in memory of its own."""
+    """The arena to make state in: `arena.release()` then frees its memory, and `arena.restore()` brings it back at the
+    same addresses. One value for the optimizer. Default None: in memory of its own."""
 
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Options = {
     "master_weights": False,
     "state_dtype": None,
     "max_norm": None,
@@ -56,15 +63,20 @@ DEFAULTS: dict[str, Any] = {
     "arena": None,
 }
 
-WHOLE = {"graph", "arena"}
-"""Options of the optimizer that its groups don't hold."""
+_OF_OPTIMIZER = {"graph", "arena"}
+"""Options of the whole optimizer, which its groups don't hold."""
 
 IN_STEP = ("max_norm", "accumulate", "ema")
 """Options whose values a step is handed beside the hyperparameters of `update`."""
 
 
-def check_options(group: Mapping[str, Any]) -> None:
-    """Refuse values that are out of range.
+def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, object]) -> None:
+    """Refuse options of a group that are out of range or not supported.
+
+    Args:
+        name: the name of the optimizer.
+        group: the parameter group.
+        first: the first group of the optimizer.
 
     Raises:
         ValueError: with the option and its value.
@@ -75,15 +87,79 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid ema: {ema}; expected a number from 0 to 1, or None")
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
         raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
+    if passes != (of_first := first.get("accumulate", 1)):
+        raise ValueError(f"Invalid accumulate: {passes}; another group has {of_first}")
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable=True is not supported: the step is one fused update in place, which autograd can't "
+            f"follow; expected False (torch.optim.{name} can differentiate through its step)"
+        )
 
 
-def recorded(options: Options) -> dict[str, Any]:
-    """The options that were asked for, to be among the defaults of a group.
+def group_options(options: Options) -> ParamGroup:
+    """The options that differ from their default and that groups hold, to be put among the defaults of a group.
 
     Raises:
         TypeError: an option is not known.
     """
-    given: dict[str, Any] = dict(options)
-    if unknown := given.keys() - DEFAULTS.keys():
-        raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(DEFAULTS)}")
-    return {name: value for name, value in given.items() if value != DEFAULTS[name] and name not in WHOLE}
+    given, defaults = cast(ParamGroup, options), cast(ParamGroup, DEFAULTS)
+    if unknown := given.keys() - defaults.keys():
+        raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(defaults)}")
+    return {name: value for name, value in given.items() if value != defaults[name] and name not in _OF_OPTIMIZER}
+
+
+def torch_defaults(cls: type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> ParamGroup:
+    """Check arguments as torch's class does, and return its defaults for them.
+
+    Args:
+        cls: a class of torch.optim.
+        arguments: the `locals()` of a constructor that takes what `cls` takes; what `cls` doesn't know is left out.
+
+    Returns:
+        The hyperparameters of a group.
+
+    Raises:
+        ValueError: a value is out of range, as `cls` says it.
+
+    Example:
+        >>> torch_defaults(torch.optim.SGD, {"lr": 0.5, "self": None})["lr"]
+        0.5
+    """
+    known = inspect.signature(cls).parameters.keys() - {"params"}
+    make: Callable[..., torch.optim.Optimizer] = cls
+    peer = make([torch.empty(0, 0)], **{name: value for name, value in arguments.items() if name in known})
+    return dict(peer.defaults)
+
+
+def own_defaults(arguments: Mapping[str, object]) -> ParamGroup:
+    """The hyperparameters of a group, from the `locals()` at the start of a constructor.
+
+    Example:
+        >>> own_defaults({"self": None, "params": [], "lr": 0.5, "options": {}})
+        {'lr': 0.5}
+    """
+    return {name: value for name, value in arguments.items() if name not in _NO_HYPERPARAMETERS}
+
+
+_NO_HYPERPARAMETERS = {"self", "params", "options", "__class__"}
+
+
+def check_not_negative(**values: float | Tensor) -> None:
+    """Raise ValueError, with the argument's name and value, if a number is below 0 or NaN."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"Invalid {name}: {value}; expected 0 or more")
+
+
+def check_fractions(count: int, **values: Any) -> None:
+    """Raise ValueError, with the argument's name and value, unless it is `count` numbers in [0, 1).
+
+    Args:
+        count: 1 for a number, more for a sequence of as many.
+        values: the arguments by name.
+    """
+    for name, value in values.items():
+        numbers = (value,) if count == 1 else value
+        if len(numbers) != count or not all(0 <= number < 1 for number in numbers):
+            wanted = "a number" if count == 1 else f"{count} numbers"
+            raise ValueError(f"Invalid {name}: {value}; expected {wanted} in [0, 1)")

@@ -1,145 +1,284 @@
-"""The state that an optimizer declares: which entries a parameter has, how each starts, and in what form it is kept."""
+"""The state of an optimizer: what a class declares, and the tensors that are made of the declaration.
+
+State is made in the first step. One fill a tensor would take most of it over thousands of parameters (Adam makes three
+tensors a parameter), so like parameters get theirs together: each tensor has its own memory, and one call fills all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from subtensors.optim.capture import Capture
-from subtensors.optim.low_bit_state import form_of, keep
-from subtensors.optim.state_init import AT_ONCE, can_begin_with_others, counts, make_room
-from subtensors.optim.traced_update import is_narrow
+from subtensors.dispatch.graphs import deferred_finalizers
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
+from subtensors.optim.options import IN_STEP, ParamGroup
+from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
+from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import static_in_place
 
 MASTER = "master_param"
 AVERAGE = "ema"
 
+EMPTY_CACHE_BYTES = 64 << 20
+"""The least bytes of new state for which torch's cache is emptied first."""
 
-class DeclaredState(torch.optim.Optimizer):
-    """The part of an optimizer that makes its state."""
+Initializer = Callable[[Tensor], Tensor]
+"""Makes the initial value of a state entry from its parameter, or from the float32 master."""
 
-    low_bit: ClassVar[Mapping[str, bool]] = {}
-    """The state entries that may be kept in fewer bits, and whether their numbers are signed."""
 
-    _arena: Arena | None = None
-    _capture: Capture | None = None
-    _declaration: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
-    _entries: ClassVar[tuple[str, ...]]
+class OptimizerRules(Protocol):
+    """The attributes and methods by which an optimizer class says what its state is."""
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
-        """Return whether the parameters of this group have this state entry; `update` is given None if they lack it.
+    optional: ClassVar[Collection[str]]
+    low_bit: ClassVar[Mapping[str, bool]]
+    _initializers: ClassVar[Mapping[str, Initializer]]
 
-        Args:
-            entry: a name from `state`, or `step`.
-            group: the parameter group.
-        """
-        return True
+    @property
+    def update(self) -> Callable[..., None]:
+        """The math of one tensor."""
+        ...
 
-    def start(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """The initial value of a state entry; override it where that depends on more than the parameter.
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """Return whether the parameters of this group have this entry."""
+        ...
 
-        Args:
-            entry: a name from `state`.
-            p: the parameter, or its float32 master.
-            group: the parameter group.
+    def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
+        """Return whether this parameter has an entry that its group needs."""
+        ...
 
-        Returns:
-            By default, what the function that `state` has for the entry makes of `p`.
-        """
-        return self._declaration[entry](p)
+    def init_state(self, entry: str, p: Tensor, group: ParamGroup) -> Tensor:
+        """The initial value of an entry."""
+        ...
 
-    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
-        """Return whether this parameter has a state entry that its group keeps; `update` is given None if it lacks it.
 
-        Args:
-            entry: a name from `state`, or `step`.
-            p: the parameter.
-            group: its group.
-        """
-        return True
+class Declaration:
+    """The state entries and hyperparameters of an optimizer class, read from its `state` and `update`.
 
-    def _kept(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The state entries that a group keeps."""
-        own = tuple([entry for entry in self._entries if self.keeps(entry, group)])
-        return own if group.get("ema") is None else (*own, AVERAGE)
+    Args:
+        cls: the class.
+        base: the class whose `init_state` and `applies_to` are the defaults.
 
-    def _names(self, p: Tensor, entries: tuple[str, ...], group: dict[str, Any]) -> tuple[str, ...]:
-        """The given entries that the parameter has, after its master if it has one."""
-        own = entries
-        if type(self).suits is not DeclaredState.suits:
-            own = tuple([entry for entry in entries if entry == AVERAGE or self.suits(entry, p, group)])
-        return (MASTER, *own) if group.get("master_weights") and is_narrow(p.dtype) else own
+    Raises:
+        TypeError: `update` doesn't start with self, p and g, takes another entry than `state` declares, or takes the
+            name of an option.
+    """
 
-    def _fill_all(self, params: Sequence[Tensor], names: Sequence[tuple[str, ...]], group: dict[str, Any]) -> None:
-        """Make the state entries that these parameters lack, together for like parameters without any state."""
-        # What goes into fewer bits or elsewhere is made one by one, so that there is never twice the memory.
-        stays = group.get("state_dtype") is None and self._arena is None
-        begun: dict[tuple[Any, ...], list[Tensor]] = {}
-        for p, own in zip(params, names, strict=True):
-            if stays and own and p not in self.state and can_begin_with_others(p):
-                begun.setdefault((own, p.device, p.dtype), []).append(p)
+    def __init__(self, cls: type[OptimizerRules], base: type[OptimizerRules]) -> None:
+        function: Callable[..., None] = cls.update  # type: ignore[assignment]  # a function of the class, unbound
+        _, _, _, *rest = signature = list(inspect.signature(function).parameters.values())
+        if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
+            raise TypeError(f"{cls.__name__}.update takes self, p and g first")
+        hyperparameters = [s for s in rest if s.kind is inspect.Parameter.KEYWORD_ONLY]
+        self.entries = tuple(s.name for s in rest if s not in hyperparameters)
+        """The state entries that `update` takes, in its order."""
+        self.hyperparameters = tuple(s.name for s in hyperparameters)
+        self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
+        """The hyperparameters without a default."""
+        self.option_names = (*self.hyperparameters, *IN_STEP)
+        """The hyperparameters, and the options that a step is given beside them."""
+        self.optional, self.low_bit, self.initializers = cls.optional, cls.low_bit, cls._initializers
+        self.has_init_hook = cls.init_state is not base.init_state
+        self.has_applies_hook = cls.applies_to is not base.applies_to
+        if taken := {*self.hyperparameters, *self.entries} & {*IN_STEP, SUM_OF_SQUARES}:
+            raise TypeError(f"{cls.__name__}.update takes {sorted(taken)}, the name of an option of every optimizer")
+        if set(self.entries) - {"step"} != set(self.initializers) - {"step"}:
+            raise TypeError(
+                f"{cls.__name__}.update takes the state entries {sorted(self.entries)} (its arguments between g and "
+                f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
+            )
+
+
+def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
+    """The state entries that the parameters of a group have."""
+    needed = tuple([entry for entry in declaration.entries if rules.needs_state(entry, group)])
+    return needed if group.get("ema") is None else (*needed, AVERAGE)
+
+
+class StateFactory:
+    """Creates the state of an optimizer's parameters.
+
+    It is made where state is to be created, and not kept: it refers to the optimizer, which should not wait for a
+    garbage collection to be freed.
+
+    Args:
+        declaration: the declaration of the optimizer's class.
+        rules: the optimizer, for its hooks.
+        state: the optimizer's state, which new entries are put into.
+        arena: where state is made; None for memory of its own.
+        is_static: make it static, since captured steps replay its addresses.
+    """
+
+    def __init__(
+        self, declaration: Declaration, rules: OptimizerRules, state: States, arena: Arena | None, is_static: bool
+    ) -> None:
+        self.declaration, self.rules, self.state = declaration, rules, state
+        self.arena, self.is_static = arena, is_static
+
+    def entries_of(self, p: Tensor, needed: tuple[str, ...], group: ParamGroup) -> tuple[str, ...]:
+        """The entries that a parameter has: its master if it has one, and the needed ones that apply to it."""
+        if self.declaration.has_applies_hook:
+            needed = tuple([e for e in needed if e == AVERAGE or self.rules.applies_to(e, p, group)])
+        return (MASTER, *needed) if group.get("master_weights") and is_narrow(p.dtype) else needed
+
+    def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
+        """Create the state entries that these parameters lack, together for like parameters without any state."""
+        # State in fewer bits, or in an arena, is made one by one, so that there is never twice the memory.
+        is_plain = group.get("state_dtype") is None and self.arena is None
+        alike: dict[tuple[tuple[str, ...], torch.device, torch.dtype], list[Tensor]] = {}
+        for p, own in zip(params, entries, strict=True):
+            if is_plain and own and p not in self.state and can_init_together(p):
+                alike.setdefault((own, p.device, p.dtype), []).append(p)
             else:
-                self._fill(p, own, group)
-        for (own, _, _), together in begun.items():
+                self.create(p, own, group)
+        for (own, _, _), together in alike.items():
             make_room(together, len(own))
-            columns = [self._begin(together, name, MASTER in own, group) for name in own]
-            if self._capture is not None:
-                columns = [list(map(self._placed, column)) for column in columns]
-            for p, *entries in zip(together, *columns, strict=True):
-                self.state[p] = dict(zip(own, entries, strict=True))
+            columns = [self._initial_values(together, name, MASTER in own, group) for name in own]
+            if self.is_static:
+                columns = [list(map(static_in_place, column)) for column in columns]
+            for p, *values in zip(together, *columns, strict=True):
+                self.state[p] = dict(zip(own, values, strict=True))
 
-    def _begin(self, params: list[Tensor], name: str, has_master: bool, group: dict[str, Any]) -> list[Tensor]:
-        """The initial values of one entry for each of these parameters, which share a device and dtype."""
-        if name == "step" and name not in self._declaration:
-            return counts(params)
-        is_copy = name in (MASTER, AVERAGE)
-        at_once = AT_ONCE.get(torch.clone if is_copy else self._declaration[name])
-        if at_once is None or not (is_copy or type(self).start is DeclaredState.start):
-            return [self._start(p, name, has_master, group) for p in params]
-        dtype = params[0].dtype
-        return at_once(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
-
-    def _fill(self, p: Tensor, names: tuple[str, ...], group: dict[str, Any]) -> None:
-        """Make those of these state entries that the parameter lacks."""
-        if not names:
-            return  # asking for the state would make an empty one
+    def create(self, p: Tensor, entries: tuple[str, ...], group: ParamGroup) -> None:
+        """Create those of these state entries that the parameter lacks."""
+        if not entries:
+            return  # reading the state would make an empty one
         state = self.state[p]
-        # A count that joins state from before it was kept: steps were taken, how many is not known.
+        # A count that joins older state: steps were taken, and their number is not known.
         is_new = not state
-        for name in names:
+        for name in entries:
             if state.get(name) is None:
-                state[name] = self._start(p, name, MASTER in names, group)
+                state[name] = self.initial_value(p, name, MASTER in entries, group)
                 if name == "step" and not is_new:
                     state[name].fill_(1)
-            keep(state, name, form_of(name, p, group, self.low_bit))
-        if self._arena is None and self._capture is None:
+            convert_entry(state, name, low_bit_dtype(name, p, group, self.declaration.low_bit))
+        if self.arena is None and not self.is_static:
             return
         for name, value in [*state.items()]:
-            if (placed := self._placed(value)) is not value:
+            if (placed := self._place(value)) is not value:
                 state[name] = placed
 
-    def _placed(self, entry: Tensor) -> Tensor:
-        """A state entry in the arena, or where steps are replayed a static one in its own memory; else as it is."""
-        if self._arena is None:
-            return entry if self._capture is None else static_in_place(entry)
-        if entry in self._arena:
-            return entry
-        if entry.device != self._arena.device:
-            raise ValueError(
-                f"the arena is on {self._arena.device}, and the parameter whose state it is for on {entry.device}"
-            )
-        return self._arena.static(entry)
+    def create_group(self, params: Sequence[Tensor], group: ParamGroup) -> None:
+        """Create the state of all parameters of a group."""
+        needed = needed_entries(self.declaration, self.rules, group)
+        for p in params:
+            self.create(p, self.entries_of(p, needed, group), group)
 
-    def _start(self, p: Tensor, name: str, has_master: bool, group: dict[str, Any]) -> Tensor:
+    def initial_value(self, p: Tensor, name: str, has_master: bool, group: ParamGroup) -> Tensor:
         """The value of state entry `name` of this parameter before its first step."""
-        if name == "step" and name not in self._declaration:
+        if name == "step" and name not in self.declaration.initializers:
             return torch.zeros((), device=p.device, dtype=torch.float32)
         p = p.detach()
         p = p.float() if has_master else p
         if name == AVERAGE:
             return p.float() if is_narrow(p.dtype) else p.clone()
-        return p if name == MASTER else self.start(name, p, group)
+        return p if name == MASTER else self.rules.init_state(name, p, group)
+
+    def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
+        """The initial values of one entry for each of these parameters, which share a device and dtype."""
+        initializers = self.declaration.initializers
+        if name == "step" and name not in initializers:
+            return init_steps(params)
+        is_copy = name in (MASTER, AVERAGE)
+        init_together = _INIT_TOGETHER.get(torch.clone if is_copy else initializers[name])
+        if init_together is None or not (is_copy or not self.declaration.has_init_hook):
+            return [self.initial_value(p, name, has_master, group) for p in params]
+        dtype = params[0].dtype
+        return init_together(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
+
+    def _place(self, entry: Tensor) -> Tensor:
+        """Move a state entry into the arena, or make it static where it is; return it unchanged if neither is due."""
+        if self.arena is None:
+            return static_in_place(entry) if self.is_static else entry
+        if entry in self.arena:
+            return entry
+        if entry.device != self.arena.device:
+            raise ValueError(
+                f"the arena is on {self.arena.device}, and the parameter whose state it is for on {entry.device}"
+            )
+        return self.arena.static(entry)
+
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def can_init_together(p: Tensor) -> bool:
+    """Return whether torch's foreach calls can fill this parameter's state together with others'."""
+    return type(p) in PLAIN_TYPES and p.dtype in _DTYPES and p.layout is torch.strided
+
+
+def make_room(params: Sequence[Tensor], entries: int) -> None:
+    """Empty torch's CUDA cache before a large initialization.
+
+    State lives as long as the model. In the blocks that the first backward left in the cache, it would break up
+    segments that the next backward, or a graph's memory, needs as one.
+
+    Args:
+        params: parameters of one device.
+        entries: the number of entries of each.
+    """
+    nbytes = entries * sum(p.nbytes for p in params)
+    if params[0].device.type == "cuda" and nbytes >= EMPTY_CACHE_BYTES and not deferred_finalizers.is_capturing():
+        torch.cuda.empty_cache()
+
+
+def init_steps(params: Sequence[Tensor]) -> list[Tensor]:
+    """A 0-d float32 zero for each parameter, all on one device."""
+    first = torch.empty((), dtype=torch.float32, device=params[0].device)
+    made = [torch.empty_like(first) for _ in params]
+    torch._foreach_zero_(made)
+    return made
+
+
+def init_zeros(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros of each parameter's size and strides.
+
+    Args:
+        params: parameters of one device and dtype.
+        dtype: the dtype of the zeros.
+    """
+    made = [torch.empty_like(p, dtype=dtype) for p in params]
+    torch._foreach_zero_(made)
+    return made
+
+
+def init_copies(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """A copy of each parameter; arguments as in `init_zeros`."""
+    made = [torch.empty_like(p, dtype=dtype) for p in params]
+    torch._foreach_copy_(made, [p.detach() for p in params])
+    return made
+
+
+_INIT_TOGETHER: dict[Initializer, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
+    torch.zeros_like: init_zeros,
+    torch.clone: init_copies,
+}
+"""Functions that initialize an entry of many parameters, by the function that `state` declares for it."""
+
+
+@contextmanager
+def swapped_averages(state: Mapping[Tensor, Mapping[str, Tensor]]) -> Iterator[None]:
+    """A context in which parameters hold the averages in their state; on exit each gets its old value back.
+
+    Raises:
+        ValueError: no parameter has an average.
+    """
+    averages = {p: entries[AVERAGE] for p, entries in state.items() if AVERAGE in entries}
+    if not averages:
+        raise ValueError("no parameter has an average: make the optimizer with ema=0.999, say, and take a step")
+    with torch.no_grad():
+        trained = [p.clone() for p in averages]
+        for p, average in averages.items():
+            p.copy_(average)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, weights in zip(averages, trained, strict=True):
+                p.copy_(weights)

@@ -1,51 +1,49 @@
-"""State dicts: an optimizer saves what torch.optim's class of its name saves, and goes on from what that saved."""
+"""State dicts: an optimizer saves what torch.optim's class of its name saves, and loads what that saved.
+
+Torch's `load_state_dict` would cast all state to the dtype of its parameter, masters included. So each parameter's
+state goes through it wrapped, as an object that torch doesn't know and leaves alone, and is unwrapped after it.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.fused_function import FusedFunction
-from subtensors.optim.batches import GroupBatches
-from subtensors.optim.capture import Capture
-from subtensors.optim.dtensor import Sharding
-from subtensors.optim.gradient_norm import GradientNorm
-from subtensors.optim.low_bit_state import form_of, keep, restored
-from subtensors.optim.state import AVERAGE, MASTER, DeclaredState
+from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
+from subtensors.optim.options import ParamGroup
+from subtensors.optim.state import AVERAGE, MASTER, StateFactory
 from subtensors.optim.traced_update import is_narrow
-from subtensors.optim.versioned_state import Entry, States
+from subtensors.optim.versions import Entry, States
+
+SavedState = dict[str, Any]
+"""What torch's `state_dict` returns: `state` and `param_groups`."""
 
 
-class SavedState(DeclaredState):
-    """The part of an optimizer that saves and loads its state."""
+@dataclass
+class _Wrapped:
+    """One parameter's state on its way through torch's load_state_dict."""
 
-    host_entries: ClassVar[Collection[str]] = ("step",)
-    """State of 0 dimensions that `state_dict` puts on the CPU, as torch.optim keeps it there."""
+    entries: object
 
-    _lists: dict[int, GroupBatches]
-    _shard_fusions: dict[Sharding, FusedFunction]
-    """For steps of shards that depend on each other, by how their tensors are spread."""
-    _mark: object
-    _norm: GradientNorm
 
-    @abstractmethod
-    def _check(self, group: dict[str, Any]) -> None:
-        """Refuse options that are not supported."""
+class StateDict:
+    """The form in which the state of an optimizer is saved and loaded.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim's class of the same name saves it.
+    Args:
+        host_entries: entries of 0 dimensions that are saved on the CPU, unless `capturable` or `fused` says otherwise.
+    """
 
-        Returns:
-            `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
-        """
-        saved = super().state_dict()
+    def __init__(self, host_entries: Collection[str]) -> None:
+        self.host_entries = host_entries
+
+    def to_plain(self, saved: SavedState) -> SavedState:
+        """Turn a state dict of torch into plain tensors, in the dtypes and on the devices that torch.optim saves."""
         saved["state"] = {
-            key: {name: _plain(t) for name, t in restored(v).items()} if isinstance(v, Entry) else v
+            key: {name: _plain(t) for name, t in dequantized_state(v).items()} if isinstance(v, Entry) else v
             for key, v in saved["state"].items()
         }
         for group in saved["param_groups"]:
@@ -56,73 +54,47 @@ class SavedState(DeclaredState):
                 state.update({name: state[name].cpu() for name in self.host_entries if name in state})
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state that this class, or torch.optim's of the same name, saved.
+    @staticmethod
+    def wrap(saved: SavedState) -> SavedState:
+        """Wrap the state of each parameter."""
+        return {**saved, "state": {key: _Wrapped(value) for key, value in saved["state"].items()}}
 
-        Values are copied, each into the dtype and onto the device that this optimizer would have started it with.
+    def unwrap(self, state: States, groups: list[dict[str, Any]], factory: StateFactory) -> None:
+        """Replace what `wrap` wrapped by copies in the dtypes and on the devices that the factory starts entries with.
 
         Args:
-            state_dict: what `state_dict()` gave.
+            state: the state of the optimizer, changed in place.
+            groups: its parameter groups.
+            factory: for the initial values, which have the dtype, shape and device that is expected.
 
         Raises:
-            ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
+            ValueError: an entry has another shape.
         """
-        # torch would cast all state to its parameter's dtype, masters included: it is handed over wrapped, after the
-        # user's hooks have seen it.
-        handle = self.register_load_state_dict_pre_hook(
-            lambda _, given: {**given, "state": {key: _Saved(value) for key, value in given["state"].items()}}
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not.
-        kept = {} if self._capture is None else {"_capture": Capture(self._capture.check)}
-        return {**super().__getstate__(), **kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lists, self._shard_fusions = {}, {}
-        self._mark = None
-        self._norm = GradientNorm()
-        self.state = States(dict, self.state)
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
-                    group.setdefault(name, default)
-            self._check(group)
+        for group in groups:
             for p in group["params"]:
-                if isinstance(saved := self.state.get(p), _Saved):
-                    entries = {name: value for name, value in saved.entries.items() if value is not None}
-                    self.state[p] = {name: self._loaded(p, name, value, group) for name, value in entries.items()}
+                if isinstance(wrapped := state.get(p), _Wrapped):
+                    assert isinstance(wrapped.entries, Mapping)
+                    entries = {name: value for name, value in wrapped.entries.items() if value is not None}
+                    state[p] = {name: _loaded(p, name, value, group, factory) for name, value in entries.items()}
                     for name in entries:
-                        keep(self.state[p], name, form_of(name, p, group, self.low_bit))
-        for key, value in self.state.items():
-            if isinstance(value, _Saved):
-                self.state[key] = value.entries
-
-    def _loaded(self, p: Tensor, name: str, value: Any, group: dict[str, Any]) -> Any:
-        if name not in (MASTER, AVERAGE, *self._entries):
-            return value.to(p.device) if isinstance(value, Tensor) else value
-        entry = self._start(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype), group)
-        value = value if isinstance(value, Tensor) else torch.tensor(value, device=entry.device)
-        if value.shape != entry.shape:
-            raise ValueError(
-                f"state entry {name!r} has shape {tuple(value.shape)}, and {tuple(entry.shape)} is expected"
-            )
-        # A new tensor: `_start` may hand out a shared one, or the parameter itself.
-        return torch.empty_like(entry).copy_(value)
+                        convert_entry(state[p], name, low_bit_dtype(name, p, group, factory.declaration.low_bit))
+        for key, value in state.items():
+            if isinstance(value, _Wrapped):
+                state[key] = value.entries
 
 
-def _plain(value: Any) -> Any:
-    """A value as torch's optimizers keep it: the same memory, without saying that it is static or in an arena."""
+def _loaded(p: Tensor, name: str, value: object, group: ParamGroup, factory: StateFactory) -> object:
+    """A copy of a saved entry in the dtype and on the device of the entry's initial value."""
+    if name not in (MASTER, AVERAGE, *factory.declaration.entries):
+        return value.to(p.device) if isinstance(value, Tensor) else value
+    entry = factory.initial_value(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype), group)
+    value = value if isinstance(value, Tensor) else torch.tensor(value, device=entry.device)
+    if value.shape != entry.shape:
+        raise ValueError(f"state entry {name!r} has shape {tuple(value.shape)}, and {tuple(entry.shape)} is expected")
+    # A new tensor: `initial_value` may return a shared one, or the parameter itself.
+    return torch.empty_like(entry).copy_(value)
+
+
+def _plain(value: object) -> object:
+    """A value as torch's optimizers keep it: the same memory, without being marked as static or in an arena."""
     return value.data if isinstance(value, Tensor) and (type(value) is not Tensor or vars(value)) else value
-
-
-@dataclass
-class _Saved:
-    """One parameter's state on its way through torch's load_state_dict, which leaves what it doesn't know as it is."""
-
-    entries: Any

@@ -1,233 +1,329 @@
-"""Optimizer steps: an eager update, one of several accumulated passes, or the replay of a CUDA graph."""
+"""The step of an optimizer: for each parameter group its batches, and for each batch one fused call.
+
+gradients of the groups -> batches, as of the last step unless something changed -> [norm of all gradients]
+    -> for each batch: function(params, gradients, masters, state entries, loss scale, hyperparameters)
+"""
 
 from __future__ import annotations
 
-import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast, overload
+import functools
+from collections.abc import Callable, Iterable
+from numbers import Real
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from subtensors.dispatch.fused.bound_call import FusedCall, interprets_kernels
+from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals import dynamo, ops
 from subtensors.kernels.fused.launch import Prelude
-from subtensors.optim.batches import Batch
-from subtensors.optim.capture import Capture
-from subtensors.optim.dtensor import is_sharded
-from subtensors.optim.ema import in_place_of
-from subtensors.optim.flat_buffers import PackedMemory
-from subtensors.optim.state import AVERAGE
-from subtensors.optim.state_dict import SavedState
-from subtensors.optim.step_hooks import with_hooks
-from subtensors.optim.versioned_state import States
+from subtensors.kernels.runtime.gc_pause import gc_paused
+from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, indices_without_gradient
+from subtensors.optim.dtensor import Sharding, sharding_of
+from subtensors.optim.gradient_norm import GradientNorm
+from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
+from subtensors.optim.options import IN_STEP, ParamGroup
+from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
+from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
+from subtensors.optim.versions import States
+from subtensors.static.arena import Arena
 
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
+Step = TypeVar("Step", bound=Callable[..., object])
+
+# Mapped in C over each group, in every step.
+_grad = attrgetter("grad")
 
 
-class Stepping(SavedState):
-    """The part of an optimizer that takes steps."""
+def with_hooks(step: Step) -> Step:
+    """Wrap a step so that it runs its hooks and shows in profiles, at no cost while there are neither.
 
-    _passes = 0
-    """Calls of `step` so far: backward passes whose gradients were added up."""
+    `torch.optim.Optimizer` wraps the step of every class in a profiler range and in the calls of its hooks. For an
+    optimizer with few parameters those take longer than the rest of the step.
 
-    @abstractmethod
-    def _gradients(self) -> list[TensorColumn]:
-        """Each group's gradients, None for a parameter without one."""
+    Args:
+        step: the method.
 
-    @abstractmethod
-    def _batches(self, index: int, group: dict[str, Any], grads: TensorColumn) -> list[Batch]:
-        """The group's batches for this set of gradients; state that a parameter lacks is made."""
+    Returns:
+        The method, marked so that torch does not wrap it again.
+    """
+    observed = torch.optim.Optimizer.profile_hook_step(step)
 
-    @property
-    @abstractmethod
-    def _is_fused(self) -> bool:
-        """Return whether the update of a batch is one fused call."""
+    @functools.wraps(step)
+    def hooked(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> object:
+        if ops.step_is_observed(self):
+            return observed(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
 
-    @abstractmethod
-    def _update_batch(self, group: dict[str, Any], batch: Batch, grads: TensorColumn, prelude: Prelude | None) -> None:
+    hooked.hooked = True  # type: ignore[attr-defined]
+    dynamo.call_eagerly(hooked, "a step runs its own kernels, which there is nothing to make faster of")
+    return hooked  # type: ignore[return-value]
+
+
+class StepFunction(Protocol):
+    """The function that a step calls with the columns of a batch: a `FusedFunction`, or a `ListStep`."""
+
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> object:
         """Update the parameters of a batch, after or with the prelude."""
+        ...
 
-    @abstractmethod
-    def _forget(self) -> None:
-        """Drop the batches of all groups; traced and compiled functions stay."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+class SteppedOptimizer(OptimizerRules, Protocol):
+    """The attributes of an optimizer that a step reads."""
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    param_groups: list[dict[str, Any]]
+    state: States
 
-    @with_hooks
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
+    def _split_kinds(
+        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
+    ) -> Iterable[tuple[BatchKind, list[int]]]: ...
 
-        Args:
-            closure: evaluates the model again and returns the loss.
 
-        Returns:
-            What the closure returned.
+class Updater:
+    """The part of an optimizer that updates its parameters, with the batches that it keeps from step to step.
 
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        if (
-            closure is None
-            and self._capture is not None
-            and type(self.state) is States
-            and self.param_groups[0].get("accumulate", 1) == 1
-            and self._capture.take_glance(cast("Optimizer", self))
-        ):
-            self._passes += 1
-            return None
-        return self._take_step(closure)
+    Its methods are given the optimizer, and it keeps no reference to it, so that an optimizer is freed without a
+    garbage collection.
 
-    @torch.no_grad()
-    def _take_step(self, closure: Callable[[], float] | None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._passes += 1
-        if (passes := self.param_groups[0].get("accumulate", 1)) > 1 and getattr(self, "found_inf", None) is not None:
-            raise RuntimeError(
-                f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change its scale "
-                "after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"
-            )
-        if self._is_accumulating():
-            return loss
-        if type(self.state) is not States:
-            self.state = States(dict, self.state)
-        if self._capture is None or not self._capture.take_step(cast("Optimizer", self)):
-            self._update_all()
-        return loss
+    Args:
+        cls: the optimizer's class, for messages and for functions of shards.
+        declaration: the class's declaration.
+        function: the class's step function.
+        arena: where state is made; None for memory of its own.
+        is_static: whether new state is static, for captured steps.
+        is_packed: whether parameters are packed, so that holding them in C++ saves nothing.
+    """
 
-    def _update_all(self) -> None:
-        """Update every parameter that has a gradient, now or in the graph that is being recorded."""
+    def __init__(
+        self,
+        cls: type,
+        declaration: Declaration,
+        function: StepFunction,
+        arena: Arena | None,
+        is_static: bool = False,
+        is_packed: bool = False,
+    ) -> None:
+        self.declaration, self.function, self.arena = declaration, function, arena
+        self.is_static, self.is_packed = is_static, is_packed
+        self.is_fused = isinstance(function, FusedFunction)
+        """True if the update of a batch is one fused call."""
+        self.norm = GradientNorm()
+        self.groups: dict[int, GroupBatches] = {}
+        """The batches of each group, by its index."""
+        self._cls = cls
+        self._stamp: object = None
+        """The stamp of the state that the batches were made of."""
+        self._shard_functions: dict[Sharding, FusedFunction] = {}
+        """For steps of shards that depend on each other."""
+
+    def update_all(self, optimizer: SteppedOptimizer) -> None:
+        """Update every parameter that has a gradient, now or in the graph that is being captured."""
         recording = current_recording()
-        groups = list(zip(self.param_groups, self._gradients(), strict=True))
-        batches = [self._batches(index, group, grads) for index, (group, grads) in enumerate(groups)]
+        groups = optimizer.param_groups
+        gradients = self.gradients(groups)
+        batches = [self.batches(optimizer, index, grads) for index, grads in enumerate(gradients)]
         prelude = None
-        if any(group.get("max_norm") is not None for group in self.param_groups):
+        if any(group.get("max_norm") is not None for group in groups):
             if recording is not None:
                 recording.source = None
-            pairs = zip(batches, groups, strict=True)
-            gradients = [(batch, batch.gradients(grads)) for own, (_, grads) in pairs for batch in own]
-            prelude = self._norm.take(gradients, self._is_fused)
-        scalars = current_scalars()
-        for index, (group, grads) in enumerate(groups):
+            pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
+            prelude = self.norm.take(pairs, self.is_fused)
+        dynamic = current_scalars()
+        for index, group in enumerate(groups):
             if recording is not None:
                 recording.source = index
-            if scalars is not None:
-                scalars.source = id(self), index
+            if dynamic is not None:
+                dynamic.source = id(optimizer), index
             for batch in batches[index]:
-                self._update_batch(group, batch, grads, prelude)
+                self._update_batch(optimizer, group, batch, gradients[index], prelude)
                 prelude = None
-        if scalars is not None:
-            scalars.source = None
+        if dynamic is not None:
+            dynamic.source = None
 
-    def _is_accumulating(self) -> bool:
-        """Return whether the current gradients are left for a later call of `step` to update with."""
-        passes: int = self.param_groups[0].get("accumulate", 1)
-        return self._passes % passes != 0
+    def gradients(self, groups: list[dict[str, Any]]) -> list[TensorColumn]:
+        """The gradients of each group, None for a parameter without one."""
+        columns = []
+        for index, group in enumerate(groups):
+            known = self.groups.get(index)
+            # Mostly one batch is the whole group, and its gradients have the layout of its parameters.
+            like = known.batches[0].full_group if known is not None and known.batches else None
+            columns.append(TensorColumn(map(_grad, group["params"]), like=like))
+        return columns
 
-    def capture(self, *, packed: bool = False, check: bool | None = None) -> Capture:
-        """Take steps by replaying a CUDA graph, captured in the next step and recaptured when a step no longer matches.
+    def batches(self, optimizer: SteppedOptimizer, index: int, grads: TensorColumn) -> list[Batch]:
+        """The batches of a group for these gradients; state that a parameter lacks is created."""
+        if optimizer.state.version.stamp is not self._stamp or len(self.groups) > len(optimizer.param_groups):
+            self.forget()
+        group = optimizer.param_groups[index]
+        params = group["params"]
+        known = self.groups.get(index)
+        if (
+            known is not None
+            and (known.has_values(group) or known.accept(group, needed_entries(self.declaration, optimizer, group)))
+            and known.is_current(params, grads)
+        ):
+            return known.batches
+        self.refuse_sparse(grads)
+        if known is not None and not known.has_params(params):
+            self.forget()
+        with gc_paused():
+            entries = needed_entries(self.declaration, optimizer, group)
+            kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)
+            batches = [self._batch(optimizer, group, kind, indices) for kind, indices in kinds]
+        self.groups[index] = GroupBatches(group, indices_without_gradient(grads), entries, batches)
+        self._stamp = optimizer.state.version.stamp
+        return batches
 
-        Numbers of the parameter groups may change between replays, and so may the addresses of gradients. A step that
-        can't be replayed runs eagerly: on a CPU, and inside a graph that the caller captures. `st.explain(opt)` tells
-        what happened and why.
+    def forget(self) -> None:
+        """Drop the batches of all groups; traced and compiled functions stay."""
+        self.groups.clear()
 
-        Args:
-            packed: move the parameters into one flat tensor a device and dtype, and give each a gradient in another, to
-                which backward passes add. Then one fast check covers all addresses, whatever the number of parameters.
-                `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
-            check: check, at every replay, each address that it uses; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
+    def state_factory(self, optimizer: SteppedOptimizer) -> StateFactory:
+        """A factory for the state of the optimizer."""
+        return StateFactory(self.declaration, optimizer, optimizer.state, self.arena, self.is_static)
 
-        Returns:
-            The captured steps, with their counts; none at first.
+    def refuse_sparse(self, grads: TensorColumn) -> None:
+        """Raise RuntimeError if a gradient of a group is sparse."""
+        present: list[Tensor | None] = [*grads]
+        for i, g in enumerate(present):
+            if g is not None and g.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self._cls.__name__} updates dense gradients, and parameter {i} of its group has one of layout "
+                    f"{g.layout}: make it dense (Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
+                )
 
-        Raises:
-            RuleError: a parameter is a DTensor.
+    def values(self, group: ParamGroup, device: torch.device) -> StepValues:
+        """The group's hyperparameters, and the options that a step reads, as the fused call takes them."""
+        values: StepValues = {}
+        for name in IN_STEP:
+            if group.get(name) is not None:
+                values[name] = _as_argument(group[name], device)
+        if "max_norm" in values:
+            values[SUM_OF_SQUARES] = self.norm.sum_of_squares(device)
+        for name in self.declaration.hyperparameters:
+            if name in group:
+                value = group[name]
+                if type(value) is not float:
+                    value = _as_argument(value, device)
+                if type(value) is float and value == 0 and name in self.declaration.optional:
+                    value = None
+                values[name] = value
+        return values
 
-        Example:
-            >>> import subtensors as st
-            >>> w = torch.nn.Parameter(torch.ones(2))
-            >>> opt = st.optim.SGD([w], lr=0.5)
-            >>> capture = opt.capture()
-            >>> w.grad = torch.ones(2)
-            >>> opt.step()
-            >>> print(st.explain(opt))
-            SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
-              ran eagerly: the parameters are on the CPU, where a step has no graph (1)
-        """
-        if check is None:
-            check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if any(map(is_sharded, params)):
-            raise RuleError(
-                "capture() takes parameters that are whole, and one is a DTensor, of which a part is here: leave out "
-                "capture() and graph=True; an eager step is one fused call over those parts"
-            )
-        self._forget()  # packing asks that nobody else holds a parameter
-        self._capture = Capture(check, PackedMemory(params) if packed and params else None)
-        return self._capture
+    def shard_mode(self, optimizer: SteppedOptimizer, group: ParamGroup, device: torch.device) -> tuple[bool, bool]:
+        """Return whether a sharded step can run on local shards, and whether it then sums over processes."""
+        if not isinstance(self.function, FusedFunction):
+            return False, False
+        p = torch.ones(2, device="cpu")
+        needed = needed_entries(self.declaration, optimizer, group)
+        factory = self.state_factory(optimizer)
+        entries = [
+            TensorColumn([factory.initial_value(p, e, False, group)]) if e in needed else None
+            for e in (*self.declaration.entries, AVERAGE)
+        ]
+        column, values = TensorColumn([p]), self.values(group, p.device)
+        arguments = (column, column, None, tuple(entries), None, None, False, values)
+        if not self.function.reduces(*arguments):
+            return True, False
+        has_kernels = device.type == "cuda" or interprets_kernels()
+        return (has_kernels and self.function.takes_parts(*arguments),) * 2
 
-    @property
-    def replays(self) -> int | None:
-        """The number of steps replayed since `capture()`; None if it was not called."""
-        return None if self._capture is None else self._capture.replays
+    def _update_batch(
+        self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
+    ) -> None:
+        """Update the parameters of a batch, after or with the prelude."""
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        options = [
+            scale,
+            found_inf,
+            group.get("maximize"),
+            len(group),
+            *map(group.get, self.declaration.option_names),
+        ]
+        gradients = batch.gradients(grads)
+        if not batch.holds_parameters and not self.is_packed:
+            batch.hold_parameters()
+        call = batch.repeated_call(options, gradients) or batch.new_call(
+            options,
+            gradients,
+            None if scale is None else _as_argument(scale, batch.device),
+            None if found_inf is None else _as_argument(found_inf, batch.device),
+            bool(group.get("maximize")),
+            self.values(group, batch.device),
+        )
+        function = self.function if not batch.reduces_shards else self._shard_function(batch.sharding)
+        try:
+            function.run(call, prelude)
+            if batch.sees_shards:
+                # The step wrote the local shards; autograd must be told that the DTensors were written.
+                torch.autograd.graph.increment_version(batch.params)
+        except RuntimeError:
+            self.refuse_sparse(grads)
+            raise
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless they are still being accumulated for an update; packed ones become zero.
+    def _shard_function(self, sharding: Sharding | None) -> FusedFunction:
+        """The step function for shards that depend on each other."""
+        assert sharding is not None
+        if sharding not in self._shard_functions:
+            step = single_tensor_step(self._cls)
+            self._shard_functions[sharding] = FusedFunction(step, exchange=sharding.all_reduce)
+        return self._shard_functions[sharding]
 
-        Args:
-            set_to_none: drop them rather than write zeros.
-        """
-        if self._is_accumulating():
-            return
-        packed = None if self._capture is None else self._capture.packed
-        if packed is None:
-            super().zero_grad(set_to_none)
-            return
-        packed.zero_gradients()
-        for p in packed.others(p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and not set_to_none:
-                p.grad.detach_().zero_()
-            else:
-                p.grad = None
+    def _kinds(
+        self, optimizer: SteppedOptimizer, group: dict[str, Any], grads: TensorColumn, needed: tuple[str, ...]
+    ) -> dict[BatchKind, list[int]]:
+        """Create the state that parameters with a gradient lack, and group their positions by kind."""
+        params: list[Tensor] = group["params"]
+        present = [i for i, g in enumerate(grads) if g is not None]
+        factory = self.state_factory(optimizer)
+        entries = [factory.entries_of(params[i], needed, group) for i in present]
+        factory.create_all([params[i] for i in present], entries, group)
+        kinds: dict[BatchKind, list[int]] = {}
+        for i, own in zip(present, entries, strict=True):
+            p = params[i]
+            dtypes = low_bit_dtypes(own, p, group, self.declaration.low_bit)
+            kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
+        return kinds
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """A context in which the parameters hold their averages (`ema=`), to evaluate or save; take no step in it.
+    def _batch(self, optimizer: SteppedOptimizer, group: dict[str, Any], kind: BatchKind, indices: list[int]) -> Batch:
+        """The batch of these parameters of the group, which are of one kind."""
+        sees_shards = reduces_shards = False
+        if kind.sharding is not None:
+            sees_shards, reduces_shards = self.shard_mode(optimizer, group, kind.device)
+            check_sharded_dtypes(kind.dtypes, sees_shards, kind.sharding.is_replicated)
+        params: list[Tensor] = group["params"]
+        own = [params[i] for i in indices]
+        # Only where there are entries: reading the state of a parameter would make an empty one.
+        states = [optimizer.state[p] for p in own] if kind.entries else []
+        columns = {
+            name: column_of(states, name, dtype, sees_shards)
+            for name, dtype in zip(kind.entries, kind.dtypes, strict=True)
+        }
+        master = columns.get(MASTER)
+        assert master is None or isinstance(master, TensorColumn)
+        return Batch(
+            None if indices == [*range(len(params))] else indices,
+            kind.device,
+            kind.is_complex,
+            TensorColumn(own, keeps_layout=not kind.is_complex and kind.sharding is None),
+            master,
+            tuple([columns.get(entry) for entry in (*self.declaration.entries, AVERAGE)]),
+            kind.sharding,
+            sees_shards,
+            reduces_shards,
+        )
 
-        Raises:
-            ValueError: no parameter has an average.
 
-        Example:
-            >>> import subtensors as st
-            >>> w = torch.nn.Parameter(torch.zeros(1))
-            >>> opt = st.optim.SGD([w], lr=1.0, ema=0.75)
-            >>> w.grad = -torch.ones(1)
-            >>> opt.step()
-            >>> with opt.averaged_weights():
-            ...     print(w.item())
-            0.25
-            >>> w.item()
-            1.0
-        """
-        averages = {p: state[AVERAGE] for p, state in self.state.items() if AVERAGE in state}
-        if not averages:
-            raise ValueError("no parameter has an average: make the optimizer with ema=0.999, say, and take a step")
-        with in_place_of(list(averages), list(averages.values())):
-            yield
-
-    def explain(self) -> str:
-        """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        how = "steps run eagerly" if self._capture is None else self._capture.explain()
-        return f"{type(self).__name__} of {count} parameters, {how}"
+def _as_argument(value: Any, device: torch.device) -> Any:
+    """A value as the fused call takes it: a number as a float, a tensor of one element without dimensions."""
+    if isinstance(value, Tensor):
+        value = value.reshape(())
+        # One on the CPU is handed over by value; one on a device is read there.
+        return value if value.device.type == "cpu" else value.to(device, non_blocking=True)
+    if isinstance(value, tuple | list):
+        return tuple([_as_argument(v, device) for v in value])
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value

@@ -5,7 +5,7 @@ g          = g.to(w.dtype) / (grad_scale passes)    the mean over the passes; ne
 g          = g min(1, max_norm / (norm + 1e-6))     where clipping is asked for
 update(w, g, *states, **hyperparameters)
 average    = ema average + (1 - ema) w              where one is kept; it is the last of the entries
-each of them <- where(found_inf, what it was, what update left)
+each of them <- where(found_inf, its old value, its new value)
 p          <- w                                     where w is its master
 """
 
@@ -20,8 +20,14 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.optim.low_bit_state import Quantized, StochasticallyRounded, read, write
 
+Stored = Tensor | Quantized[Tensor] | StochasticallyRounded[Tensor]
+"""A parameter, master or state entry in the form that it is stored in."""
 
-def single_tensor(cls: type) -> Callable[..., None]:
+StepValues = dict[str, Any]
+"""The hyperparameters of a step, and the options of `IN_STEP` that are set, by name."""
+
+
+def single_tensor_step(cls: type) -> Callable[..., None]:
     """The step of optimizer class `cls` for one tensor.
 
     Args:
@@ -30,25 +36,25 @@ def single_tensor(cls: type) -> Callable[..., None]:
     Returns:
         A function that writes the parameter, its master and its state entries in place.
     """
-    # It has the methods of the class and none of an instance's values, which a trace would freeze for all instances.
-    rules: Any = object.__new__(cls)
-    update: Callable[..., None] = rules.update
+    # An instance without attributes: a trace would freeze the values of one instance for all.
+    rules: object = object.__new__(cls)
+    update: Callable[..., None] = rules.update  # type: ignore[attr-defined]  # of an Optimizer, which imports this
 
     def step(
         p: Tensor,
         g: Tensor,
         master: Tensor | None,
-        entries: tuple[Tensor | Quantized | StochasticallyRounded | None, ...],
+        entries: tuple[Stored | None, ...],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         maximize: bool,
-        hyperparameters: dict[str, Any],
+        hyperparameters: StepValues,
     ) -> None:
-        targets = (p if master is None else master, *entries)
-        values = [None if t is None else _computed(t, must_copy=found_inf is not None) for t in targets]
+        targets: tuple[Stored | None, ...] = (p if master is None else master, *entries)
+        values = [None if t is None else _working_tensor(t, must_copy=found_inf is not None) for t in targets]
         w, *states, average = values
         assert w is not None
-        g, own = taken_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
+        g, own = prepare_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
         ema = own.pop("ema", None)
         try:
             update(w, g, *states, **own)
@@ -75,22 +81,22 @@ def single_tensor(cls: type) -> Callable[..., None]:
     return step
 
 
-def taken_gradient(
-    g: Tensor, grad_scale: Tensor | None, maximize: bool, values: dict[str, Any]
-) -> tuple[Tensor, dict[str, Any]]:
-    """The gradient as `update` is given it.
+def prepare_gradient(
+    g: Tensor, grad_scale: Tensor | None, maximize: bool, values: StepValues
+) -> tuple[Tensor, StepValues]:
+    """Unscale, clip and negate a gradient for `update`.
 
     Args:
         g: the gradient.
         grad_scale: the loss scale, a tensor of one element.
         maximize: negate it.
-        values: hyperparameters of `update` and what `IN_STEP` and `SQUARES` name, if they are asked for.
+        values: the hyperparameters of `update`, and the values of `IN_STEP` and `SUM_OF_SQUARES` that are set.
 
     Returns:
-        The gradient, and the rest of the values: those of `update`, and `ema`.
+        The gradient, and the values that are left: the hyperparameters, and `ema`.
     """
     own = dict(values)
-    max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SQUARES, None)
+    max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SUM_OF_SQUARES, None)
     if passes is not None:
         grad_scale = passes if grad_scale is None else grad_scale * passes
     if grad_scale is not None:
@@ -101,8 +107,8 @@ def taken_gradient(
     return (-g if maximize else g), own
 
 
-SQUARES = "gradient_squares"
-"""The name under which a step that clips is given the sum of squares of all gradients, as they are stored."""
+SUM_OF_SQUARES = "gradient_squares"
+"""The name of a value of steps that clip: the sum of the squares of all gradients, as they are stored."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -110,12 +116,12 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that values stored in this one are computed in."""
     return torch.float32 if is_narrow(dtype) else dtype
 
 
-def _computed(stored: Tensor | Quantized | StochasticallyRounded, must_copy: bool) -> Tensor:
+def _working_tensor(stored: Stored, must_copy: bool) -> Tensor:
     """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
     if isinstance(stored, Quantized | StochasticallyRounded):
         return read(stored)

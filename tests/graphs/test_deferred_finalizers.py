@@ -186,16 +186,16 @@ def test_a_captured_step_survives_arenas_deleted_during_its_capture() -> None:
     arenas = [st.Arena("cuda", chunk="2MiB")]
     arenas[0].zeros(100)
     memory = weakref.ref(arenas[0]._allocator.memory)
-    update = optimizer._update_all
+    update = optimizer._updater.update_all
 
-    def clumsy() -> None:
-        update()
+    def clumsy(stepped: Any) -> None:
+        update(stepped)
         if torch.cuda.is_current_stream_capturing():
             arenas.clear()
             gc.collect()
             assert memory() is not None
 
-    optimizer._update_all = clumsy  # type: ignore[method-assign]
+    optimizer._updater.update_all = clumsy  # type: ignore[method-assign]
     optimizer.step()
     assert optimizer._capture is not None
     assert optimizer._capture.recordings == 1

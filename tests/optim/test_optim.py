@@ -1,4 +1,4 @@
-"""What every optimizer gets from the base class: one method, groups, hooks, and its refusals."""
+"""The features that every optimizer has from the base class: one method, groups, hooks, and refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import TORCH_NAMES, loss_of, model, ones
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 from torch import Tensor
 
 import subtensors as st
@@ -23,7 +24,7 @@ class MySGD(st.optim.Optimizer):
         p.sub_(lr * buf)
 
 
-def test_an_optimizer_of_ones_own_is_one_method(device: str) -> None:
+def test_a_user_defined_optimizer_is_one_method(device: str) -> None:
     ours, theirs = model(device), model(device)
     own = MySGD(ours.parameters(), lr=0.1)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
@@ -118,7 +119,7 @@ def test_update_that_reads_the_instance_is_refused() -> None:
         Stateful(ones(1)).step()
 
 
-def test_a_decision_on_a_live_number_is_refused_with_its_line() -> None:
+def test_a_decision_on_a_dynamic_number_is_refused_with_its_line() -> None:
     class Deciding(st.optim.Optimizer):
         def update(self, p: Tensor, g: Tensor, *, lr: float) -> None:
             if lr > 0.5:
@@ -164,7 +165,7 @@ def test_named_parameters_are_taken_and_their_names_saved() -> None:
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in net.named_parameters()]
 
 
-def test_a_packed_list_of_parameters_is_taken_alone_and_as_a_group() -> None:
+def test_a_packed_list_of_parameters_is_accepted_alone_and_as_a_group() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     first, second = (st.TensorList(layer.parameters()).pack() for layer in model)
     alone = st.optim.SGD(first, lr=1.0)
@@ -270,7 +271,7 @@ def test_a_step_is_a_span_of_the_profiler() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_can_be_captured_and_the_learning_rate_stays_live() -> None:
+def test_a_step_can_be_captured_and_the_learning_rate_stays_dynamic() -> None:
     params = ones(5, "cuda")
     lr = torch.tensor(0.5, device="cuda")
     optimizer = st.optim.SGD(params, lr=lr)

@@ -1,4 +1,4 @@
-"""`accumulate=`: the loop stays as it is, and every so-manieth step updates by the mean of the passes."""
+"""`accumulate=`: the training loop is unchanged, and every n-th step updates by the mean of the passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
-from small_models import TORCH_NAMES, loss_of, model, ones
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 
 import subtensors as st
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from optim_oracle import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from programs import Lowering, each_kernel_lowering
-from test_optim_parity import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
@@ -76,7 +76,7 @@ def test_matrices_of_many_shapes_are_one_batch_and_nothing_of_their_size_is_made
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert [len(batch.params) for batch in optimizer._lists[0].batches] == [3, 1, 1]
+    assert [len(batch.params) for batch in optimizer._updater.groups[0].batches] == [3, 1, 1]
     with lowering.running():
         x, row, column = (st.TensorList([t.to(device)]) for t in (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 5)))
         row = row.like([t.expand(3, 5) for t in row.tensors])
@@ -124,7 +124,7 @@ def test_a_converted_optimizer_goes_on_where_torch_left_off() -> None:
     assert_as_accurate(params, theirs, truth, torch.float32)
 
 
-def test_the_learning_rate_is_live(device: str) -> None:
+def test_the_learning_rate_is_dynamic(device: str) -> None:
     values = start(device, torch.float64, SHAPES)
 
     def trained(package: Any) -> list[Parameter]:

@@ -1,4 +1,4 @@
-"""An optimizer's state in an arena: lent away and brought back, with the recorded step still the right one."""
+"""An optimizer's state in an arena: released and restored, and the captured step still replays."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_state_is_made_in_the_arena_and_steps_are_the_same(device: str, state_dt
     assert len(job.state()) == (6 if state_dtype is None else 8)
 
 
-def test_a_recorded_step_replays_after_its_state_was_lent_away(device: str) -> None:
+def test_a_captured_step_replays_after_its_state_was_released_and_restored(device: str) -> None:
     job = Job(device)
     job.step()
     addresses = [t.data_ptr() for t in job.state()]
@@ -72,7 +72,7 @@ def test_a_recorded_step_replays_after_its_state_was_lent_away(device: str) -> N
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_step_without_its_state_is_refused_and_nothing_is_lost(device: str, graph: bool) -> None:
+def test_a_step_is_refused_while_its_state_is_released_and_goes_on_after_restore(device: str, graph: bool) -> None:
     job = Job(device)
     if not graph:
         job.captured._capture = None
@@ -88,7 +88,7 @@ def test_a_step_without_its_state_is_refused_and_nothing_is_lost(device: str, gr
     job.assert_equal()
 
 
-def test_packed_steps_see_that_their_state_is_away(device: str) -> None:
+def test_packed_steps_are_refused_while_their_state_is_released(device: str) -> None:
     job = Job(device)
     job.captured.capture(packed=True)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A captured step does what the eager step does, with live numbers."""
+"""A captured step equals the eager step, with dynamic numbers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from captured_pairs import OPTIMIZERS, Pair
+from optimizers import ELEMENTWISE, MATRIX_NAMES
 from static_inputs import copies_of, count_static
 from torch import nn
 
@@ -33,13 +34,6 @@ def test_a_captured_step_is_the_eager_step(device: str, name: str) -> None:
     assert pair.capture.stats() == {"recordings": 1, "replays": 5, "eager_steps": 0}
 
 
-ELEMENTWISE = [
-    name
-    for name in st.optim.__all__
-    if isinstance(cls := getattr(st.optim, name), type) and hasattr(cls, "_fusion") and "Matrix" not in str(cls.__mro__)
-]
-
-
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_is_captured_with_its_defaults(device: str, name: str) -> None:
     pair = Pair(device, getattr(st.optim, name))
@@ -53,7 +47,7 @@ def test_every_elementwise_optimizer_is_captured_with_its_defaults(device: str, 
 
 
 @OVERFLOWING
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Shampoo", "SOAP"])
+@pytest.mark.parametrize("name", MATRIX_NAMES)
 def test_state_of_matrix_optimizers_that_were_asked_for_replays_is_static_too(device: str, name: str) -> None:
     trained = []
     for graph in (False, True):
@@ -70,7 +64,7 @@ def test_state_of_matrix_optimizers_that_were_asked_for_replays_is_static_too(de
         torch.testing.assert_close(p, q)
 
 
-def test_an_optimizer_of_whole_matrices_says_why_it_is_not_captured(device: str) -> None:
+def test_a_matrix_optimizer_says_why_it_is_not_captured(device: str) -> None:
     class Whitened(st.optim.MatrixOptimizer):
         def update(self, p: Any, g: Any, *, lr: float) -> None:
             u, _, vh = torch.linalg.svd(g, full_matrices=False)
@@ -91,7 +85,7 @@ MATRIX = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MATRIX)
-def test_matrix_maths_is_captured_with_live_numbers_while_gradients_stay(device: str, name: str) -> None:
+def test_matrix_math_is_captured_with_dynamic_numbers_while_gradients_stay(device: str, name: str) -> None:
     shapes = [(64, 32), (32, 64), (64, 32)]
     params = [[nn.Parameter(torch.ones(s, device="cuda") / 8) for s in shapes] for _ in range(2)]
     eager, captured = (MATRIX[name](p) for p in params)
@@ -109,7 +103,7 @@ def test_matrix_maths_is_captured_with_live_numbers_while_gradients_stay(device:
 
 
 @pytest.mark.gpu
-def test_a_graph_that_would_serve_one_step_each_time_is_not_recorded_for_ever(device: str) -> None:
+def test_a_graph_that_serves_one_step_each_time_is_given_up_after_a_few(device: str) -> None:
     params = [[nn.Parameter(torch.ones(64, 32, device="cuda") / 8)] for _ in range(2)]
     eager, captured = (MATRIX["Muon"](p) for p in params)
     capture = captured.capture()
@@ -122,7 +116,7 @@ def test_a_graph_that_would_serve_one_step_each_time_is_not_recorded_for_ever(de
         eager.step()
         captured.step()
     torch.testing.assert_close(*(p[0] for p in params))
-    assert capture.reasons["a gradient moved whose address the graph of this optimizer holds"] >= 3
+    assert capture.reasons["a gradient moved whose address is a constant of this optimizer's graph"] >= 3
     assert capture.recordings <= 4
     assert capture.eager_steps >= 4
 
@@ -174,7 +168,7 @@ def test_a_graph_of_compiled_code_copies_nothing_of_packed_parameters_and_their_
         assert copies_of(lambda: multiply(*params[:2])) == 0
 
 
-def test_learning_rate_betas_and_weight_decay_stay_live_under_a_schedule(device: str) -> None:
+def test_learning_rate_betas_and_weight_decay_stay_dynamic_under_a_schedule(device: str) -> None:
     pair = Pair(device)
     schedules = [torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=12) for opt in pair.both]
     seen = set()
@@ -191,7 +185,7 @@ def test_learning_rate_betas_and_weight_decay_stay_live_under_a_schedule(device:
 
 
 @pytest.mark.parametrize("where", ["number", "host", "device"])
-def test_a_learning_rate_that_changes_in_place_is_followed(device: str, where: str) -> None:
+def test_a_learning_rate_that_changes_in_place_is_read_by_the_replay(device: str, where: str) -> None:
     pair = Pair(device)
     for opt in pair.both:
         lr = torch.tensor(0.1, device="cpu" if where == "host" else device)
@@ -214,7 +208,7 @@ def test_a_weight_decay_of_zero_is_another_step_and_minus_zero_another_number(de
             opt.param_groups[0]["weight_decay"] = decay
         pair.step()
     pair.assert_equal()
-    assert pair.capture.reasons == {"an option changed that decides the maths": 1}
+    assert pair.capture.reasons == {"an option changed that decides the math": 1}
     for lr in (0.0, -0.0, 0.0):
         for opt in pair.both:
             opt.param_groups[0]["lr"] = lr
@@ -252,7 +246,7 @@ def test_the_scale_and_the_overflow_flag_of_each_step_are_obeyed(device: str) ->
         del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
     pair.step()
     pair.assert_equal()
-    assert pair.capture.reasons == {"a loss scale came or went": 1}
+    assert pair.capture.reasons == {"a loss scale was added or removed": 1}
 
 
 @OVERFLOWING
@@ -309,7 +303,7 @@ def test_autograd_notices_that_a_replay_wrote_what_it_saved(device: str) -> None
         loss.backward()
 
 
-def test_a_loaded_state_is_recorded_and_continued(device: str) -> None:
+def test_loading_state_recaptures_the_step(device: str) -> None:
     pair = Pair(device)
     pair.step()
     saved = copy.deepcopy(pair.eager.state_dict())
@@ -336,7 +330,7 @@ def test_the_saved_state_of_a_captured_optimizer_is_that_of_an_eager_one(device:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
-def test_a_copy_records_for_its_own_parameters(
+def test_a_copy_captures_steps_of_its_own_parameters(
     device: str, copied: Callable[[st.optim.Optimizer], st.optim.Optimizer]
 ) -> None:
     pair = Pair(device)

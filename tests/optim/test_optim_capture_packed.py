@@ -1,4 +1,4 @@
-"""A captured step over packed memory: a glance shows that all is in its place, and what left it is noticed."""
+"""Captured steps over packed memory: fast checks, and the full checks after something moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import subtensors as st
-from subtensors.optim.flat_buffers import PackedMemory
+from subtensors.optim.flat_buffers import FlatBuffers
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -49,7 +49,7 @@ class Training:
 
 
 def looks(training: Training) -> int:
-    return training.capture.looks
+    return training.capture.full_checks
 
 
 def test_training_over_packed_memory_is_training(device: str) -> None:
@@ -77,18 +77,18 @@ def test_autograd_notices_a_replay_over_packed_memory(device: str) -> None:
         loss.backward()
 
 
-def test_a_parameter_that_others_hold_keeps_its_own_version_count(device: str) -> None:
+def test_a_parameter_with_other_references_keeps_its_own_version_counter(device: str) -> None:
     w, v, u = (nn.Parameter(torch.ones(3, device=device)) for _ in range(3))
     loss = (w * w).sum()  # a graph of autograd holds w
     held = ref(v)
     w.marked = True  # type: ignore[attr-defined]
     u.marked = True  # type: ignore[attr-defined]
-    packed = PackedMemory([w, v, u])
-    assert [p is w or p is v for p in packed.alone] == [True, True]
+    packed = FlatBuffers([w, v, u])
+    assert [p is w or p is v for p in packed.separate] == [True, True]
     assert held() is v
     assert u.marked  # type: ignore[attr-defined]
     before = [p._version for p in (w, v, u)]
-    packed.tell_autograd()
+    packed.increment_versions()
     assert [p._version for p in (w, v, u)] == [n + 1 for n in before]
     del loss
 
@@ -112,7 +112,7 @@ def test_gradients_that_were_there_are_packed_with_their_values(device: str) -> 
     assert torch.equal(w, torch.full_like(w, -1.0))
 
 
-def test_gradients_that_the_model_dropped_are_followed_wherever_they_are(device: str) -> None:
+def test_gradients_that_the_model_dropped_are_read_at_their_new_addresses(device: str) -> None:
     training = Training(device)
     for step in range(8):
         if step in (5, 6):
@@ -123,7 +123,7 @@ def test_gradients_that_the_model_dropped_are_followed_wherever_they_are(device:
     assert training.capture.recordings == 1
 
 
-def test_a_parameter_without_a_gradient_is_recorded_and_skipped(device: str) -> None:
+def test_a_parameter_without_a_gradient_is_skipped_by_a_captured_step(device: str) -> None:
     training = Training(device)
     for step in range(8):
         training.backward()
@@ -194,7 +194,7 @@ EXCHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize(("count", "index"), [(3, 1), (18, 12)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_gradient_that_is_exchanged_while_its_memory_is_kept_is_read_by_the_next_step(
+def test_a_replaced_gradient_whose_memory_is_still_held_is_read_by_the_next_step(
     device: str, exchange: str, count: int, index: int
 ) -> None:
     many = Many(device, count)
@@ -254,7 +254,7 @@ PARAMETER_MOVES: dict[str, Any] = {
 
 @pytest.mark.parametrize(("count", "index"), [(3, 1), (18, 12)])
 @pytest.mark.parametrize("move", PARAMETER_MOVES)
-def test_a_packed_parameter_that_moves_while_its_memory_is_kept_is_an_error_in_the_next_step(
+def test_a_moved_packed_parameter_whose_memory_is_still_held_is_an_error_in_the_next_step(
     device: str, move: str, count: int, index: int
 ) -> None:
     many = Many(device, count)
@@ -287,7 +287,7 @@ def test_a_packed_parameter_that_moved_is_an_error_until_it_is_packed_again(devi
     training.assert_equal()
 
 
-def test_views_that_come_and_go_cost_a_look_and_change_nothing(device: str) -> None:
+def test_views_that_come_and_go_cost_a_full_check_and_change_nothing(device: str) -> None:
     training = Training(device)
     for _ in range(5):
         training.step()
@@ -303,7 +303,7 @@ def test_views_that_come_and_go_cost_a_look_and_change_nothing(device: str) -> N
     training.assert_equal()
 
 
-def test_an_added_group_is_looked_at_in_full(device: str) -> None:
+def test_an_added_group_causes_a_full_check(device: str) -> None:
     training = Training(device)
     for _ in range(5):
         training.step()
@@ -322,7 +322,7 @@ def test_an_added_group_is_looked_at_in_full(device: str) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_of_parameters_that_came_later_are_forgotten_too(device: str, set_to_none: bool) -> None:
+def test_gradients_of_parameters_that_were_added_later_are_freed_too(device: str, set_to_none: bool) -> None:
     training = Training(device)
     new = nn.Parameter(torch.ones(3, device=device))
     training.captured.add_param_group({"params": [new]})
@@ -332,7 +332,7 @@ def test_gradients_of_parameters_that_came_later_are_forgotten_too(device: str, 
     assert torch.equal(new.grad, torch.ones_like(new))  # type: ignore[arg-type]
 
 
-def test_a_frozen_parameter_is_left_alone_and_noticed_when_it_thaws(device: str) -> None:
+def test_a_frozen_parameter_is_not_updated_until_it_requires_grad_again(device: str) -> None:
     training = Training(device)
     frozen = [next(iter(model.parameters())) for model in training.models]
     for p in frozen:
@@ -350,7 +350,7 @@ def test_a_frozen_parameter_is_left_alone_and_noticed_when_it_thaws(device: str)
     assert not torch.equal(frozen[1], before)
 
 
-def test_a_checked_replay_looks_at_packed_memory_each_time(device: str) -> None:
+def test_a_checked_replay_checks_packed_memory_each_time(device: str) -> None:
     training = Training(device)
     training.capture = training.captured.capture(packed=True, check=True)
     for _ in range(5):
@@ -363,7 +363,7 @@ def test_a_checked_replay_looks_at_packed_memory_each_time(device: str) -> None:
     assert kept.shape == p.shape
 
 
-def test_a_checked_replay_reads_a_gradient_that_was_exchanged_past_python(device: str) -> None:
+def test_a_checked_replay_reads_a_gradient_that_was_replaced_without_python(device: str) -> None:
     many = Many(device, 18, check=True)
     many.backward()
     kept = [p.grad for p in many.params[1]]
@@ -371,5 +371,5 @@ def test_a_checked_replay_reads_a_gradient_that_was_exchanged_past_python(device
         torch.Tensor.grad.__set__(params[12], torch.full_like(params[12], 0.25).detach())  # type: ignore[attr-defined]
     many.step()
     many.assert_equal()
-    assert many.capture.looks == 4
+    assert many.capture.full_checks == 4
     assert len(kept) == 18

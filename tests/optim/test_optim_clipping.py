@@ -9,17 +9,9 @@ import pytest
 import torch
 import triton
 from kernels_on_cpu import kernels_on_cpu
-from small_models import TORCH_NAMES, loss_of, model, ones
-from test_optim_parity import (
-    SHAPES,
-    MakeOptimizer,
-    assert_as_accurate,
-    exact_maker,
-    flat,
-    random_tensors,
-    start,
-    take_steps,
-)
+from optim_oracle import SHAPES, MakeOptimizer, assert_as_accurate, exact_maker, flat, random_tensors, start, take_steps
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -107,7 +99,7 @@ def test_groups_may_be_clipped_to_several_norms_or_not_at_all() -> None:
     assert [p[0].item() for p in params] == pytest.approx(expected, abs=EPS)
 
 
-def test_max_norm_is_live_as_a_number_and_as_a_tensor(device: str) -> None:
+def test_max_norm_is_dynamic_as_a_number_and_as_a_tensor(device: str) -> None:
     class Own(st.optim.SGD):
         pass
 
@@ -194,7 +186,7 @@ def test_an_update_that_takes_the_name_of_an_option_is_refused_when_the_class_is
             def update(self, p: Tensor, g: Tensor, *, lr: float, max_norm: float) -> None: ...
 
 
-def test_a_recorded_step_clips_as_an_eager_one_does() -> None:
+def test_a_captured_step_clips_as_an_eager_one_does() -> None:
     values = start("cpu", torch.float32, SHAPES)
 
     def captured(params: list[Parameter]) -> torch.optim.Optimizer:
@@ -209,7 +201,7 @@ def test_a_recorded_step_clips_as_an_eager_one_does() -> None:
 
 
 @pytest.mark.gpu
-def test_a_recorded_step_clips_by_each_steps_own_norm() -> None:
+def test_a_captured_step_clips_by_each_steps_own_norm() -> None:
     # Gradients of another layout than their parameter's are copied, which a graph can't replay.
     values = random_tensors("cuda", torch.float32)
 

@@ -1,4 +1,4 @@
-"""Training steps that `torch.compile` is given with the optimizer in them."""
+"""Training steps under `torch.compile` that include the optimizer's step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(step: Callable[..., None], steps: int, device: str) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def test_a_compiled_training_step_takes_the_optimizers_step_as_it_is(device: str) -> None:
+def test_a_compiled_training_step_runs_the_optimizers_step_eagerly(device: str) -> None:
     counter = CompileCounter()
     compiled = torch.compile(train_step, backend=counter)
     few = trained(compiled, 3, device)

@@ -1,4 +1,4 @@
-"""`st.optim.convert`: training goes on with the other class as if nothing had happened."""
+"""`st.optim.convert`: training continues with the other class as if it had never changed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_parity import INFOS, assert_as_accurate, exact_maker, flat, makers, start, take_steps, train
-from test_optim_state import SHAPES, VARIANTS, on
+from optim_oracle import assert_as_accurate, exact_maker, flat, makers, start, take_steps, train
+from optimizers import STATE_SHAPES, TORCH_NAMES, VARIANTS, supported_arguments
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -19,9 +19,9 @@ import subtensors as st
 def test_a_converted_optimizer_goes_on_where_torch_left_off(
     name: str, kwargs: dict[str, Any], steps: int, device: str
 ) -> None:
-    kwargs = on(device, name, kwargs)
+    kwargs = supported_arguments(device, name, kwargs)
     make_theirs = makers(name, kwargs)[1]
-    values = [v.contiguous() for v in start(device, torch.float32, SHAPES)]
+    values = [v.contiguous() for v in start(device, torch.float32, STATE_SHAPES)]
     params, optimizer = train(make_theirs, values, torch.float32, steps)
     ours = st.optim.convert(optimizer)
     assert type(ours) is getattr(st.optim, name)
@@ -33,7 +33,7 @@ def test_a_converted_optimizer_goes_on_where_torch_left_off(
     assert_as_accurate(params, theirs, truth, torch.float32)
 
 
-@pytest.mark.parametrize("name", INFOS)
+@pytest.mark.parametrize("name", [*TORCH_NAMES, "Adafactor"])
 def test_every_shared_class_has_a_counterpart(name: str) -> None:
     params = [Parameter(torch.ones(2, 2))]
     assert type(st.optim.convert(getattr(torch.optim, name)(params))) is getattr(st.optim, name)
@@ -53,7 +53,7 @@ def test_groups_keep_their_own_values_and_names() -> None:
 
 
 def test_the_old_optimizer_is_left_as_it_was() -> None:
-    params, theirs = train(lambda p: torch.optim.Adam(p), start("cpu", torch.float32, SHAPES), torch.float32, 2)
+    params, theirs = train(lambda p: torch.optim.Adam(p), start("cpu", torch.float32, STATE_SHAPES), torch.float32, 2)
     before = flat(s["exp_avg"] for s in theirs.state.values())
     ours = st.optim.convert(theirs)
     take_steps(ours, params, [p.detach().clone() for p in params], range(3))
@@ -73,8 +73,8 @@ def test_options_of_this_package_may_be_added() -> None:
 
 
 @pytest.mark.parametrize("schedule", [lambda o: StepLR(o, 2, 0.5), lambda o: OneCycleLR(o, 0.5, total_steps=12)])
-def test_a_scheduler_that_is_told_of_the_new_optimizer_moves_it(schedule: Any) -> None:
-    values = start("cpu", torch.float64, SHAPES)
+def test_a_scheduler_that_is_given_the_new_optimizer_schedules_it(schedule: Any) -> None:
+    values = start("cpu", torch.float64, STATE_SHAPES)
 
     def trained(is_converted: bool) -> list[Parameter]:
         params = [Parameter(v.clone()) for v in values]

@@ -1,4 +1,4 @@
-"""One optimizer over parameters on several devices: a group is updated wherever its parameters are."""
+"""One optimizer over parameters on several devices: a group is updated on each of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_parity import STEPS, assert_as_accurate, exact_maker, random_tensors, start
+from optim_oracle import STEPS, assert_as_accurate, exact_maker, random_tensors, start
 from torch import Tensor
 from torch.nn import Parameter
 

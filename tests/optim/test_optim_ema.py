@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
-from small_models import TORCH_NAMES, loss_of, model, ones
-from test_optim_parity import SHAPES, assert_as_accurate, exact_maker, flat, start, take_steps, train
+from optim_oracle import SHAPES, assert_as_accurate, exact_maker, flat, start, take_steps, train
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import TORCH_NAMES, loss_of, model, ones
+from optimizers import TORCH_NAMES
+from small_models import loss_of, model, ones
 from torch.nn import Parameter
 
 import subtensors as st

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from optimizers import LOW_BIT
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,7 +20,6 @@ from subtensors.kernels.fused import blockwise
 
 SHAPES = [(64, 80), (4100,), (7,), (3, 37, 41)]
 FORMS: list[Any] = ["int8", torch.bfloat16]
-CLASSES: list[Any] = [st.optim.Adam, st.optim.AdamW, st.optim.Lion]
 
 
 def start(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -90,7 +90,7 @@ def test_training_ends_within_one_percent_of_the_loss_that_float32_state_reaches
         assert low <= 1.01 * full, form
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", LOW_BIT)
 def test_steps_stay_near_those_with_float32_state(cls: Any, device: str) -> None:
     full, low = start(device), start(device)
     take_steps(cls(full, lr=0.01), full, range(20))
@@ -205,7 +205,7 @@ def test_a_captured_step_is_the_step(form: Any) -> None:
         assert (flat(captured) - flat(plain)).norm() <= 0.05 * (flat(plain) - flat(start())).norm()
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", LOW_BIT)
 def test_a_saved_state_is_in_float32_and_loads_to_the_same_bits(cls: Any, device: str) -> None:
     params = start(device)
     optimizer = cls(params, state_dtype="int8")
@@ -295,6 +295,6 @@ def test_another_form_is_refused_where_it_is_given(value: Any) -> None:
         st.optim.AdamW(start(), state_dtype=value)
 
 
-def test_an_optimizer_whose_state_is_kept_as_it_is_refuses() -> None:
+def test_an_optimizer_without_low_bit_state_refuses_a_state_dtype() -> None:
     with pytest.raises(ValueError, match="SGD keeps its state as it is"):
         st.optim.SGD(start(), momentum=0.9, state_dtype="int8")

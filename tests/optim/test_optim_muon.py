@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import subtensors as st
 from demo.timing import count_kernels
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer
-from subtensors.optim.algorithms.newton_schulz import newton_schulz
+from subtensors.optim.algorithms.muon import newton_schulz
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (16, 4), (8, 24), (24, 8), (1, 5), (33, 7)]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -339,7 +339,7 @@ def test_a_matrix_optimizer_of_ones_own_has_torchs_matrix_functions_batched() ->
 
 
 @pytest.mark.gpu
-def test_a_step_can_be_captured_and_the_learning_rate_stays_live() -> None:
+def test_a_step_can_be_captured_and_the_learning_rate_stays_dynamic() -> None:
     captured, plain = ([Parameter(v) for v in values("cuda", torch.float32, 0)] for _ in range(2))
     lr = torch.tensor(0.1, device="cuda")
     ours, theirs = st.optim.Muon(captured, lr=lr), st.optim.Muon(plain, lr=lr)

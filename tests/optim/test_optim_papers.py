@@ -1,4 +1,4 @@
-"""The optimizers that torch does not have against their papers' algorithms, written here for one tensor and step."""
+"""The optimizers that torch does not have, against their papers' algorithms for one tensor and step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
-from test_optim_parity import SHAPES, STEPS, assert_as_accurate, flat, start, take_steps, train
+from optim_oracle import SHAPES, STEPS, assert_as_accurate, flat, start, take_steps, train
+from optimizers import OWN_NAMES
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -172,7 +173,7 @@ def test_schedule_free_evaluates_the_average_and_trains_on_from_where_it_was(dty
     assert (flat(params) - y).norm() <= rounding
 
 
-def test_schedule_free_moves_masters_and_the_parameters_with_them() -> None:
+def test_schedule_free_switches_masters_and_parameters_together() -> None:
     values = start("cpu", torch.bfloat16)
     make = lambda p: st.optim.AdamWScheduleFree(p, lr=0.1, master_weights=True)  # noqa: E731
     params, optimizer = train(make, values, torch.bfloat16)
@@ -192,7 +193,7 @@ def test_lamb_takes_a_plain_step_where_a_norm_is_zero(device: str) -> None:
     assert at_rest.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("name", ["Lion", "SignSGD", "LAMB", "AdEMAMix", "AdamWScheduleFree"])
+@pytest.mark.parametrize("name", OWN_NAMES)
 def test_a_state_saved_by_one_goes_on_in_another(name: str) -> None:
     values = start("cpu", torch.float32, SHAPES)
     kwargs: dict[str, Any] = {"SignSGD": {"momentum": 0.5}}.get(name, {})

@@ -2,128 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
-from small_models import TORCH_NAMES
-from torch import Tensor
+from optim_oracle import (
+    DTYPES,
+    SHAPE_SETS,
+    STEPS,
+    MakeOptimizer,
+    assert_as_accurate,
+    exact_maker,
+    makers,
+    optimizer_info,
+    sample_arguments,
+    start,
+    take_steps,
+    train,
+)
+from optimizers import TORCH_NAMES
 from torch.nn import Parameter
-from torch.testing._internal.common_optimizers import OptimizerErrorEnum, OptimizerInput, optim_db
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum
 
 import subtensors as st
-
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65, 33)]
-STEPS = 20
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SHAPE_SETS = {"many tensors": SHAPES, "one tensor": [(5, 3)]}
-INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in [*TORCH_NAMES, "Adafactor"]}
-
-MakeOptimizer = Callable[[list[Parameter]], torch.optim.Optimizer]
-
-
-def random_tensors(
-    device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0
-) -> list[Tensor]:
-    """The same values on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    exact = torch.complex128 if dtype.is_complex else torch.float64
-    return [torch.randn(shape, generator=generator, dtype=exact).to(device, dtype) for shape in shapes]
-
-
-def start(device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
-    """Values to begin with; matrices lie column after column, so that strides are not the default ones."""
-    values = random_tensors(device, dtype, shapes)
-    return [v.mT.contiguous().mT if v.dim() == 2 else v for v in values]
-
-
-def train(
-    make: MakeOptimizer, values: Iterable[Tensor], dtype: torch.dtype, steps: int = STEPS, first: int = 0
-) -> tuple[list[Parameter], torch.optim.Optimizer]:
-    """`steps` steps from `values`, held as `dtype`, on gradients that were rounded to the dtype of `values`."""
-    params = [Parameter(v.detach().to(dtype, copy=True)) for v in values]
-    optimizer = make(params)
-    take_steps(optimizer, params, values, range(first, first + steps))
-    return params, optimizer
-
-
-def take_steps(
-    optimizer: torch.optim.Optimizer, params: list[Parameter], values: Iterable[Tensor], steps: Iterable[int]
-) -> None:
-    for number in steps:
-        for p, v in zip(params, values, strict=True):
-            exact = torch.complex128 if p.is_complex() else torch.float64
-            (g,) = random_tensors(str(p.device), exact, [p.shape], seed=number + 1)
-            p.grad = g.to(v.dtype).to(p.dtype)
-        optimizer.step()
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.cat([t.detach().cpu().double().reshape(-1) for t in parts])
-
-
-def assert_as_accurate(
-    ours: Iterable[Tensor], theirs: Iterable[Tensor], truth: Iterable[Tensor], dtype: torch.dtype
-) -> None:
-    """Ours is as near to the float64 truth as 1.5 times torch's own distance and one rounding to `dtype`.
-
-    In float64 the truth itself is rounded in every step, and so is ours. Where torch's own result is not finite, as
-    with an eps that float16 takes for 0, ours may differ by a rounding a step.
-    """
-    error, bound = error_and_bound(ours, theirs, truth, dtype)
-    assert error <= bound, f"{error=:.3g} {bound=:.3g}"
-
-
-def error_and_bound(
-    ours: Iterable[Tensor], theirs: Iterable[Tensor], truth: Iterable[Tensor], dtype: torch.dtype
-) -> tuple[float, float]:
-    """How far ours is from the truth, and how far it may be."""
-    exact = flat(truth)
-    assert torch.isfinite(exact).all()
-    error, allowed = (flat(ours) - exact).norm(), 1.5 * (flat(theirs) - exact).norm()
-    is_finite = bool(allowed.isfinite())
-    rounding = torch.finfo(dtype).eps * exact.norm() * (STEPS if dtype == torch.float64 or not is_finite else 1)
-    return float(error), float((allowed if is_finite else 0) + rounding)
-
-
-def sample_arguments(name: str, device: str, dtype: torch.dtype) -> list[OptimizerInput]:
-    samples = INFOS[name].optim_inputs_func(device=torch.device(device), dtype=dtype)
-    # torch builds its tensor hyperparameters on the CPU and lets its optimizers take them there.
-    return [s for s in samples if not s.kwargs.get("differentiable")]
-
-
-def exact_maker(name: str, kwargs: dict[str, Any]) -> MakeOptimizer:
-    """Torch's class with numbers for tensors and counts kept on the host, one tensor after the other.
-
-    There it computes in float64 what is one number a tensor; its foreach steps may take float32 for that.
-    """
-
-    def number(value: Any) -> Any:
-        return (
-            tuple(map(number, value))
-            if isinstance(value, tuple)
-            else value.item()
-            if isinstance(value, Tensor)
-            else value
-        )
-
-    plain = {k: number(v) for k, v in kwargs.items() if k not in ("capturable", "fused")} | {"foreach": False}
-    return lambda params: getattr(torch.optim, name)(params, **plain)  # type: ignore[no-any-return]
-
-
-def makers(name: str, kwargs: dict[str, Any]) -> tuple[MakeOptimizer, MakeOptimizer]:
-    """Ours and torch's class with these arguments, each with tensors of its own."""
-
-    def maker(package: Any) -> MakeOptimizer:
-        return lambda params: getattr(package, name)(params, **copy.deepcopy(kwargs))  # type: ignore[no-any-return]
-
-    return maker(st.optim), maker(torch.optim)
 
 
 @pytest.mark.parametrize("shapes", SHAPE_SETS.values(), ids=SHAPE_SETS)
@@ -199,7 +103,7 @@ def test_complex_parameters_end_where_torch_does(
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_gradient_that_is_conjugated_where_it_lies_is_read_as_its_conjugate(name: str, device: str) -> None:
+def test_a_lazily_conjugated_gradient_is_read_as_its_conjugate(name: str, device: str) -> None:
     gradient = torch.tensor([1 + 2j, -3j], device=device)
     ends = []
     for grad in (gradient.conj(), gradient.conj().resolve_conj()):
@@ -272,7 +176,7 @@ def test_the_kernels_of_a_step_skip_an_overflow_and_keep_masters() -> None:
 
 @pytest.mark.parametrize("name", TORCH_NAMES)
 def test_arguments_that_torch_refuses_are_refused_alike(name: str) -> None:
-    info = INFOS[name]
+    info = optimizer_info(name)
     errors = info.optim_error_inputs_func(device=torch.device("cpu"), dtype=torch.float32)
     assert len(errors) >= 6
     for error in errors:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
+from optim_oracle import DTYPES
 from optim_parity_page import NAMES, PAGE, largest_share, samples
-from test_optim_parity import DTYPES
 
 TABLES = [
     [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""Every scheduler of torch moves the step as in torch, and numbers that move are never traced again."""
+"""Every scheduler of torch changes the step as in torch, and changed numbers never cause a retrace."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_scheduler_of_torch_is_left_out() -> None:
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_scheduler_moves_the_step_as_in_torch_and_nothing_is_traced_again(
+def test_a_scheduler_changes_the_step_as_in_torch_without_a_retrace(
     scheduler: str, name: str, tensor_lr: bool, device: str
 ) -> None:
     kwargs: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {"betas": (0.9, 0.99)}

@@ -1,4 +1,4 @@
-"""Shampoo and SOAP against their papers, written out for one parameter; and what batching must not change."""
+"""Shampoo and SOAP against their papers, written out for one parameter, and invariance to batching."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ class _Calls(TorchDispatchMode):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_matrix_maths_is_one_call_a_shape_however_many_matrices(
+def test_matrix_math_is_one_call_a_shape_however_many_matrices(
     cls: Any, options: dict[str, Any], factorization: str
 ) -> None:
     counts = []
@@ -304,7 +304,7 @@ def test_the_power_of_a_matrix_undoes_itself(eps: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [st.optim.Shampoo, st.optim.SOAP], ids=lambda cls: cls.__name__)
-def test_parameters_that_join_late_start_as_others_did(cls: Any) -> None:
+def test_parameters_that_are_added_late_start_with_fresh_state(cls: Any) -> None:
     params = start("cpu", torch.float64, [(4, 4), (4, 4), (3,), (3,)])
     together = cls(params, lr=0.1)
     late = params[1::2]

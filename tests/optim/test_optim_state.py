@@ -10,42 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_parity import INFOS, assert_as_accurate, flat, makers, start, take_steps, train
+from optim_oracle import assert_as_accurate, flat, makers, start, take_steps, train
+from optimizers import STATE_SHAPES, VARIANTS, supported_arguments
 from torch import Tensor
 from torch.nn import Parameter
 
 import subtensors as st
-
-SHAPES = [(3, 5), (7,), (), (0,)]
-
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {"lr": 0.01}),
-    ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
-    ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}),
-    ("Adam", {"lr": 0.01, "betas": (0.8, 0.99)}),
-    ("Adam", {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
-    ("Adam", {"lr": 0.01, "capturable": True, "foreach": False}),
-    ("AdamW", {"lr": 0.01, "fused": True}),
-    ("AdamW", {"lr": 0.01}),
-    ("NAdam", {"lr": 0.01}),
-    ("NAdam", {"capturable": True}),
-    ("RAdam", {"lr": 0.01, "betas": (0.9, 0.9)}),
-    ("Adamax", {"weight_decay": 0.1}),
-    ("Adadelta", {"lr": 10.0}),
-    ("Adagrad", {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
-    ("Adagrad", {"fused": True}),
-    ("RMSprop", {"lr": 0.01}),
-    ("RMSprop", {"centered": True, "momentum": 0.9}),
-    ("Rprop", {"lr": 0.1}),
-    ("ASGD", {"lr": 0.1, "t0": 3.0}),
-    ("ASGD", {"capturable": True}),
-]
-
-
-def on(device: str, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """torch takes capturable=True on accelerators only, and fused=True where it has a kernel."""
-    refused = {"capturable": device == "cpu", "fused": device not in INFOS[name].supports_fused_on}
-    return {k: v for k, v in kwargs.items() if not refused.get(k)}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -54,10 +24,10 @@ def on(device: str, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 def test_training_goes_on_with_the_other_package_from_a_saved_state(
     name: str, kwargs: dict[str, Any], steps: int, ours_first: bool, device: str
 ) -> None:
-    make, make_theirs = makers(name, on(device, name, kwargs))
+    make, make_theirs = makers(name, supported_arguments(device, name, kwargs))
     first, second = (make, make_theirs) if ours_first else (make_theirs, make)
     # torch's fused step on a CPU takes a gradient to have the strides of its parameter.
-    values = [v.contiguous() for v in start(device, torch.float32, SHAPES)]
+    values = [v.contiguous() for v in start(device, torch.float32, STATE_SHAPES)]
 
     params, optimizer = train(first, values, torch.float32, steps)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -75,8 +45,8 @@ def test_training_goes_on_with_the_other_package_from_a_saved_state(
 def test_a_saved_state_has_the_keys_dtypes_shapes_and_devices_that_torch_saves(
     name: str, kwargs: dict[str, Any], steps: int, device: str
 ) -> None:
-    make, make_theirs = makers(name, on(device, name, kwargs))
-    values = start(device, torch.bfloat16 if not kwargs.get("fused") else torch.float32, SHAPES)
+    make, make_theirs = makers(name, supported_arguments(device, name, kwargs))
+    values = start(device, torch.bfloat16 if not kwargs.get("fused") else torch.float32, STATE_SHAPES)
     if kwargs.get("fused"):  # torch's own wants parameters and gradients of one layout
         values = [v.contiguous() for v in values]
     ours = train(make, values, values[0].dtype, steps)[1].state_dict()
@@ -94,7 +64,7 @@ def test_a_saved_state_has_the_keys_dtypes_shapes_and_devices_that_torch_saves(
 
 def test_a_state_survives_torch_save_with_weights_only() -> None:
     params, optimizer = train(
-        lambda p: st.optim.AdamW(p, lr=0.1), start("cpu", torch.float32, SHAPES), torch.float32, 3
+        lambda p: st.optim.AdamW(p, lr=0.1), start("cpu", torch.float32, STATE_SHAPES), torch.float32, 3
     )
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
@@ -108,7 +78,7 @@ def test_a_state_survives_torch_save_with_weights_only() -> None:
 
 
 def test_loading_copies_so_that_the_saved_state_is_left_alone() -> None:
-    values = start("cpu", torch.float32, SHAPES)
+    values = start("cpu", torch.float32, STATE_SHAPES)
     params, optimizer = train(lambda p: st.optim.Adam(p), values, torch.float32, 2)
     saved = optimizer.state_dict()
     before = copy.deepcopy(saved)
@@ -120,7 +90,7 @@ def test_loading_copies_so_that_the_saved_state_is_left_alone() -> None:
 
 
 def test_step_counts_are_float32_on_the_parameters_device_also_after_a_load(device: str) -> None:
-    values = start(device, torch.float32, SHAPES)
+    values = start(device, torch.float32, STATE_SHAPES)
     params, theirs = train(lambda p: torch.optim.Adam(p), values, torch.float32, 4)
     assert {s["step"].device.type for s in theirs.state.values()} == {"cpu"}
     ours = st.optim.Adam(params)
@@ -180,7 +150,7 @@ def test_load_hooks_see_the_state_before_and_after_and_may_change_it() -> None:
     "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
 )
 def test_a_copied_optimizer_goes_on_like_the_original(copied: Any) -> None:
-    values = start("cpu", torch.float32, SHAPES)
+    values = start("cpu", torch.float32, STATE_SHAPES)
     params, optimizer = train(lambda p: st.optim.Adam(p, lr=0.1), values, torch.float32, 3)
     params_too, optimizer_too = copied((params, optimizer))
     take_steps(optimizer, params, values, range(3, 6))
@@ -219,7 +189,7 @@ def test_a_removed_state_starts_again() -> None:
     assert [p[0].item() for p in params] == [-4.5, -5.0]
 
 
-def test_a_whole_state_that_is_replaced_starts_again() -> None:
+def test_replacing_the_state_dict_of_an_optimizer_starts_its_state_again() -> None:
     params, optimizer = stepped()
     optimizer.state = collections.defaultdict(dict)
     optimizer.step()
@@ -308,7 +278,7 @@ def test_options_changed_between_steps_make_the_state_they_need() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion"])
 def test_master_weights_keep_what_rounding_each_step_would_lose(name: str, dtype: torch.dtype, device: str) -> None:
-    values = start(device, dtype, SHAPES)
+    values = start(device, dtype, STATE_SHAPES)
     cls = getattr(st.optim, name)
 
     def ending(dtype: torch.dtype, **kwargs: Any) -> tuple[list[Parameter], torch.optim.Optimizer]:
@@ -337,7 +307,7 @@ def test_masters_are_kept_for_narrow_parameters_alone(device: str) -> None:
 
 
 def test_masters_are_saved_and_loaded_in_float32(device: str) -> None:
-    values = start(device, torch.bfloat16, SHAPES)
+    values = start(device, torch.bfloat16, STATE_SHAPES)
     make = lambda p: st.optim.AdamW(p, lr=1e-4, master_weights=True)  # noqa: E731
     params, optimizer = train(make, values, torch.bfloat16, 5)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -352,7 +322,7 @@ def test_masters_are_saved_and_loaded_in_float32(device: str) -> None:
 
 
 def test_masters_begin_when_a_state_without_them_is_loaded() -> None:
-    values = start("cpu", torch.bfloat16, SHAPES)
+    values = start("cpu", torch.bfloat16, STATE_SHAPES)
     params, theirs = train(lambda p: torch.optim.Adam(p), values, torch.bfloat16, 2)
     optimizer = st.optim.Adam(params, master_weights=True)
     optimizer.load_state_dict(theirs.state_dict())
@@ -365,7 +335,7 @@ def test_masters_begin_when_a_state_without_them_is_loaded() -> None:
 
 
 def test_float32_parameters_take_bfloat16_gradients_in_float32(device: str) -> None:
-    values = start(device, torch.float32, SHAPES)
+    values = start(device, torch.float32, STATE_SHAPES)
     widened, mixed = [[Parameter(v.clone()) for v in values] for _ in range(2)]
     for p, q in zip(widened, mixed, strict=True):
         g = torch.randn_like(p).bfloat16()

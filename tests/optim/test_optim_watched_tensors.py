@@ -1,4 +1,4 @@
-"""Watched parameters and gradients mark how they are exchanged, and are otherwise what they were."""
+"""Watched parameters and gradients stamp a change of memory or gradient, and behave as plain tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 
 import subtensors as st
-from subtensors.optim.versioned_state import Changes
-from subtensors.optim.watched_tensors import unwatch, watch
+from subtensors.optim.versions import Version, unwatch, watch
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "grad =": lambda p: setattr(p, "grad", torch.ones(3)),
@@ -61,8 +60,8 @@ class Holder(nn.Module):
         self.p = p
 
 
-def watched() -> tuple[nn.Parameter, Changes]:
-    p, changes = nn.Parameter(torch.arange(3.0)), Changes()
+def watched() -> tuple[nn.Parameter, Version]:
+    p, changes = nn.Parameter(torch.arange(3.0)), Version()
     p.grad = torch.ones(3)
     p.label = "weight"  # type: ignore[attr-defined]
     watch([p, p.grad], changes)
@@ -70,40 +69,40 @@ def watched() -> tuple[nn.Parameter, Changes]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_moves_or_exchanges_is_marked(change: str) -> None:
+def test_moving_or_replacing_is_stamped(change: str) -> None:
     p, changes = watched()
-    before = changes.mark
+    before = changes.stamp
     CHANGES[change](p)
-    assert changes.mark is not before
+    assert changes.stamp is not before
 
 
-def test_compiled_code_that_moves_one_marks_it() -> None:
+def test_compiled_code_that_moves_a_watched_tensor_stamps_it() -> None:
     p, changes = watched()
-    before, memory = changes.mark, p.data
+    before, memory = changes.stamp, p.data
 
     def move(p: Tensor, t: Tensor) -> Tensor:
         p.data = t
         return p + 1
 
     torch.compile(move, backend="aot_eager")(p, torch.ones(3))
-    assert changes.mark is not before
+    assert changes.stamp is not before
     assert p.data_ptr() != memory.data_ptr()
 
 
-def test_a_gradient_that_is_given_other_memory_is_marked() -> None:
+def test_giving_a_gradient_other_memory_is_stamped() -> None:
     p, changes = watched()
     for move in (lambda g: setattr(g, "data", torch.ones(3)), lambda g: g.set_(torch.ones(3))):
-        before = changes.mark
+        before = changes.stamp
         move(p.grad)
-        assert changes.mark is not before
+        assert changes.stamp is not before
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_leaves_it_in_its_place_is_not_marked(read: str) -> None:
+def test_writes_in_place_are_not_stamped(read: str) -> None:
     p, changes = watched()
-    before, at = changes.mark, (p.data_ptr(), p.grad.data_ptr())  # type: ignore[union-attr]
+    before, at = changes.stamp, (p.data_ptr(), p.grad.data_ptr())  # type: ignore[union-attr]
     READS[read](p)
-    assert changes.mark is before
+    assert changes.stamp is before
     assert (p.data_ptr(), p.grad.data_ptr()) == at  # type: ignore[union-attr]
 
 
@@ -169,7 +168,7 @@ def test_gradients_of_packed_parameters_are_known_to_be_laid_out_as_they_are(dev
     model, opt = packed_model(device)
     model(torch.ones(3, 4, device=device)).sum().backward()
     opt.step()
-    assert all(batch.has_plain_gradients for batch in opt._lists[0].batches)
+    assert all(batch.has_plain_gradients for batch in opt._updater.groups[0].batches)
 
 
 def test_the_compiler_knows_that_packed_parameters_are_static(device: str) -> None:
@@ -206,7 +205,7 @@ def test_data_parallel_training_over_packed_memory_is_training() -> None:
 
 def test_compiled_code_reads_and_assigns_gradients() -> None:
     p, changes = watched()
-    before = changes.mark
+    before = changes.stamp
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def halve(p: nn.Parameter) -> None:
@@ -214,4 +213,4 @@ def test_compiled_code_reads_and_assigns_gradients() -> None:
 
     halve(p)
     assert p.grad.tolist() == [0.5, 0.5, 0.5]  # type: ignore[union-attr]
-    assert changes.mark is not before
+    assert changes.stamp is not before

@@ -1,4 +1,4 @@
-"""The class of the page on writing an optimizer is as short as it says, and does what the page says comes with it."""
+"""The class of the page on writing an optimizer has the features that the page promises."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from optim_oracle import assert_as_accurate, start, train
 from own_optimizer import PAGE, own_optimizer, source
 from small_models import loss_of, model
-from test_optim_parity import assert_as_accurate, start, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -60,7 +60,7 @@ def test_it_follows_the_paper_on_kernels_too(cls: Any, kernels: bool) -> None:
     assert_as_accurate(ours, theirs, truth, torch.float32)
 
 
-def test_a_captured_step_is_an_eager_one_with_a_learning_rate_that_moves(cls: Any, device: str) -> None:
+def test_a_captured_step_equals_an_eager_one_under_a_changing_learning_rate(cls: Any, device: str) -> None:
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels run on the CPU where there is no GPU")
 
@@ -84,4 +84,4 @@ def test_a_captured_step_is_an_eager_one_with_a_learning_rate_that_moves(cls: An
 
 def test_every_line_of_it_is_element_by_element_so_that_shards_are_updated_alone(cls: Any) -> None:
     optimizer = cls([Parameter(torch.ones(2))])
-    assert optimizer._views(optimizer.param_groups[0], torch.device("cpu")) == (True, False)
+    assert optimizer._updater.shard_mode(optimizer, optimizer.param_groups[0], torch.device("cpu")) == (True, False)

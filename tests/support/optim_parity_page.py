@@ -10,18 +10,8 @@ from typing import Any
 
 import test_optim_adafactor
 import torch
-from small_models import TORCH_NAMES
-from test_optim_parity import (
-    DTYPES,
-    SHAPE_SETS,
-    STEPS,
-    error_and_bound,
-    exact_maker,
-    makers,
-    sample_arguments,
-    start,
-    train,
-)
+from optim_oracle import DTYPES, SHAPE_SETS, STEPS, error_and_bound, exact_maker, makers, sample_arguments, start, train
+from optimizers import TORCH_NAMES
 
 NAMES = [*TORCH_NAMES, "Adafactor"]
 

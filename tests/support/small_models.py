@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-TORCH_NAMES = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"]
-"""The element by element classes that torch.optim has too."""
-
 
 def model(device: str = "cpu", seed: int = 0) -> torch.nn.Sequential:
     """Two layers with a ReLU between them; the same values for the same seed."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
-from subtensors.optim.hyperparameters import step_signature
+from subtensors.optim.captured_step import step_signature
 from subtensors.optim.optimizer import Optimizer
 
 _VALUES = methodcaller("values")
@@ -102,15 +102,15 @@ class Optimizers:
     def hand_over(self, to: DynamicScalars) -> None:
         """Pass the current dynamic scalars to a graph."""
         for opt in self._found:
-            if isinstance(opt, Optimizer) and opt._is_fused:
+            if isinstance(opt, Optimizer) and opt._updater.is_fused:
                 for index, group in enumerate(opt.param_groups):
-                    _, numbers, hosts = step_signature(opt, group, group["params"][0].device)
+                    _, numbers, hosts = step_signature(opt._updater, group, group["params"][0].device)
                     to.set((id(opt), index), numbers, hosts)
 
 
 def _options(opt: torch.optim.Optimizer, group: dict[str, Any]) -> list[Any]:
     """Return the options of a group that a graph holds as constants; tensors by their addresses."""
-    if isinstance(opt, Optimizer) and opt._is_fused:
-        return list(step_signature(opt, group, group["params"][0].device)[0])
+    if isinstance(opt, Optimizer) and opt._updater.is_fused:
+        return list(step_signature(opt._updater, group, group["params"][0].device)[0])
     values = [(name, value) for name, value in group.items() if name not in ("params", "initial_lr")]
     return [(name, value.data_ptr() if isinstance(value, Tensor) else value) for name, value in values]

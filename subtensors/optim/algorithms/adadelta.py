@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class Adadelta(Optimizer):
@@ -24,14 +23,14 @@ class Adadelta(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: scales every step, a number or a tensor of one element.
-        rho: how much of each average a step keeps.
+        rho: the decay rate of each average.
         eps: starts the steps off, and keeps the quotient finite.
         weight_decay: the L2 penalty.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.

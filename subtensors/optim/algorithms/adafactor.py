@@ -14,9 +14,9 @@ from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.row_column_means import reference, row_column_means
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, assign, by_shape
+from subtensors.optim.batches import BatchKind
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, ParamGroup, torch_defaults
 
 
 class Adafactor(MatrixOptimizer):
@@ -42,8 +42,8 @@ class Adafactor(MatrixOptimizer):
         d: the largest root mean square of a direction.
         weight_decay: decoupled.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -86,8 +86,8 @@ class Adafactor(MatrixOptimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.Adafactor, locals()), **options)
 
-    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
-        """Rows and columns for what has them, and otherwise the whole second moment."""
+    def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
+        """Rows and columns for tensors that have them, and the full second moment for the rest."""
         return entry == "step" or (entry == "variance") != (p.dim() > 1 and p.numel() > 0)
 
     def update(
@@ -110,7 +110,7 @@ class Adafactor(MatrixOptimizer):
         share: Any = _share(step, beta2_decay=beta2_decay)
         values: Any = {"lr": lr, "d": d, "eps2": eps2, "weight_decay": weight_decay}
         if variance is not None:
-            _descend_whole(p, g, variance, share, step, eps1=eps1, **values)
+            _descend_unfactored(p, g, variance, share, step, eps1=eps1, **values)
             return
         assert row_var is not None
         assert col_var is not None
@@ -128,14 +128,16 @@ class Adafactor(MatrixOptimizer):
         assign(col_var, column)
         _descend(p, u, step, **values)
 
-    def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:
+    def _split_kinds(
+        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
+    ) -> Iterator[tuple[BatchKind, list[int]]]:
         for kind, indices in kinds.items():
             stacked = [i for i in indices if params[i].dim() > 1 and not _are_matrices([params[i]])]
             matrices = [i for i in indices if _are_matrices([params[i]])]
             rest = [i for i in indices if params[i].dim() < 2]
             yield from ((kind, part) for part in (matrices, rest) if part)
             if stacked:
-                yield from super()._cut({kind: stacked}, params)
+                yield from super()._split_kinds({kind: stacked}, params)
 
 
 def _are_matrices(tensors: Sequence[Tensor]) -> bool:
@@ -175,14 +177,14 @@ def _approach(average: Tensor, newest: Tensor, share: Tensor) -> None:
 
 @fused
 def _approach_rows(average: Tensor, newest: Tensor, share: Tensor) -> Tensor:
-    """The same, and their mean."""
+    """Update the averages of rows, and return their mean."""
     kept = _wide(average)
     kept = kept + share * (newest - kept)
     average.copy_(kept)
     return kept.mean()
 
 
-def _least(eps1: float | None, dtype: torch.dtype) -> float:
+def _smallest(eps1: float | None, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if eps1 is None else eps1
 
 
@@ -207,7 +209,7 @@ def _descend(
 
 
 @fused
-def _descend_whole(
+def _descend_unfactored(
     p: Tensor,
     g: Tensor,
     variance: Tensor,
@@ -220,11 +222,11 @@ def _descend_whole(
     eps2: float,
     weight_decay: float | None,
 ) -> None:
-    """The step of a tensor with the whole of its second moment."""
-    least, kept, g = _least(eps1, variance.dtype), _wide(variance), _wide(g)
+    """The step of a tensor with an unfactored second moment."""
+    smallest, kept, g = _smallest(eps1, variance.dtype), _wide(variance), _wide(g)
     kept = kept + share * (g * g - kept)
     variance.copy_(kept)
-    _move(p, g * kept.clamp(min=least * least).rsqrt(), step, lr, d, eps2, weight_decay)
+    _move(p, g * kept.clamp(min=smallest * smallest).rsqrt(), step, lr, d, eps2, weight_decay)
 
 
 @fused
@@ -243,9 +245,9 @@ def _descend_factored(
     weight_decay: float | None,
 ) -> None:
     """The step of a matrix; rows and columns are expanded to it, and `mean` is that of the rows."""
-    least = _least(eps1, row.dtype)
-    v = _wide(row) * _wide(column) * (1 / mean.clamp(min=least))
-    _move(p, _wide(g) * v.clamp(min=least * least).rsqrt(), step, lr, d, eps2, weight_decay)
+    smallest = _smallest(eps1, row.dtype)
+    v = _wide(row) * _wide(column) * (1 / mean.clamp(min=smallest))
+    _move(p, _wide(g) * v.clamp(min=smallest * smallest).rsqrt(), step, lr, d, eps2, weight_decay)
 
 
 def _factored_direction(
@@ -257,12 +259,12 @@ def _factored_direction(
     eps1: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new rows and columns of the second moment, and the gradient over its root."""
-    least, g = _least(eps1, row_var.dtype), _wide(g)
+    smallest, g = _smallest(eps1, row_var.dtype), _wide(g)
     share = share.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
     row_mean = torch.linalg.vector_norm(g, dim=-1, keepdim=True).square_().div_(max(g.shape[-1], 1))
     col_mean = torch.linalg.vector_norm(g, dim=-2, keepdim=True).square_().div_(max(g.shape[-2], 1))
     row = torch.lerp(row_var.to(g.dtype), row_mean, share)
     col = torch.lerp(col_var.to(g.dtype), col_mean, share)
     variance = row @ col
-    variance.div_(row.mean(dim=-2, keepdim=True).clamp_(min=least))
-    return row, col, variance.clamp_(min=least * least).rsqrt_() * g
+    variance.div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest))
+    return row, col, variance.clamp_(min=smallest * smallest).rsqrt_() * g

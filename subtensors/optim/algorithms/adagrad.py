@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class Adagrad(Optimizer):
@@ -27,12 +26,12 @@ class Adagrad(Optimizer):
         lr_decay: how fast the learning rate falls.
         weight_decay: the L2 penalty.
         initial_accumulator_value: as in the math.
-        eps: keeps the quotient finite.
+        eps: added to the denominator, to keep the quotient finite.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
         fused: recorded for torch.optim, and saves step counts on the device.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -69,11 +68,9 @@ class Adagrad(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.Adagrad, locals()), **options)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self._fill(p, self._names(p, self._kept(group), group), group)
+        self._create_state()
 
-    def start(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
+    def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
         """The sum starts as `initial_accumulator_value`, in both parts of a complex number."""
         value = group["initial_accumulator_value"]
         return torch.full_like(p, complex(value, value) if p.is_complex() else value)
@@ -98,6 +95,6 @@ class Adagrad(Optimizer):
         p.sub_((lr / (1 + (step.double() - 1) * lr_decay)) * (g / (sum.sqrt() + eps)))
 
     def share_memory(self) -> None:
-        """Put the sums into memory that other processes share."""
+        """Move the sums into shared memory, for other processes."""
         for entry in self.state.values():
             entry["sum"].share_memory_()

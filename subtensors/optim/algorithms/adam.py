@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, ParamGroup, torch_defaults
 
 Betas = tuple[float | Tensor, float | Tensor]
 
@@ -22,25 +21,25 @@ class Adam(Optimizer):
         v <- beta2 v + (1 - beta2) g^2
         p <- p - lr m' / (sqrt(v') + eps)               m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
 
-    With `amsgrad`, v' is made of the largest v so far. What t decides is computed once a tensor; an element is left
-    with one square root and one division:
+    With `amsgrad`, v' is made of the largest v so far. Factors that depend on t alone are computed once a tensor, so an
+    element takes one square root and one division:
 
         p <- p - (lr / (1 - beta1^t)) (m / (sqrt(v) (1 - beta2^t)^(-1/2) + eps))
 
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps; two numbers or two tensors of one element.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average; two numbers or two tensors of one element.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         amsgrad: as above.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
         fused: recorded for torch.optim, and saves step counts on the device.
         decoupled_weight_decay: as in AdamW.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -82,8 +81,8 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.Adam, locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
-        """The largest second moment is kept for amsgrad alone."""
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """The largest second moment only with amsgrad."""
         return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
 
     def update(
@@ -107,20 +106,33 @@ class Adam(Optimizer):
         # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
         t = step.double()
 
-        if weight_decay is not None:
-            if decoupled_weight_decay:
-                p.mul_(1 - lr * weight_decay)
-            else:
-                g = g + weight_decay * p
-
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
         v = exp_avg_sq
         if max_exp_avg_sq is not None:
             v = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+        p.sub_((lr / (1 - beta1**t)) * (exp_avg / adam_denominator(v, beta2, t, eps)))
 
-        denominator = v.sqrt() * (1 - beta2**t) ** -0.5 + eps
-        p.sub_((lr / (1 - beta1**t)) * (exp_avg / denominator))
+
+def decay_weights(p: Tensor, g: Tensor, lr: float, weight_decay: float | None, is_decoupled: bool) -> Tensor:
+    """The gradient with an L2 penalty; if decoupled, the gradient, and the decay is taken off the parameter."""
+    if weight_decay is None:
+        return g
+    if is_decoupled:
+        p.mul_(1 - lr * weight_decay)
+        return g
+    return g + weight_decay * p
+
+
+def update_moments(exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, beta1: float, beta2: float) -> None:
+    """m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2."""
+    exp_avg.mul_(beta1).add_((1 - beta1) * g)
+    exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+
+
+def adam_denominator(v: Tensor, beta2: float, t: Tensor, eps: float) -> Tensor:
+    """sqrt(v / (1 - beta2^t)) + eps."""
+    return v.sqrt() * (1 - beta2**t) ** -0.5 + eps
 
 
 class AdamW(Adam):
@@ -140,7 +152,7 @@ class AdamW(Adam):
         capturable: as in `Adam`.
         differentiable: only False.
         fused: as in `Adam`.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.

@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import adam_denominator, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class AdEMAMix(Optimizer):
@@ -28,14 +28,14 @@ class AdEMAMix(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps: `(beta1, beta2, beta3)`.
+        betas: the decay rate of each average: `(beta1, beta2, beta3)`.
         alpha: the share of the slow average.
         beta3_warmup: steps until the slow average is as slow as beta3 says; None: from the start.
         alpha_warmup: steps until alpha is reached; None: from the start.
-        eps: keeps the quotient finite.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled.
-        maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -74,21 +74,12 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        defaults = own_defaults(locals())
         check_not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay)
         check_fractions(3, betas=betas)
         for name, steps in {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}.items():
             if steps is not None and not steps > 0:
                 raise ValueError(f"Invalid {name}: {steps}; expected None, or 1 or more steps")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "beta3_warmup": beta3_warmup,
-            "alpha_warmup": alpha_warmup,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
         super().__init__(params, defaults, **options)
 
     def update(
@@ -119,10 +110,9 @@ class AdEMAMix(Optimizer):
         if alpha_warmup is not None:
             share = (t / alpha_warmup).clamp(max=1) * alpha
 
-        exp_avg_fast.mul_(beta1).add_((1 - beta1) * g)
+        update_moments(exp_avg_fast, exp_avg_sq, g, beta1, beta2)
         exp_avg_slow.mul_(slow).add_((1 - slow) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
-        denominator = exp_avg_sq.sqrt() * (1 - beta2**t) ** -0.5 + eps
+        denominator = adam_denominator(exp_avg_sq, beta2, t, eps)
         u = (exp_avg_fast * (1 / (1 - beta1**t)) + share * exp_avg_slow) / denominator
         if weight_decay is not None:
             u = u + weight_decay * p

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class ASGD(Optimizer):
@@ -29,10 +28,10 @@ class ASGD(Optimizer):
         t0: the step after which the average is one.
         weight_decay: the L2 penalty.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
         capturable: recorded for torch.optim; a step can always be captured.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -74,9 +73,9 @@ class ASGD(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.ASGD, locals()), **options)
 
-    def start(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
+    def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
         """The learning rate of the first step is lr."""
-        started = super().start(entry, p, group)
+        started = super().init_state(entry, p, group)
         return started.fill_(float(group["lr"])) if entry == "eta" else started
 
     def update(

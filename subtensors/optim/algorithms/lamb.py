@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import adam_denominator, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class LAMB(Optimizer):
@@ -23,11 +23,11 @@ class LAMB(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled, inside the norm of the step.
-        maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -62,8 +62,7 @@ class LAMB(Optimizer):
     ) -> None:
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_fractions(2, betas=betas)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()), **options)
 
     def update(
         self,
@@ -82,10 +81,8 @@ class LAMB(Optimizer):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
-        denominator = exp_avg_sq.sqrt() * (1 - beta2**t) ** -0.5 + eps
-        u = (1 / (1 - beta1**t)) * (exp_avg / denominator)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
+        u = (1 / (1 - beta1**t)) * (exp_avg / adam_denominator(exp_avg_sq, beta2, t, eps))
         if weight_decay is not None:
             u = u + weight_decay * p
         length, change = p.norm(), u.norm()

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class Lion(Optimizer):
@@ -21,10 +20,10 @@ class Lion(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element; the paper takes 3 to 10 times less than for AdamW.
-        betas: how much of the momentum the direction, and the next momentum, keep.
+        betas: the decay rates of the momentum in the direction, and in the next momentum.
         weight_decay: decoupled; the paper takes 3 to 10 times more than for AdamW.
-        maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -58,8 +57,7 @@ class Lion(Optimizer):
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay)
         check_fractions(2, betas=betas)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()), **options)
 
     def update(
         self,

@@ -1,4 +1,4 @@
-"""The base class of optimizers whose math is of whole matrices: `update` sees all of them at once, as TensorLists."""
+"""The base class of optimizers whose math is of full matrices: `update` sees all of them at once, as TensorLists."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.lists.stacking import run_by_shape
 from subtensors.fused.fuse import fused
+from subtensors.kernels.fused.launch import Prelude
 from subtensors.lists.tensor_list import TensorList
-from subtensors.optim.dtensor import is_sharded, whole, write_part
+from subtensors.optim.batches import BatchKind
+from subtensors.optim.dtensor import full_tensor, is_sharded, write_part
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import IN_STEP
-from subtensors.optim.traced_update import SQUARES, computed_in, taken_gradient
+from subtensors.optim.step import StepFunction
+from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, compute_dtype, prepare_gradient
 
 
 class MatrixOptimizer(Optimizer):
-    """An optimizer with an `update` of lists: what is not element by element runs once a shape, not once a matrix.
+    """An optimizer with an `update` of lists: matrix functions run once a shape, not once a matrix.
 
-    `update(self, p, g, <state entries>, *, <hyperparameters>)` is as for `Optimizer`, but that every tensor is a
+    `update(self, p, g, <state entries>, *, <hyperparameters>)` is as for `Optimizer`, except that every tensor is a
     `TensorList` of the parameters of a batch, and that it is run, not traced. Functions made by `fused` are one kernel
-    over the list, torch's matrix functions are one batched call a shape, and `by_shape` is that for a function of one's
-    own. Parameters of one shape follow each other, so that what a fused function returns is stacked without a copy.
+    over the list, torch's matrix functions are one batched call a shape, and `by_shape` does the same for a function of
+    your own. Parameters of one shape are neighbours, so that results of fused functions are stacked without a copy.
 
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         defaults: the hyperparameters of a group that doesn't give its own.
-        options: the options of every optimizer.
+        options: the options of every optimizer, `Options`.
 
     Example:
         >>> import subtensors as st
@@ -51,10 +54,11 @@ class MatrixOptimizer(Optimizer):
     is_replayable = False  # `update` may be anything; a class that knows better says so
 
     WORKSPACE: ClassVar[int] = 2**28
-    """Elements a batch: what `update` makes in passing is a few times as many, however many parameters there are."""
+    """The most elements of a batch: temporaries of `update` are a few times as large, whatever the number of
+    parameters."""
 
     @classmethod
-    def _step_function(cls) -> Callable[..., Any]:
+    def _step_function(cls) -> StepFunction:
         return ListStep(cls)
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -66,7 +70,9 @@ class MatrixOptimizer(Optimizer):
                     f"is {p.dtype}: give it to another optimizer, such as AdamW"
                 )
 
-    def _cut(self, kinds: dict[Any, list[int]], params: list[Tensor]) -> Iterator[tuple[Any, list[int]]]:
+    def _split_kinds(
+        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
+    ) -> Iterator[tuple[BatchKind, list[int]]]:
         for kind, indices in kinds.items():
             batch: list[int] = []
             size = 0
@@ -79,7 +85,7 @@ class MatrixOptimizer(Optimizer):
             yield kind, batch
 
 
-def by_shape(function: Callable[..., Any], *lists: TensorList) -> Any:
+def by_shape(function: Callable[..., Tensor | tuple[Tensor, ...]], *lists: TensorList) -> Any:
     """Call a function of stacked tensors once for each shape in the lists.
 
     Args:
@@ -101,11 +107,11 @@ def by_shape(function: Callable[..., Any], *lists: TensorList) -> Any:
 
 @fused
 def _gradient(
-    p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool, values: dict[str, Any]
+    p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool, values: StepValues
 ) -> Tensor:
-    """The gradient as `update` takes it; zero when it overflowed, so that no factorization meets an infinity."""
-    g = g.to(computed_in(p.dtype))
-    g, _ = taken_gradient(g, grad_scale, maximize, values)
+    """The gradient for `update`; zero after an overflow, so that no factorization meets an infinity."""
+    g = g.to(compute_dtype(p.dtype))
+    g, _ = prepare_gradient(g, grad_scale, maximize, values)
     return g if found_inf is None else torch.where(found_inf != 0, 0, g)
 
 
@@ -127,36 +133,38 @@ def assign(target: Tensor, source: Tensor) -> None:
 
 
 class ListStep:
-    """The step of an optimizer class for the lists of a batch; writes parameters, masters and state in place.
+    """The step of an optimizer class for the lists of a batch; it writes parameters, masters and state in place.
 
     Args:
         cls: a class with `update(self, p, g, *states, **hyperparameters)` on TensorLists.
     """
 
     def __init__(self, cls: type) -> None:
-        # It has the methods of the class and none of an instance's values, as in `single_tensor`.
-        self._rules: Any = object.__new__(cls)
+        # An instance without attributes, as in `single_tensor_step`.
+        self._update: Callable[..., None] = object.__new__(cls).update  # type: ignore[attr-defined]
 
-    def run(self, call: FusedCall, prelude: None = None) -> None:
-        """One step; of DTensors, that of the whole tensors, of which each process then keeps its part."""
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
+        """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
         (p, g, master, entries, *rest), _ = call.arguments()
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
             return
-        kept = [(column, TensorColumn(map(whole, column))) for column in (p, master, *entries) if column is not None]
-        gathered = {id(column): result for column, result in kept}
+        results = [
+            (column, TensorColumn(map(full_tensor, column))) for column in (p, master, *entries) if column is not None
+        ]
+        gathered = {id(column): result for column, result in results}
         self(
             gathered[id(p)],
-            TensorColumn(map(whole, g)),
+            TensorColumn(map(full_tensor, g)),
             gathered.get(id(master)),
             tuple([gathered.get(id(column)) for column in entries]),
             *rest,
         )
-        for column, results in kept:
-            for t, result in zip(column, results, strict=True):
+        for column, new_values in results:
+            for t, result in zip(column, new_values, strict=True):
                 if is_sharded(t):
                     write_part(t, result)
-        # What is written through a shard, autograd must be told of the whole.
+        # The step wrote through shards; autograd must be told that the DTensors were written.
         torch.autograd.graph.increment_version(p)
 
     def __call__(
@@ -168,21 +176,21 @@ class ListStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         maximize: bool,
-        hyperparameters: dict[str, Any],
+        hyperparameters: StepValues,
     ) -> None:
         """Take one step for these parameters."""
         weights = _list(p if master is None else master)
         gradients: Any = _list(g)
         *states, average = [None if column is None else _list(column) for column in entries]
-        in_step = {name: hyperparameters.pop(name) for name in (*IN_STEP, SQUARES) if name in hyperparameters}
+        in_step = {name: hyperparameters.pop(name) for name in (*IN_STEP, SUM_OF_SQUARES) if name in hyperparameters}
         ema = in_step.pop("ema", None)
         if grad_scale is not None or found_inf is not None or maximize or in_step:
             gradients = _gradient(weights, gradients, grad_scale, found_inf, maximize, in_step)
-        # What is on the host, such as a count that decides what a step does, can't wait for the device to ask it.
-        kept = [x for x in (weights, *states, average) if x is not None]
-        written = [x for x in kept if x.tensors[0].device == weights.tensors[0].device]
+        # State on the CPU, such as a count that decides what a step does, can't depend on a flag on the device.
+        present = [x for x in (weights, *states, average) if x is not None]
+        written = [x for x in present if x.tensors[0].device == weights.tensors[0].device]
         before = [] if found_inf is None else [x.clone() for x in written]
-        self._rules.update(weights, gradients, *states, **hyperparameters)
+        self._update(weights, gradients, *states, **hyperparameters)
         if average is not None:
             _approach(average, weights, ema)
         for target, value in zip(written, before, strict=False):

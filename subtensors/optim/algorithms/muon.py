@@ -13,11 +13,11 @@ from torch import Tensor
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
-from subtensors.optim.algorithms.newton_schulz import Coefficients, newton_schulz
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options
-from subtensors.optim.traced_update import computed_in
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.traced_update import compute_dtype
+
+Coefficients = tuple[float, float, float]
 
 
 class Muon(MatrixOptimizer):
@@ -35,14 +35,14 @@ class Muon(MatrixOptimizer):
         params: parameters with two dimensions, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
         weight_decay: decoupled, as in AdamW.
-        momentum: how much of the momentum a step keeps.
+        momentum: the decay rate of the momentum.
         nesterov: as in the math.
         ns_coefficients: of the iteration X <- a X + b X X^T X + c (X X^T)^2 X.
-        eps: the least norm that is divided by.
+        eps: the smallest norm that is divided by.
         ns_steps: iterations.
         adjust_lr_fn: None or "original" for s as above; "match_rms_adamw" for 0.2 sqrt(max(rows, columns)), with which
             the learning rates and weight decays of AdamW fit.
-        options: the options of every optimizer.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is no real matrix.
@@ -117,10 +117,53 @@ class Muon(MatrixOptimizer):
         _descend(p, by_shape(orthogonalize, x), lr, weight_decay)
 
 
+def newton_schulz(x: Tensor, coefficients: Coefficients, steps: int, scale: float = 1.0) -> Tensor:
+    """Bring every singular value of a batch of matrices near 1, and keep its singular vectors.
+
+        A = X X^T                                       X^T X for tall matrices, so that A is the smaller one
+        X <- a X + (b A + c A^2) X                      X (b A + c A^2) for tall ones
+
+    A step maps each singular value s to a s + b s^3 + c s^5. A batch takes three products a step, however many matrices
+    it has.
+
+    Args:
+        x: (batch, rows, columns), of Frobenius norms of at most 1; may be overwritten.
+        coefficients: a, b and c.
+        steps: how many.
+        scale: a factor of the result.
+
+    Returns:
+        Like `x`; its memory where that saves some.
+
+    Example:
+        >>> x = torch.tensor([[[0.6, 0.0], [0.0, -0.8]]])
+        >>> newton_schulz(x, (1.5, -0.5, 0.0), steps=10).round()
+        tensor([[[ 1.,  0.],
+                 [ 0., -1.]]])
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Bernstein & Newhouse, "Old
+    Optimizer, New Norm" (2024).
+    """
+    a, b, c = coefficients
+    is_tall = x.size(-2) > x.size(-1)
+    start = x
+    for step in range(steps):
+        is_last = step == steps - 1
+        gram = x.mT @ x if is_tall else x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        del gram
+        factors = (x, polynomial) if is_tall else (polynomial, x)
+        # The factor of the result costs nothing as a part of the last product.
+        factor = scale if is_last else 1.0
+        out = start if is_last and x is not start else None
+        x = torch.baddbmm(x, *factors, beta=a * factor, alpha=factor, out=out)  # type: ignore[call-overload]
+    return x if steps else x * scale
+
+
 @fused
 def _momentum(g: Tensor, m: Tensor, momentum: float, nesterov: bool, eps: float) -> tuple[Tensor, Tensor]:
     """The direction u in bfloat16, and its norm."""
-    wide = computed_in(m.dtype)
+    wide = compute_dtype(m.dtype)
     g = g.to(wide)
     m.copy_(m.to(wide).lerp(g, 1 - momentum))
     u = (g.lerp(m.to(wide), momentum) if nesterov else m.to(wide)).to(torch.bfloat16)
@@ -134,7 +177,7 @@ def _divide(x: Tensor, norm: Tensor) -> None:
 
 @fused
 def _descend(p: Tensor, o: Tensor, lr: float, weight_decay: float) -> None:
-    w = p.to(computed_in(p.dtype))
+    w = p.to(compute_dtype(p.dtype))
     p.copy_(w * (1 - lr * weight_decay) - lr * o.to(w.dtype))
 
 

@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import adam_denominator, decay_weights, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class NAdam(Optimizer):
@@ -25,16 +25,16 @@ class NAdam(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         momentum_decay: as in the math.
         decoupled_weight_decay: as in AdamW.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -98,21 +98,15 @@ class NAdam(Optimizer):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
-        if weight_decay is not None:
-            if decoupled_weight_decay:
-                p.mul_(1 - lr * weight_decay)
-            else:
-                g = g + weight_decay * p
-
+        g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
         mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
         mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
         # Saved in float32, so torch's product of float32 numbers is taken.
         mu_product.mul_(mu.float())
         product = mu_product.double()
 
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
-        denominator = exp_avg_sq.sqrt() * (1 - beta2**t) ** -0.5 + eps
-        of_gradient = lr * (1 - mu) / (1 - product)
-        of_average = lr * mu_next / (1 - product * mu_next)
-        p.sub_((of_gradient * g + of_average * exp_avg) / denominator)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
+        gradient_factor = lr * (1 - mu) / (1 - product)
+        average_factor = lr * mu_next / (1 - product * mu_next)
+        direction = gradient_factor * g + average_factor * exp_avg
+        p.sub_(direction / adam_denominator(exp_avg_sq, beta2, t, eps))

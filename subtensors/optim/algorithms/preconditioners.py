@@ -1,4 +1,4 @@
-"""The parts that Shampoo and SOAP share: sides of a parameter, second moments of rows and columns, step counts.
+"""Shared by Shampoo and SOAP: sides of a parameter, second moments of rows and columns, step counts.
 
 A parameter of two or more dimensions is seen as the matrix (shape[0], the rest); one of fewer has no sides. A side is
 left out where it is longer than the group's `max_size`: its second moments would be a matrix of that many rows.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
-from subtensors.optim.traced_update import computed_in
+from subtensors.optim.traced_update import compute_dtype
 
 SIDES = ("left", "right")
 
@@ -39,11 +39,11 @@ def sides_of(p: Tensor, max_size: float) -> tuple[str, ...]:
 def square(p: Tensor, side: str) -> Tensor:
     """Zeros for a matrix over one side of a parameter, in the dtype that its state is computed in."""
     size = matrix_shape(p)[SIDES.index(side)]
-    return torch.zeros(size, size, device=p.device, dtype=computed_in(p.dtype))
+    return torch.zeros(size, size, device=p.device, dtype=compute_dtype(p.dtype))
 
 
 def host_count(p: Tensor) -> Tensor:
-    """A count of steps that is read on the host, where it decides what a step does."""
+    """A count of steps on the CPU, where the host reads it to decide what a step does."""
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
@@ -55,11 +55,11 @@ def parts_by_count(step: TensorList) -> dict[int, list[int]]:
     return parts
 
 
-def part(x: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at these places; all of them are the list itself."""
-    if x is None or len(places) == len(x):
+def select(x: Any, indices: Sequence[int]) -> Any:
+    """The elements of a list at these indices; the list itself if they are all."""
+    if x is None or len(indices) == len(x):
         return x
-    return TensorList([x.tensors[i] for i in places])
+    return TensorList([x.tensors[i] for i in indices])
 
 
 def as_matrices(x: Any) -> Any:
@@ -80,7 +80,7 @@ def second_moment(x: Tensor, side: str) -> Tensor:
 @fused
 def widened(p: Tensor, g: Tensor, weight_decay: float | None) -> Tensor:
     """The gradient in the dtype that state is computed in, with the L2 penalty where there is one."""
-    wide = computed_in(p.dtype)
+    wide = compute_dtype(p.dtype)
     g = g.to(wide)
     return g.clone() if weight_decay is None else g + weight_decay * p.to(wide)
 
@@ -94,6 +94,6 @@ def accumulate(total: Tensor, more: Tensor, beta: float, share: float) -> None:
 @fused
 def descend(p: Tensor, direction: Tensor, lr: float, decay: float | None) -> None:
     """p <- p - lr direction, then p <- p - lr decay p."""
-    w = p.to(computed_in(p.dtype))
+    w = p.to(compute_dtype(p.dtype))
     w = w - lr * direction.to(w.dtype)
     p.copy_(w if decay is None else w * (1 - lr * decay))

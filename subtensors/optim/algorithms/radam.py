@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.algorithms.adam import decay_weights, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class RAdam(Optimizer):
@@ -27,15 +27,15 @@ class RAdam(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of each average a step keeps.
-        eps: keeps the quotient finite.
+        betas: the decay rate of each average.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         decoupled_weight_decay: as in AdamW.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -91,19 +91,14 @@ class RAdam(Optimizer):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
-        if weight_decay is not None:
-            if decoupled_weight_decay:
-                p.mul_(1 - lr * weight_decay)
-            else:
-                g = g + weight_decay * p
-        exp_avg.mul_(beta1).add_((1 - beta1) * g)
-        exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+        g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
+        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
 
-        kept = beta2**t
+        decay = beta2**t
         rho_inf = 2 / (1 - beta2) - 1
-        rho = rho_inf - 2 * t * kept / (1 - kept)
+        rho = rho_inf - 2 * t * decay / (1 - decay)
         squared = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
         # Negative where rho is small, and not used there.
         rectification = torch.where(rho > 5, squared, 1.0) ** 0.5
-        adaptive = (rectification * (1 - kept) ** 0.5) / (exp_avg_sq.sqrt() + eps)
+        adaptive = (rectification * (1 - decay) ** 0.5) / (exp_avg_sq.sqrt() + eps)
         p.sub_((lr / (1 - beta1**t)) * exp_avg * torch.where(rho > 5, adaptive, 1.0))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, ParamGroup, torch_defaults
 
 
 class RMSprop(Optimizer):
@@ -25,16 +24,16 @@ class RMSprop(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        alpha: how much of each average a step keeps.
-        eps: keeps the quotient finite.
+        alpha: the decay rate of each average.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty.
         momentum: 0 keeps no buffer.
         centered: divide by the standard deviation instead.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -77,8 +76,8 @@ class RMSprop(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.RMSprop, locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
-        """A buffer with a momentum, an average of the gradients when centered."""
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """A buffer only with a momentum, an average of the gradients only when centered."""
         needs = {"momentum_buffer": "momentum", "grad_avg": "centered"}
         return entry not in needs or bool(group[needs[entry]])
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, torch_defaults
 
 
 class Rprop(Optimizer):
@@ -26,9 +25,9 @@ class Rprop(Optimizer):
         step_sizes: `(min, max)`.
         capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
         foreach: recorded for torch.optim; changes nothing here.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         differentiable: only False.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -64,10 +63,10 @@ class Rprop(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.Rprop, locals()), **options)
 
-    def start(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
+    def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Every element starts with a step size of lr, in both parts of a complex number."""
         if entry != "step_size":
-            return super().start(entry, p, group)
+            return super().init_state(entry, p, group)
         lr = float(group["lr"])
         return torch.full_like(p, complex(lr, lr) if p.is_complex() else lr)
 
@@ -87,9 +86,9 @@ class Rprop(Optimizer):
         smallest, largest = step_sizes
         step.add_(1)
         agreement = g * prev
-        turned = agreement < 0
+        has_turned = agreement < 0
         grown = torch.where(agreement > 0, step_size * eta_plus, step_size)
-        step_size.copy_(torch.where(turned, step_size * eta_minus, grown).clamp(smallest, largest))
-        g = torch.where(turned, 0.0, g)
+        step_size.copy_(torch.where(has_turned, step_size * eta_minus, grown).clamp(smallest, largest))
+        g = torch.where(has_turned, 0.0, g)
         p.sub_(torch.sign(g) * step_size)
         prev.copy_(g)

@@ -10,9 +10,8 @@ from torch import Tensor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 from subtensors.optim.state import MASTER
-from subtensors.optim.validation import check_fractions, check_not_negative
 
 
 class AdamWScheduleFree(Optimizer):
@@ -27,20 +26,20 @@ class AdamWScheduleFree(Optimizer):
         y <- (1 - beta1) z + beta1 x
 
     The parameters hold y while training. `eval()` puts x there, which is what to evaluate and to save; `train()` puts
-    y back. x is kept nowhere: it is (y - (1 - beta1) z) / beta1. In bfloat16 and float16 the way there and back
-    rounds; with `master_weights` it does so in float32.
+    y back. x is not stored: it is (y - (1 - beta1) z) / beta1. In bfloat16 and float16 switching
+    rounds; with `master_weights` it rounds in float32.
 
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: where y lies between z and x, and how much of v a step keeps; the first more than 0.
-        eps: keeps the quotient finite.
+        betas: the position of y between z and x, and the decay rate of v; the first more than 0.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled, taken at y.
         warmup_steps: steps over which the learning rate grows linearly.
         r: the power of t in the weights of the average.
         weight_lr_power: the power of the learning rate in them.
-        maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -84,18 +83,7 @@ class AdamWScheduleFree(Optimizer):
         check_fractions(2, betas=betas)
         if betas[0] == 0:
             raise ValueError(f"Invalid betas: {betas}; expected the first to be more than 0, as y would not hold x")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            "maximize": maximize,
-            "train_mode": True,
-        }
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()) | {"train_mode": True}, **options)
 
     def update(
         self,
@@ -140,14 +128,14 @@ class AdamWScheduleFree(Optimizer):
 
     def eval(self) -> None:
         """Put the average x into the parameters."""
-        self._move(to_train=False)
+        self._switch(to_train=False)
 
     def train(self) -> None:
         """Put y back into the parameters, to train on."""
-        self._move(to_train=True)
+        self._switch(to_train=True)
 
     @torch.no_grad()
-    def _move(self, to_train: bool) -> None:
+    def _switch(self, to_train: bool) -> None:
         for group in self.param_groups:
             if group["train_mode"] == to_train:
                 continue
@@ -157,13 +145,13 @@ class AdamWScheduleFree(Optimizer):
             if not params:
                 continue
             entries = [self.state[p] for p in params]
-            held = [entry.get(MASTER, p) for p, entry in zip(params, entries, strict=True)]
+            weights = [entry.get(MASTER, p) for p, entry in zip(params, entries, strict=True)]
             _approach(
-                TensorColumn(held), TensorColumn(e["z"] for e in entries), 1 - beta1 if to_train else 1 - 1 / beta1
+                TensorColumn(weights), TensorColumn(e["z"] for e in entries), 1 - beta1 if to_train else 1 - 1 / beta1
             )
-            for p, holder in zip(params, held, strict=True):
-                if holder is not p:
-                    p.copy_(holder)
+            for p, w in zip(params, weights, strict=True):
+                if w is not p:
+                    p.copy_(w)
 
 
 def _towards(p: Tensor, z: Tensor, share: float) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import torch_defaults
+from subtensors.optim.options import Options, ParamGroup, torch_defaults
 
 
 class SGD(Optimizer):
@@ -26,11 +25,11 @@ class SGD(Optimizer):
         dampening: as in the math.
         weight_decay: the L2 penalty.
         nesterov: needs a momentum and no dampening.
-        maximize: go up rather than down.
+        maximize: ascend instead of descend.
         foreach: recorded for torch.optim; changes nothing here.
         differentiable: only False.
         fused: recorded for torch.optim; changes nothing here.
-        options: those of every optimizer, `Options`.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -70,7 +69,7 @@ class SGD(Optimizer):
     ) -> None:
         super().__init__(params, torch_defaults(torch.optim.SGD, locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer with a momentum; a count only where dampening makes the first step another."""
         return group["momentum"] != 0 and (entry != "step" or group["dampening"] != 0)
 

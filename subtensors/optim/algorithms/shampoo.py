@@ -17,16 +17,15 @@ from subtensors.optim.algorithms.preconditioners import (
     as_shaped,
     descend,
     host_count,
-    part,
     parts_by_count,
     second_moment,
+    select,
     sides_of,
     square,
     widened,
 )
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
 
 
 class Shampoo(MatrixOptimizer):
@@ -54,8 +53,8 @@ class Shampoo(MatrixOptimizer):
         update_freq: steps from one computation of the roots to the next.
         max_size: the longest side that is preconditioned.
         grafting: None, or "sgd" for steps as long as the gradient, tensor by tensor.
-        maximize: go up rather than down.
-        options: the options of every optimizer.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -110,27 +109,13 @@ class Shampoo(MatrixOptimizer):
             raise ValueError(f"Invalid update_freq: {update_freq}; expected 1 or more")
         if grafting not in (None, "sgd"):
             raise ValueError(f"Invalid grafting: {grafting!r}; expected None or 'sgd'")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "eps": eps,
-                "beta2": beta2,
-                "update_freq": update_freq,
-                "max_size": max_size,
-                "grafting": grafting,
-                "maximize": maximize,
-            },
-            **options,
-        )
+        super().__init__(params, own_defaults(locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
-        """A buffer with a momentum."""
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """A buffer only with a momentum."""
         return entry != "momentum_buffer" or group["momentum"] != 0
 
-    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
+    def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Moments and roots of the sides that are preconditioned; a diagonal where none is."""
         sides = sides_of(p, group["max_size"])
         if entry == "square_sum":
@@ -165,16 +150,20 @@ class Shampoo(MatrixOptimizer):
         if square_sum is not None:
             direction = _diagonal(gradient, square_sum, beta2, share, eps)
         else:
-            due = [i for count, places in counts.items() if (count - 1) % update_freq == 0 for i in places]
+            due = [i for count, indices in counts.items() if (count - 1) % update_freq == 0 for i in indices]
             direction = matrices = as_matrices(gradient)
-            kept = zip(SIDES, (left, right), (left_root, right_root), strict=True)
-            sides = [(side, moment, root) for side, moment, root in kept if moment is not None and root is not None]
+            all_sides = zip(SIDES, (left, right), (left_root, right_root), strict=True)
+            sides = [
+                (side, moment, root) for side, moment, root in all_sides if moment is not None and root is not None
+            ]
             for side, moment, root in sides:
-                # What is added has no name, so that it ends with the call: it is as large as the state.
+                # The sum has no name, so that it is freed after the call: it is as large as the state.
                 accumulate(moment, by_shape(lambda x, side=side: second_moment(x, side), matrices), beta2, share)
                 if due:
                     exponent = -1 / (2 * len(sides))
-                    part(root, due).copy_(by_shape(lambda a, e=exponent: matrix_power(a, e, eps), part(moment, due)))
+                    select(root, due).copy_(
+                        by_shape(lambda a, e=exponent: matrix_power(a, e, eps), select(moment, due))
+                    )
                 direction = by_shape(_PRODUCTS[side], direction, root)
             direction = as_shaped(direction, p)
         if grafting is not None:
@@ -217,6 +206,6 @@ def _diagonal(g: Tensor, square_sum: Tensor, beta2: float, share: float, eps: fl
 
 @fused
 def _grafted(direction: Tensor, g: Tensor) -> Tensor:
-    """The direction, as long as the gradient; nothing where it is nothing."""
+    """The direction, scaled to the norm of the gradient; zero if it is zero."""
     length = direction.norm()
     return direction * torch.where(length > 0, g.norm() / length, 0)

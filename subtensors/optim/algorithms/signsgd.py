@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
 
 
 class SignSGD(Optimizer):
@@ -21,10 +20,10 @@ class SignSGD(Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        momentum: how much of the average a step keeps; 0 keeps no buffer.
+        momentum: the decay rate of the average; 0 keeps no buffer.
         weight_decay: decoupled.
-        maximize: go up rather than down.
-        options: those of every optimizer, `Options`.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range.
@@ -57,11 +56,10 @@ class SignSGD(Optimizer):
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay)
         check_fractions(1, momentum=momentum)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        super().__init__(params, own_defaults(locals()), **options)
 
-    def keeps(self, entry: str, group: dict[str, Any]) -> bool:
-        """A buffer with a momentum."""
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """A buffer only with a momentum."""
         return bool(group["momentum"] != 0)
 
     def update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -17,16 +18,15 @@ from subtensors.optim.algorithms.preconditioners import (
     as_shaped,
     descend,
     host_count,
-    part,
     parts_by_count,
     second_moment,
+    select,
     sides_of,
     square,
     widened,
 )
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options
-from subtensors.optim.validation import check_fractions, check_not_negative
+from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
 
 
 class SOAP(MatrixOptimizer):
@@ -49,15 +49,15 @@ class SOAP(MatrixOptimizer):
     Args:
         params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element.
-        betas: how much of the two averages a step keeps.
-        shampoo_beta: how much of L and R a step keeps; -1 for the second of `betas`.
-        eps: keeps the quotient finite.
+        betas: the decay rates of the two averages.
+        shampoo_beta: the decay rate of L and R; -1 for the second of `betas`.
+        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled.
         precondition_frequency: steps from one power iteration to the next.
         max_precond_dim: the longest side with a basis of its own.
-        correct_bias: whether d has the factor that is written beside it.
-        maximize: go up rather than down.
-        options: the options of every optimizer.
+        correct_bias: multiply d by the factor beside it.
+        maximize: ascend instead of descend.
+        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -108,23 +108,9 @@ class SOAP(MatrixOptimizer):
             check_fractions(1, shampoo_beta=shampoo_beta)
         if precondition_frequency < 1:
             raise ValueError(f"Invalid precondition_frequency: {precondition_frequency}; expected 1 or more")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "shampoo_beta": shampoo_beta,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "precondition_frequency": precondition_frequency,
-                "max_precond_dim": max_precond_dim,
-                "correct_bias": correct_bias,
-                "maximize": maximize,
-            },
-            **options,
-        )
+        super().__init__(params, own_defaults(locals()), **options)
 
-    def suits(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
+    def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Moments and bases of the sides that have them."""
         side = entry.removesuffix("_basis")
         return side not in SIDES or side in sides_of(p, group["max_precond_dim"])
@@ -155,38 +141,38 @@ class SOAP(MatrixOptimizer):
         sides = [side for side, _ in moments]
         beta = betas[1] if shampoo_beta == -1 else shampoo_beta
         gradient: Any = widened(p, g, None)
-        for count, places in parts_by_count(step).items():
+        for count, indices in parts_by_count(step).items():
             t = count - 1
-            weights, own, basis = part(p, places), part(gradient, places), [part(x, places) for x in bases]
-            squares = part(exp_avg_sq, places)
+            weights, own, basis = select(p, indices), select(gradient, indices), [select(x, indices) for x in bases]
+            squares = select(exp_avg_sq, indices)
             if t:
                 factor = ((1 - betas[1] ** t) ** 0.5 / (1 - betas[0] ** t)) if correct_bias else 1.0
-                average: Any = _average(part(exp_avg, places), own, betas[0])
-                g_turned, m_turned = _turned([own, average], basis, sides)
+                average: Any = _average(select(exp_avg, indices), own, betas[0])
+                g_rotated, m_rotated = _rotate([own, average], basis, sides)
                 v = as_matrices(squares) if sides else squares
-                direction: Any = _adam(g_turned, m_turned, v, betas[1], eps, factor)
-                (direction,) = _turned_back([direction], basis, sides)
+                direction: Any = _adam(g_rotated, m_rotated, v, betas[1], eps, factor)
+                (direction,) = _rotate_back([direction], basis, sides)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
-                # What is added has no name, so that it ends with the call: it is as large as the state.
+                # The sum has no name, so that it is freed after the call: it is as large as the state.
                 accumulate(
-                    part(moment, places),
+                    select(moment, indices),
                     by_shape(lambda x, side=side: second_moment(x, side), as_matrices(own)),
                     beta,
                     1 - beta,
                 )
             if t == 0 or t % precondition_frequency == 0:
                 for (side, moment), q in zip(moments, basis, strict=True):
-                    _renew(side, part(moment, places), q, squares, is_first=t == 0)
+                    _update_basis(side, select(moment, indices), q, squares, is_first=t == 0)
 
 
-def _renew(side: str, moment: Any, basis: Any, squares: Any, is_first: bool) -> None:
-    """Bring the basis of a side nearer to the eigenvectors of its moment, and the squares into its order."""
+def _update_basis(side: str, moment: Any, basis: Any, squares: Any, is_first: bool) -> None:
+    """Take one power iteration of a side towards the eigenvectors of its moment, and reorder the squares with it."""
     if is_first:
         basis.copy_(by_shape(eigenvectors, moment))
         return
-    turned, order = by_shape(power_iteration, moment, basis)
-    basis.copy_(turned)
+    rotated, order = by_shape(power_iteration, moment, basis)
+    basis.copy_(rotated)
     ordered = by_shape(lambda v, i: v.gather(*_along(v, i, side)), as_matrices(squares), order)
     squares.copy_(as_shaped(ordered, squares))
 
@@ -237,17 +223,21 @@ def power_iteration(moment: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(image)[0], order
 
 
-def _turned(lists: list[Any], bases: list[Any], sides: list[str]) -> list[Any]:
+def _rotate(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
     """Q_L^T x Q_R of each list."""
     return _products(lists, bases, sides, lambda x, q, side: q.mT @ x if side == "left" else x @ q)
 
 
-def _turned_back(lists: list[Any], bases: list[Any], sides: list[str]) -> list[Any]:
+def _rotate_back(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
     """Q_L x Q_R^T of each list."""
     return _products(lists, bases, sides, lambda x, q, side: q @ x if side == "left" else x @ q.mT)
 
 
-def _products(lists: list[Any], bases: list[Any], sides: list[str], product: Any) -> list[Any]:
+Product = Callable[[Tensor, Tensor, str], Tensor]
+"""A product of stacks of matrices with those of one side."""
+
+
+def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str], product: Product) -> list[TensorList]:
     if not sides:
         return lists
 
@@ -265,7 +255,7 @@ def _products(lists: list[Any], bases: list[Any], sides: list[str], product: Any
 
 @fused
 def _average(m: Tensor, g: Tensor, beta1: float) -> Tensor:
-    """The next average; its copy in the dtype of the math is returned."""
+    """Update the average, and return it in the dtype of the math."""
     wide = m.to(g.dtype).lerp(g, 1 - beta1)
     m.copy_(wide)
     return wide

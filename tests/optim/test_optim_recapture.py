@@ -1,9 +1,8 @@
-"""A captured step is recorded again where it is another step, and never replayed over what moved."""
+"""A captured step is recaptured when a step no longer matches, and is never replayed over moved memory."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import subtensors as st
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def test_gradients_that_move_are_followed_without_recording_again(device: str) -> None:
+def test_gradients_that_move_need_no_recapture(device: str) -> None:
     pair = Pair(device)
     kept = []
     for _ in range(4):
@@ -25,7 +24,7 @@ def test_gradients_that_move_are_followed_without_recording_again(device: str) -
     assert pair.capture.stats() == {"recordings": 1, "replays": 4, "eager_steps": 0}
 
 
-def test_gradients_that_come_and_go_are_recorded_once_a_set(device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_set_of_parameters_with_gradients_is_captured_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(device)
     pair.step()
     with caplog.at_level(logging.INFO, logger="subtensors.optim"):
@@ -34,7 +33,7 @@ def test_gradients_that_come_and_go_are_recorded_once_a_set(device: str, caplog:
     pair.assert_equal()
     assert pair.capture.stats() == {"recordings": 3, "replays": 7, "eager_steps": 0}
     assert pair.capture.reasons == {"other parameters have a gradient": 2}
-    assert [r.message for r in caplog.records] == ["AdamW: a step is recorded again: other parameters have a gradient"]
+    assert [r.message for r in caplog.records] == ["AdamW: a step is recaptured: other parameters have a gradient"]
 
 
 def test_a_step_without_any_gradient_does_nothing(device: str) -> None:
@@ -45,7 +44,7 @@ def test_a_step_without_any_gradient_does_nothing(device: str) -> None:
     assert pair.capture.replays == 1
 
 
-def test_a_group_that_is_added_is_recorded(device: str) -> None:
+def test_adding_a_group_recaptures_the_step(device: str) -> None:
     pair = Pair(device)
     pair.step()
     new = torch.ones(6, device=device)
@@ -58,17 +57,17 @@ def test_a_group_that_is_added_is_recorded(device: str) -> None:
     assert pair.capture.reasons == {"a parameter group was added or removed": 1}
 
 
-def test_another_parameter_in_the_place_of_one_is_recorded(device: str) -> None:
+def test_replacing_a_parameter_recaptures_the_step(device: str) -> None:
     pair = Pair(device)
     pair.step()
     for params, opt in zip(pair.params, pair.both, strict=True):
         params[3] = opt.param_groups[0]["params"][3] = nn.Parameter(torch.full((1,), 2.0, device=device))
     pair.step()
     pair.assert_equal()
-    assert pair.capture.reasons == {"the parameters of group 0 are others": 1}
+    assert pair.capture.reasons == {"the parameters of group 0 were replaced": 1}
 
 
-def test_a_parameter_that_moved_is_recorded_and_the_old_memory_left_alone(device: str) -> None:
+def test_moving_a_parameter_recaptures_the_step_and_leaves_the_old_memory_unwritten(device: str) -> None:
     pair = Pair(device)
     pair.step()
     before = pair.params[1][1].data
@@ -81,7 +80,7 @@ def test_a_parameter_that_moved_is_recorded_and_the_old_memory_left_alone(device
     assert pair.capture.reasons == {"a parameter moved": 1}
 
 
-def test_state_that_was_replaced_is_recorded(device: str) -> None:
+def test_replacing_state_recaptures_the_step(device: str) -> None:
     pair = Pair(device)
     pair.step()
     for params, opt in zip(pair.params, pair.both, strict=True):
@@ -162,7 +161,7 @@ TRANSPOSES = {
 @pytest.mark.parametrize("how", ["eager", "captured", "packed"])
 @pytest.mark.parametrize("count", [2, 20])
 @pytest.mark.parametrize("transpose", TRANSPOSES)
-def test_what_is_transposed_where_it_is_is_read_and_written_as_it_then_is(
+def test_a_tensor_that_is_transposed_in_place_is_updated_in_its_new_layout(
     device: str, transpose: str, count: int, how: str
 ) -> None:
     values = torch.arange(16.0, device=device).view(4, 4)
@@ -204,7 +203,7 @@ def test_a_sparse_gradient_is_refused_as_ever(device: str) -> None:
                 opt.step()
 
 
-def test_autocast_around_the_step_is_no_other_step_than_without(device: str) -> None:
+def test_autocast_around_the_step_changes_nothing(device: str) -> None:
     pair = Pair(device)
     pair.step()
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -212,23 +211,25 @@ def test_autocast_around_the_step_is_no_other_step_than_without(device: str) -> 
     pair.assert_equal()
 
 
-def test_memory_that_moves_while_a_step_is_recorded_is_an_error(device: str) -> None:
+def test_memory_that_moves_during_a_capture_is_an_error(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = nn.Parameter(torch.ones(3, device=device))
     spare = [torch.ones(3, device=device) for _ in range(3)]
 
-    class Moving(st.optim.SGD):
-        def _update_batch(self, *args: Any) -> None:
-            super()._update_batch(*args)
-            w.data = spare.pop()
+    opt = st.optim.SGD([w], lr=1.0, graph=True)
+    update = opt._updater.update_all
 
-    opt = Moving([w], lr=1.0, graph=True)
+    def update_and_move(optimizer: st.optim.SGD) -> None:
+        update(optimizer)
+        w.data = spare.pop()
+
+    monkeypatch.setattr(opt._updater, "update_all", update_and_move)
     w.grad = torch.ones_like(w)
-    with pytest.raises(st.AddressError, match="parameter 0 of the step moved while a step was recorded"):
+    with pytest.raises(st.AddressError, match="parameter 0 of the step moved while a step was captured"):
         opt.step()
     assert torch.equal(w, torch.ones_like(w))
 
 
-def test_a_checked_replay_finds_what_moved_past_python(device: str) -> None:
+def test_a_checked_replay_finds_state_that_was_moved_without_python(device: str) -> None:
     params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(20)]
     opt = st.optim.AdamW(params, lr=0.1)
     opt.capture(check=True)
@@ -237,7 +238,7 @@ def test_a_checked_replay_finds_what_moved_past_python(device: str) -> None:
     opt.step()
     entry = opt.state[params[12]]["exp_avg"]
     torch.Tensor.set_(entry, torch.zeros_like(entry))  # no subclass is asked about it
-    with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was recorded"):
+    with pytest.raises(st.AddressError, match=r"state tensor \d+ of the step moved since it was captured"):
         opt.step()
     opt.state[params[12]]["exp_avg"] = torch.zeros_like(params[12])
     opt.step()

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 spreads over processes, or DDP repeats: they train as in one process, over gloo and NCCL."""
+"""Parameters that FSDP2 shards over processes, or DDP replicates, train as in one process, over gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def a_sharded_model_trains_as_the_whole_one() -> None:
             go_on(net, optimizer, range(STEPS))
             go_on(plain, getattr(torch.optim, name)(plain.parameters(), lr=0.05, **kwargs), range(STEPS), max_norm)
             torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
-            (batch,) = optimizer._lists[0].batches
+            (batch,) = optimizer._updater.groups[0].batches
             assert batch.sees_shards
             assert not any(isinstance(t, DTensor) for column in batch.columns() for t in column)
             for p in net.parameters():
@@ -102,7 +102,7 @@ def a_class_of_ones_own_needs_nothing_more() -> None:
     go_on(net, optimizer, range(STEPS))
     go_on(plain, whole_one, range(STEPS))
     torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
-    assert optimizer._lists[0].batches[0].sees_shards
+    assert optimizer._updater.groups[0].batches[0].sees_shards
     with optimizer.averaged_weights(), whole_one.averaged_weights():
         torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
 
@@ -142,8 +142,8 @@ def sums_over_a_tensor_are_those_of_all_its_shards() -> None:
                 stepped(theirs, other, range(STEPS))
             torch.testing.assert_close(whole(ours), whole(theirs))
             # Without kernels DTensors take the step, op by op.
-            (batch,) = optimizer._lists[0].batches
-            assert batch.sees_shards == batch.adds_up == (way in by_kernels or device.type == "cuda")
+            (batch,) = optimizer._updater.groups[0].batches
+            assert batch.sees_shards == batch.reduces_shards == (way in by_kernels or device.type == "cuda")
 
 
 def a_norm_is_that_of_shards_and_of_what_every_process_has() -> None:
@@ -245,7 +245,7 @@ def state_in_few_bits_is_that_of_each_shard(folder: str) -> None:
         torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()), rtol=0, atol=0)
         p, q = next(net.parameters()), next(plain.parameters())
         assert ours.state[p]["exp_avg"].to_local().dtype == torch.int8
-        assert ours._lists[0].batches[0].sees_shards
+        assert ours._updater.groups[0].batches[0].sees_shards
         torch.testing.assert_close(whole([ours.state[p]["exp_avg"]]), [theirs.state[q]["exp_avg"]], rtol=0, atol=0)
 
         # A checkpoint holds float32; loaded, it is given the same codes.
@@ -279,7 +279,7 @@ def processes_that_repeat_a_shard_agree() -> None:
     st.optim.AdamW(net.parameters(), state_dtype="int8").step()
     rounded = st.optim.AdamW(net.parameters(), state_dtype=torch.bfloat16)
     if count > 1:
-        with pytest.raises(st.RuleError, match="processes that repeat a shard"):
+        with pytest.raises(st.RuleError, match="processes that hold the same shard"):
             rounded.step()
 
 
@@ -343,7 +343,7 @@ def a_step_runs_as_much_python_for_many_parameters_as_for_few() -> None:
 def what_cannot_be_done_to_shards_is_refused() -> None:
     net = sharded()
     loss_of(net, 0).backward()
-    with pytest.raises(st.RuleError, match="state_dtype: this step needs whole tensors"):
+    with pytest.raises(st.RuleError, match="state_dtype: this step needs full tensors"):
         Shortened(net.parameters(), {"lr": 0.1}, state_dtype=torch.bfloat16).step()
     with pytest.raises(st.RuleError, match=r"leave out capture\(\) and graph=True"):
         st.optim.AdamW(net.parameters()).capture()
@@ -373,7 +373,7 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
 
 
 # One set of processes for all of it: to start them takes longer than what they do.
-def test_two_processes_train_a_sharded_model_as_one_trains_the_whole(tmp_path: Path) -> None:
+def test_two_processes_train_a_sharded_model_as_one_process_trains_it(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(_process, args=("gloo", 2, str(tmp_path)), nprocs=2)
 
@@ -389,6 +389,6 @@ GPUS = torch.cuda.device_count()
         pytest.param(2, marks=pytest.mark.skipif(GPUS < 2, reason="there is one GPU at most")),
     ],
 )
-def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_trains_the_whole(count: int, tmp_path: Path) -> None:
+def test_processes_with_a_gpu_each_train_a_sharded_model_as_one_process_trains_it(count: int, tmp_path: Path) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     mp.spawn(_process, args=("nccl", count, str(tmp_path)), nprocs=count)

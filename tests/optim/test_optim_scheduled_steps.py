@@ -1,4 +1,4 @@
-"""A thousand steps under a scheduler that moves every number: nothing is made anew, and nothing is waited for."""
+"""A thousand steps under a scheduler that changes every number: no retrace, and no synchronization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(fusion: FusedFunction) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
-def test_a_thousand_scheduled_steps_make_nothing_anew_and_wait_for_nothing(name: str, device: str) -> None:
+def test_a_thousand_scheduled_steps_neither_retrace_nor_synchronize(name: str, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 5), (7,), (), (64, 64)]
     start = [torch.randn(shape, generator=generator).to(device) for shape in shapes]

@@ -1,4 +1,4 @@
-"""What a step keeps from the one before it, and what it does only when somebody watches."""
+"""References that a step keeps, and hooks that it runs only if there are any."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_hooks_of_an_optimizer_and_of_all_of_them_run_around_each_step(device: t
     assert seen == ["before any", "before", "after", "after any"]
 
 
-def test_parameters_that_move_between_steps_are_found_where_they_are(device: torch.device) -> None:
+def test_parameters_that_move_between_steps_are_updated_at_their_new_addresses(device: torch.device) -> None:
     ours, theirs = parameters(device), parameters(device)
     opt, ref = st.optim.Adam(ours, lr=0.1), torch.optim.Adam(theirs, lr=0.1)
     left: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The state of an optimizer: a dict like torch's, whose every change is marked."""
+"""The state of an optimizer: a dict like torch's that stamps every change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 import subtensors as st
-from subtensors.optim.versioned_state import Entry, States
+from subtensors.optim.versions import Entry, States
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "set": lambda d: d.__setitem__("a", 2),
@@ -42,33 +42,33 @@ def made(kind: Any, entries: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", [Entry, States])
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_does_what_it_does_to_a_dict_and_is_marked(change: str, kind: Any) -> None:
+def test_every_change_acts_as_on_a_dict_and_is_stamped(change: str, kind: Any) -> None:
     watched, plain = made(kind, {"a": 1}), {"a": 1}
-    before = watched.changes.mark
+    before = watched.version.stamp
     assert CHANGES[change](watched) == CHANGES[change](plain)
     assert watched == plain
-    assert watched.changes.mark is not before
+    assert watched.version.stamp is not before
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_an_entry_is_marked_on_the_whole_state(change: str) -> None:
+def test_a_change_of_an_entry_stamps_the_state(change: str) -> None:
     states = States(dict, {"p": {"a": 1}})
     states.setdefault("q", {"a": 1})
     assert states["r"] == {}
     states["r"].update(a=1)
     for key in "pqr":
-        before = states.changes.mark
+        before = states.version.stamp
         CHANGES[change](states[key])
-        assert states.changes.mark is not before
+        assert states.version.stamp is not before
 
 
 @pytest.mark.parametrize("kind", [Entry, States])
 @pytest.mark.parametrize("read", READS)
-def test_reading_is_not_marked(read: str, kind: Any) -> None:
+def test_reading_is_not_stamped(read: str, kind: Any) -> None:
     watched = made(kind, {"a": 1})
-    before = watched.changes.mark
+    before = watched.version.stamp
     READS[read](watched)
-    assert watched.changes.mark is before
+    assert watched.version.stamp is before
     assert watched == {"a": 1}
 
 
@@ -86,10 +86,10 @@ def test_a_key_that_is_not_there_is_missing_in_an_entry_and_an_empty_entry_in_a_
 def test_an_entry_of_another_state_is_copied_so_that_each_marks_its_own_changes() -> None:
     one, other = States(dict, {"p": {"a": 1}}), States()
     other["p"] = one["p"]
-    before = one.changes.mark
+    before = one.version.stamp
     other["p"]["a"] = 2
     assert one["p"] == {"a": 1}
-    assert one.changes.mark is before
+    assert one.version.stamp is before
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_what_an_optimizer_hands_out_is_plain_and_its_own_state_is_watched() -> 
     for o in (optimizer, copied, copy.deepcopy(optimizer)):
         assert type(o.state) is States
         assert {type(entry) for entry in o.state.values()} == {Entry}
-        assert all(entry.changes is o.state.changes for entry in o.state.values())
+        assert all(entry.version is o.state.version for entry in o.state.values())

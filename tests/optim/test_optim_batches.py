@@ -1,4 +1,4 @@
-"""The lists that a step hands on are kept from step to step, and found again when something changes."""
+"""The batches of a group are kept from step to step, and made again when something changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_step_runs_as_much_python_for_a_thousand_tensors_as_for_ten(
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_parameters_that_lie_where_others_lay_are_updated_as_what_they_are(name: str, device: str) -> None:
+def test_parameters_at_the_addresses_of_earlier_ones_are_updated_with_their_own_shapes(name: str, device: str) -> None:
     memory, gradients = torch.zeros(64, device=device), torch.zeros(64, device=device)
     with kernels_on_cpu():
         for dtype, size in [(torch.float32, 3), (torch.float32, 5), (torch.bfloat16, 5), (torch.float16, 5)] * 2:
@@ -48,18 +48,18 @@ def test_parameters_that_lie_where_others_lay_are_updated_as_what_they_are(name:
             assert p.tolist() == pytest.approx([0.5] * size)
 
 
-def test_the_lists_of_a_group_are_made_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batches_of_a_group_are_made_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     params = ones(8)
     optimizer = st.optim.Adam(params)
     optimizer.step()
-    batches = optimizer._lists[0].batches
+    batches = optimizer._updater.groups[0].batches
     for _ in range(3):
         optimizer.zero_grad()
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert optimizer._lists[0].batches is batches
+    assert optimizer._updater.groups[0].batches is batches
     params[3].grad = None
     optimizer.step()
-    assert optimizer._lists[0].batches is not batches
-    assert re.fullmatch(r"\[0, 1, 2, 4, 5, 6, 7\]", str(optimizer._lists[0].batches[0].indices))
+    assert optimizer._updater.groups[0].batches is not batches
+    assert re.fullmatch(r"\[0, 1, 2, 4, 5, 6, 7\]", str(optimizer._updater.groups[0].batches[0].indices))

@@ -1,4 +1,4 @@
-"""State begins together for all parameters of a group, and each tensor of it is as if it had begun alone."""
+"""State of all parameters of a group is initialized together, and equals state that is initialized alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
+from optimizers import WITH_STATE_OPTIONS
 from python_calls import python_calls
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,17 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from subtensors.kernels.fused.launch import Grid
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adam": {"amsgrad": True},
-    "AdamW": {"master_weights": True, "ema": 0.9},
-    "SGD": {"momentum": 0.9, "dampening": 0.5},
-    "Lion": {"ema": 0.9},
-    "ASGD": {},
-    "Adagrad": {"initial_accumulator_value": 0.5},
-    "AdamWScheduleFree": {"master_weights": True},
-    "Adafactor": {},
-}
 
 
 def parameters(device: torch.device | str) -> list[Parameter]:
@@ -48,9 +38,9 @@ def parameters(device: torch.device | str) -> list[Parameter]:
     return params
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_many_parameters_is_what_each_alone_would_have(name: str, device: torch.device) -> None:
-    cls, options = getattr(st.optim, name), OPTIMIZERS[name]
+@pytest.mark.parametrize("name", WITH_STATE_OPTIONS)
+def test_state_initialized_together_equals_state_initialized_alone(name: str, device: torch.device) -> None:
+    cls, options = getattr(st.optim, name), WITH_STATE_OPTIONS[name]
     together = cls(parameters(device), **options)
     together.step()
     for p, alone in zip(together.param_groups[0]["params"], parameters(device), strict=True):
@@ -134,7 +124,7 @@ def first_step(name: str, dtype: torch.dtype, device: str, count: int) -> Any:
     params: list[Tensor] = [Parameter(torch.ones(i % 3 + 1, dtype=dtype, device=device)) for i in range(count)]
     for p in params:
         p.grad = torch.ones_like(p)
-    return getattr(st.optim, name)(params, **OPTIMIZERS[name])
+    return getattr(st.optim, name)(params, **WITH_STATE_OPTIONS[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its launches are stubbed where Triton interprets")

@@ -1,4 +1,4 @@
-"""Whatever happens between steps, a captured optimizer does what an eager one does."""
+"""Random events between steps: a captured optimizer equals an eager one after all of them."""
 
 from __future__ import annotations
 
