@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from subtensors.dispatch.padded import interpreter
-from subtensors.padded import fast_path, outcome_cache
-from subtensors.padded.padded_tensor import value_of
+from subtensors.padded import fast_path
+from subtensors.padded.padded_tensor import unwrap
 
 SEQ = st.Dim("seq", max=16, buckets=8)
 NAN = float("nan")
@@ -104,7 +104,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
 
     monkeypatch.setattr("subtensors.dispatch.padded.rules.run", noted_run)
     monkeypatch.setattr("subtensors.dispatch.padded.rules.run_call", noted_run_call)
-    monkeypatch.setattr(outcome_cache, "_known", {})
+    monkeypatch.setattr(fast_path, "_outcomes", {})
     known, values = [], []
     for is_direct in (True, False):
         if not is_direct:
@@ -118,7 +118,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
             with torch.set_grad_enabled(records):
                 out = call(st.pad(own, {1: SEQ}, value=NAN))
             is_padded = isinstance(out, st.PaddedTensor)
-            known.append((_described(value_of(out)) if is_padded else type(out), out.requires_grad))
+            known.append((_described(unwrap(out)) if is_padded else type(out), out.requires_grad))
             true = out.unpad() if is_padded else out
             values.append([true.detach()])
             if true.requires_grad:
@@ -130,7 +130,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
     torch.testing.assert_close(values[:4], values[4:], rtol=0, atol=0, equal_nan=True)
     # What is known of the first length is known of the others in its bucket.
     assert len(made[1]) <= len(made[0])
-    assert records or len(made[1]) < len(made[0]) or not outcome_cache._known
+    assert records or len(made[1]) < len(made[0]) or not fast_path._outcomes
 
 
 def _described(x: Any) -> Any:

@@ -63,7 +63,7 @@ def test_sizes_that_do_not_agree_are_refused_by_name() -> None:
         st.pad(torch.ones(30), {0: SEQ})
     with pytest.raises(st.SizeError, match="seq is 5 in one tensor and 6 in another"):
         _ = st.pad(torch.ones(5), {0: SEQ}) + st.pad(torch.ones(6), {0: SEQ})
-    with pytest.raises(ValueError, match="none of a tensor with 1 dims"):
+    with pytest.raises(ValueError, match="cannot pad dim 2 of a tensor with 1 dims"):
         st.pad(torch.ones(3), {2: SEQ})
     with pytest.raises(ValueError, match="may differ in the padded dims"):
         st.pad([torch.ones(3, 2), torch.ones(3, 4)], {0: SEQ})
