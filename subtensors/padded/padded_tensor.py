@@ -69,7 +69,7 @@ class PaddedTensor(Tensor):
     """A tensor padded to bucket sizes: ops act on its valid part, for any program made of supported ops.
 
     `shape` is the bucket shape, which kernels, graphs and compilers see; the true sizes are data, in a small tensor on
-    the device. What stands in the padding never reaches a valid element, nor does its gradient reach a parameter.
+    the device. Values in the padding never reach a valid element, nor does their gradient reach a parameter.
 
     Args:
         t: a tensor of true sizes; see `st.pad`, which also takes a list.

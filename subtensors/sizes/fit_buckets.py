@@ -55,7 +55,7 @@ def _ends_of_runs(sizes: np.ndarray, counts: np.ndarray, max_runs: int) -> list[
     number = len(sizes)
     counted = np.concatenate([[0], np.cumsum(counts)])
     summed = np.concatenate([[0], np.cumsum(counts * sizes)])
-    # No bucket covers the empty sample alone; 2**62 stands for infinity and can be added to without overflow.
+    # Without buckets only the empty sample is covered; 2**62 is an infinity that can be added to without overflow.
     waste = np.full(number + 1, 1 << 62, dtype=np.int64)
     waste[0] = 0
     tables, starts = [waste], []
