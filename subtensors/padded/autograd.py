@@ -39,7 +39,7 @@ def unwrap_with_grad(x: PaddedTensor) -> PaddedValue:
 
 
 class UnwrapContext(FunctionCtx):
-    """What the backward of `Unwrap` needs of the tensor."""
+    """The dims and sizes of the unwrapped tensor, and the tracker of its gradient."""
 
     dims: tuple[Factors, ...]
     sizes: TrueSizes | None

@@ -1,7 +1,7 @@
 """`PaddedTensor`: a tensor whose true size varies, stored at a bucket size that doesn't.
 
-This file imports none of its neighbours. What a method needs of the files above it, they put into `handlers` when the
-package is imported.
+The other files of this folder import this one, which imports none of them. A method that needs one of their functions
+finds it in `handlers`, where they register it at import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Metadata: TypeAlias = "tuple[tuple[Factors, ...], tuple[sympy.Symbol, ...], tupl
 
 
 class _Handlers:
-    """Functions behind the methods of `PaddedTensor`, set at import by the files that define them."""
+    """The functions behind some methods of `PaddedTensor`, each set at import by the file that defines it."""
 
     torch_function: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
     torch_dispatch: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]

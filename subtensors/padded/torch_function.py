@@ -2,9 +2,9 @@
 
     f(x)                            x: a PaddedTensor that requires grad
      |
-    __torch_function__ ---------->  the wrapper answers x.size(), x.dtype, ...; most other calls go on
+    __torch_function__ ---------->  f is a query such as x.size() or x.dtype: the wrapper answers it
      |
-    fast_path.py ---------------->  f is one op: its rule, or a cached outcome of it, runs here, and we are done
+    fast_path.py ---------------->  f is known to be one op: its rule, or a cached outcome of it, gives the result
      |
     below autograd                  tensors become placeholders, and f runs past autograd's kernels
      |
@@ -16,8 +16,9 @@
 
 A rule computes on dense storages that autograd tracks, so its backward is torch's own. A *placeholder* makes that
 possible: a PaddedTensor that stands for an argument, whose storage autograd tracks although it doesn't track the
-placeholder itself. Plain tensors get placeholders too, so that every op on them is seen. Where no rule applies, a
-function runs in its replacement (`replacements.py`) or on the unpadded data (`fallback.py`).
+placeholder itself. Plain tensors get placeholders too, so that every op on them is seen. A few functions run a
+replacement that is made of functions with rules (`replacements.py`); where there is no rule, a function runs on the
+unpadded data, and its result is padded again (`fallback.py`).
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class CallFrame:
         self.overwritten: list[Tensor] = []
         """Arguments whose storage the call wrote to directly."""
         self.plain_views: list[Tensor] = []
+        """Results without a padded dim that share an argument's memory."""
         self.has_views = False
+        """True if a result is a view."""
 
     def placeholder(self, x: Tensor) -> Tensor:
         """The placeholder of an argument, made at its first use."""
