@@ -23,10 +23,11 @@ from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher
+from subtensors.kernels.padded.padding_ops import pad_to
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import write_back
 from subtensors.padded.padded_tensor import PaddedTensor, unwrap
-from subtensors.padded.padding import pad_to_shape, unpad_value
+from subtensors.padded.padding import unpad_value
 
 if TYPE_CHECKING:
     import sympy
@@ -111,7 +112,7 @@ def _write(target: PaddedTensor, new: Tensor) -> None:
     value = unwrap(target)
     assignment = value.sizes.assignment() if value.sizes else {}
     true = [size_on_host(f.size, assignment) for factors in value.dims for f in factors]
-    dense = pad_to_shape(new.reshape(true), [f.bucket for factors in value.dims for f in factors], 0)
+    dense = pad_to(new.reshape(true), [f.bucket for factors in value.dims for f in factors], 0)
     write_back(target, PaddedValue(dense.reshape(target.shape), value.dims, value.sizes))
 
 
@@ -168,7 +169,7 @@ def _repad(out: Tensor, shapes: Sequence[_Shape], keys: Sequence[_Key], sizes: T
         dims.append(padded_dim(bucket, expression))
     if any(size_on_host(size_of(f), actual) != size for f, size in zip(dims, out.shape, strict=True)):
         return out
-    return wrap_with_grad(PaddedValue(pad_to_shape(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
+    return wrap_with_grad(PaddedValue(pad_to(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
 
 
 def _fit_line(symbol: sympy.Symbol, points: list[tuple[int, int]]) -> sympy.Expr | None:

@@ -26,15 +26,15 @@ from subtensors.padded.views import track_plain_views
 from subtensors.sizes.dims import Dim, SizeAgreement
 
 wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)
-"""`wrap_with_grad`, typed for values with padding; a value whose hints do not fit has none, and becomes a tensor."""
+"""`wrap_with_grad` of a value with padding; one without, if no non-strict Dim fits, becomes a plain tensor."""
 
 
 def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Number = 0) -> PaddedTensor:
-    """Pad a tensor to its buckets, or several to those of a batch.
+    """Pad a tensor to its buckets, or a list of tensors to the buckets of a batch.
 
     Args:
         t: a tensor; or a list of tensors that agree in all but the padded dims, for a ragged batch with a new first
-            dim, one row a tensor.
+            dim, one row per tensor.
         dims: for each padded dim (of one tensor, from the end if negative) its `Dim`, or an int: the bucket size.
         value: what the padding holds.
 
@@ -60,16 +60,16 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     if torch.compiler.is_dynamo_compiling():
         raise RuleError("pad before compiled code: in it a true size is a constant, and each would be compiled anew")
     if isinstance(t, PaddedTensor):
-        return _repad(t, dims)
+        return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
-        return wrap_padded(_padded(t, _named(dims, t.dim()), value))
+        return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
     rows = list(t)
     if not rows or not all(isinstance(row, Tensor) for row in rows):
         raise TypeError("pad takes a tensor or a list of at least one tensor")
-    return wrap_padded(_ragged(rows, _named(dims, rows[0].dim()), value))
+    return wrap_padded(_pad_rows(rows, _named_dims(dims, rows[0].dim()), value))
 
 
-# Where compiled code breaks its graph at a call, the call is one of eager mode.
+# After a graph break inside compiled code the call runs eagerly, and must not be compiled by itself.
 dynamo.compile_only_inlined(pad)
 
 
@@ -90,7 +90,7 @@ handlers.pad, handlers.unpad = pad, unpad
 
 
 def unpad_value(value: PaddedValue) -> Tensor | list[Tensor]:
-    """Return the valid part of a value: a tensor, or a list of one a row."""
+    """Return the valid part of a value: a tensor, or a list with one per row."""
     sizes = value.sizes
     ragged = sizes is not None and any(sizes.is_ragged(f.size) for factors in value.dims for f in factors)
     if not ragged or sizes is None:
@@ -117,30 +117,25 @@ def _unpad_row(value: PaddedValue, row: int) -> Tensor:
     return dense if list(dense.shape) == shape else dense.reshape(shape)
 
 
-def _padded(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
-    agreed = SizeAgreement()
-    kept = {d: dim for d, dim in dims.items() if agreed.bind(dim, t.shape[d], f"dim {d}")}
-    if not kept:
+def _pad_one(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
+    agreement = SizeAgreement()
+    padded = {d: dim for d, dim in dims.items() if agreement.bind(dim, t.shape[d], f"dim {d}")}
+    if not padded:
         return PaddedValue(t, static_dims(t.shape))
-    distinct = list(dict.fromkeys(kept.values()))
-    host = tuple(agreed.sizes[dim] for dim in distinct)
+    distinct = list(dict.fromkeys(padded.values()))
+    host = tuple(agreement.sizes[dim] for dim in distinct)
     buckets = tuple(dim.bucket(int(n)) for dim, n in zip(distinct, host, strict=True))  # type: ignore[arg-type]
     sizes = true_sizes(distinct, buckets, host, t.device)
     factors = list(static_dims(t.shape))
-    for d, dim in kept.items():
+    for d, dim in padded.items():
         factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
     shape = tuple(map(bucket_of, factors))
-    return PaddedValue(pad_to_shape(t, shape, value), tuple(factors), sizes, None if value != value else value)
+    return PaddedValue(pad_to(t, shape, value), tuple(factors), sizes, None if value != value else value)
 
 
-def pad_to_shape(t: Tensor, shape: Sequence[int], value: Number) -> Tensor:
-    """`t` at the start of a tensor of a larger shape, `value` elsewhere; differentiable."""
-    return pad_to(t, shape, value)
-
-
-def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> PaddedValue:
+def _pad_rows(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> PaddedValue:
     first = rows[0]
-    agreed = SizeAgreement()
+    agreement = SizeAgreement()
     for i, row in enumerate(rows):
         if row.dim() != first.dim() or any(row.shape[d] != first.shape[d] for d in range(first.dim()) if d not in dims):
             raise ValueError(
@@ -154,13 +149,13 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
             )
     for d, dim in dims.items():
         lengths = tuple(row.shape[d] for row in rows)
-        if not agreed.bind(dim, lengths, f"dim {d}"):
+        if not agreement.bind(dim, lengths, f"dim {d}"):
             # Lengths that don't fit a hint get a bucket of their own.
             longest = max(*lengths, 1)
             dims = {**dims, d: Dim(f"{dim.name}_{d}_of_{longest}", max=longest, buckets=[longest])}
-            agreed.bind(dims[d], lengths, f"dim {d}")
+            agreement.bind(dims[d], lengths, f"dim {d}")
     distinct = list(dict.fromkeys(dims.values()))
-    host = tuple(agreed.sizes[dim] for dim in distinct)
+    host = tuple(agreement.sizes[dim] for dim in distinct)
     buckets = tuple(dim.bucket(max(lengths)) for dim, lengths in zip(distinct, host, strict=True))  # type: ignore[arg-type]
     sizes = true_sizes(distinct, buckets, host, first.device)
     factors = list(static_dims(first.shape))
@@ -184,7 +179,7 @@ def true_sizes(
     return TrueSizes(tuple(dim.symbol for dim in dims), tuple(buckets), values.to(device), tuple(host))
 
 
-def _named(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
+def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     named: dict[int, Dim] = {}
     for d, dim in dims.items():
         if not isinstance(d, int) or not -rank <= d < rank:
@@ -197,11 +192,11 @@ def _named(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     return named
 
 
-def _repad(x: PaddedTensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
+def _check_padded_on(x: PaddedTensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
     """Return the same tensor if it is padded on these Dims already."""
     value = unwrap(x)
     ragged = value.sizes is not None and value.sizes.rows is not None
-    for d, dim in _named(dims, x.dim() - ragged).items():
+    for d, dim in _named_dims(dims, x.dim() - ragged).items():
         factors = value.dims[d + ragged]
         if isinstance(dim, Dim) and (len(factors) != 1 or factors[0].size != dim.symbol):
             raise RuleError(f"dim {d} of this PaddedTensor is padded on {factors}, not on {dim}; unpad it first")
@@ -311,7 +306,7 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     sizes = true_sizes([dim], [bucket], [host], t.device)
     factors = (padded_dim(t.shape[0], rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
     shape = (t.shape[0], bucket, *t.shape[2:])
-    dense = pad_to_shape(t[:, :bucket], shape, 0 if value is None else value)
+    dense = pad_to(t[:, :bucket], shape, 0 if value is None else value)
     batch = PaddedValue(dense, factors, sizes)
     return wrap_padded(batch if value is None else batch.cleaned(value))
 
