@@ -11,9 +11,8 @@ from subtensors.fused.fuse import fused
 from subtensors.lists.norms import clip_grad_norm_, total_norm
 from subtensors.lists.tensor_list import TensorList
 from subtensors.padded import torch_function as _rules  # noqa: F401  (registers rules at import, not at the first call)
-from subtensors.padded.convert import pad_masked, pad_nested, to_masked, to_nested
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.padding import pad
+from subtensors.padded.padding import pad, pad_masked, pad_nested, to_masked, to_nested
 from subtensors.padded.size_debug import PaddedSizeWarning, watch_size_arithmetic
 from subtensors.sizes.bucket_policies import Geometric, Linear, Sizes
 from subtensors.sizes.dims import Dim

@@ -57,7 +57,8 @@ class RuleTable:
         self.type_name = type_name
         self.advice = {**ADVICE, **(advice or {})}
         self._rules: dict[Key, Rule] = {}
-        self._found: dict[OpOverload, Rule] = {}
+        self.resolved: dict[OpOverload, Rule] = {}
+        """The rule of each overload that was looked up before."""
 
     def register(self, *keys: Key) -> Callable[[RuleT], RuleT]:
         """Register the decorated function for one or more keys.
@@ -96,7 +97,7 @@ class RuleTable:
                         f"so {_called(rule)} can't be registered"
                     )
             self._rules.update(dict.fromkeys(keys, rule))
-            self._found.clear()
+            self.resolved.clear()
             return rule
 
         return add
@@ -120,13 +121,13 @@ class RuleTable:
             subtensors.RuleError: Loud has no rule for aten.cumsum.default (class scan): scan the \
 plain tensor values
         """
-        found = self._found.get(op)
-        if found is None:
+        rule = self.resolved.get(op)
+        if rule is None:
             key = self._matching_key(op)
             if key is None:
                 raise RuleError(self._refusal(op))
-            found = self._found[op] = self._rules[key]
-        return found
+            rule = self.resolved[op] = self._rules[key]
+        return rule
 
     def explain(self, op: OpOverload) -> str:
         """Explain which rule an op gets, and by which key.

@@ -171,7 +171,7 @@ def run_call(call: PaddedCall) -> PyTree:
     if not any(x.padded_dims for x in call.values):
         out = tree_map_only(Tensor, unpadded_value, call.dense())
         return _mark_views(out, call) if op_class(op) is OpClass.VIEW else out
-    rule = table.lookup(op)
+    rule = table.resolved.get(op) or table.lookup(op)
     trackers = [x.tracker for x in call.values if x.tracker is not None]
     for tracker in trackers:
         tracker.uses += 1

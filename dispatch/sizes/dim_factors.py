@@ -1,13 +1,23 @@
-"""Reshapes of padded dimensions: which dimensions become one, which come apart, and what is real in them.
+"""Dims of padded tensors as products of factors, so that views and reshapes keep their true sizes.
 
-A dimension is a product of *factors*, outermost first, each with a bucket size and a true one: index `i` of the
-dimension stands for one index a factor, and is real where each of those is below its factor's true size. A dimension as
-a user makes it is one factor. `flatten` puts factors side by side, since the real elements of `(batch, seq)` as one
-dimension lie scattered through it; `unflatten` takes them apart again. Nothing moves: a reshape of the bucket shape is
-a reshape of the padded storage.
+A dim of a padded storage has a bucket size, which torch sees, and a true size, an int or an expression such as `seq`.
+A reshape of the storage can merge a padded dim with others. The valid elements of the result are then no longer its
+first ones, and one true size cannot say where they are:
 
-Factors that touch merge where the real elements are a prefix still: a static factor after any other, because
-`i * k + j < size * k` says the same as `i < size` for `0 <= j < k`.
+    (batch 2, seq 3 of bucket 4)   a b c .      flatten(0, 1)      a b c . d e f .     valid: a b c d e f
+                                   d e f .     ------------->      bucket 8
+
+So a dim is a tuple of *factors*, outermost first, each with a bucket size and a true size:
+
+    before:  (Factor(2, 2),) , (Factor(4, seq),)          two dims of one factor each
+    after:   (Factor(2, 2), Factor(4, seq))               one dim of two factors, of bucket 2 * 4, true size 2 * seq
+
+Index `i` of the dim is one index per factor (as in `divmod(i, 4)`), and is valid where each of these is below its
+factor's true size. `flatten` concatenates factors and `unflatten` splits them; the storage is reshaped as any tensor.
+
+Adjacent factors merge into one where the valid elements still come first: a static factor after any other, because
+`i * k + j < size * k` is equivalent to `i < size` for `0 <= j < k`. A factor is cut in two if its true size is
+divisible by the inner size for every value of its symbols; otherwise the reshape is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +26,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.sizes.expressions import Size, as_expression, divided, multiplied
@@ -24,11 +33,11 @@ from subtensors.dispatch.sizes.expressions import Size, as_expression, divided, 
 
 @dataclass(frozen=True)
 class Factor:
-    """A part of a dimension.
+    """One factor of a dim.
 
     Args:
-        bucket: how many indices it has.
-        size: how many of them, from the first, are real.
+        bucket: the number of indices.
+        size: the number of valid ones, which come first.
     """
 
     bucket: int
@@ -37,7 +46,7 @@ class Factor:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Factor], tuple[int, Size]]:
         # Without the cached values: a hash differs between processes.
         return Factor, (self.bucket, self.size)
 
@@ -57,16 +66,16 @@ def static(bucket: int) -> Factor:
 
 
 Factors = tuple[Factor, ...]
-"""Of one dimension, outermost first; `()` has the size 1."""
+"""The factors of one dim, outermost first; `()` has the size 1."""
 
 
 def bucket_of(factors: Factors) -> int:
-    """The size that a dimension reports."""
+    """The bucket size of a dim, which torch sees."""
     return factors[0].bucket if len(factors) == 1 else math.prod(factor.bucket for factor in factors)
 
 
 def size_of(factors: Factors) -> Size:
-    """The true size of a dimension: how many of its indices are valid.
+    """The true size of a dim, the number of its valid indices.
 
     >>> import sympy
     >>> size_of((static(4), Factor(128, sympy.Symbol("seq"))))
@@ -76,7 +85,7 @@ def size_of(factors: Factors) -> Size:
 
 
 def static_dims(shape: Sequence[int]) -> tuple[Factors, ...]:
-    """Dims without padding."""
+    """The dims of a shape without padding."""
     return tuple([_static_dim(int(size)) for size in shape])
 
 
@@ -86,7 +95,7 @@ def _static_dim(size: int) -> Factors:
 
 
 def with_dim(dims: Sequence[Factors], at: int, factors: Factors) -> list[Factors]:
-    """These dims, but another one in one place."""
+    """Return the dims with one of them replaced."""
     return [*dims[:at], factors, *dims[at + 1 :]]
 
 
@@ -98,7 +107,7 @@ def is_padded(factors: Factors) -> bool:
 
 
 def padded_dim(bucket: int, size: Size) -> Factors:
-    """One dim of one factor."""
+    """A dim of one factor."""
     return (Factor(bucket, as_expression(size)),)
 
 
@@ -114,7 +123,7 @@ def is_prefix(factors: Factors) -> bool:
 
 
 def merged(factors: Sequence[Factor]) -> Factors:
-    """The same dimension in as few factors as there can be.
+    """Return the same dim in as few factors as possible.
 
     >>> import sympy
     >>> merged([static(2), static(3), Factor(8, sympy.Symbol("n")), static(4)])
@@ -132,14 +141,14 @@ def merged(factors: Sequence[Factor]) -> Factors:
 
 
 def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
-    """The factors of each dimension after a reshape of the padded storage.
+    """Return the factors of each dim after a reshape of the padded storage.
 
     Args:
         dims: the dimensions before.
         shape: the sizes after, as reported; one of them may be -1.
 
     Returns:
-        The dimensions after, each with as few factors as there can be.
+        The dims after, each with as few factors as possible.
 
     Raises:
         RuleError: the shape cuts through a padded dimension, or has another number of elements.
@@ -156,22 +165,22 @@ def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
     shape = _without_wildcard(shape, math.prod(map(bucket_of, dims)))
     if 0 in shape or 0 in map(bucket_of, dims):
         return _empty(dims, shape)
-    rest = [factor for factors in dims for factor in factors if factor != static(1)]
+    remaining = [factor for factors in dims for factor in factors if factor != static(1)]
     result = []
-    for wanted in shape:
-        taken: list[Factor] = []
-        while (missing := wanted // bucket_of(tuple(taken))) > 1:
-            factor, *rest = rest
+    for size in shape:
+        factors: list[Factor] = []
+        while (missing := size // bucket_of(tuple(factors))) > 1:
+            factor, *remaining = remaining
             if missing % factor.bucket:
-                factor, inner = _cut(factor, missing, dims, shape)
-                rest.insert(0, inner)
-            taken.append(factor)
-        result.append(merged(taken))
+                factor, inner = _split(factor, missing, dims, shape)
+                remaining.insert(0, inner)
+            factors.append(factor)
+        result.append(merged(factors))
     return result
 
 
-def _cut(factor: Factor, outer: int, dims: Sequence[Factors], shape: Sequence[int]) -> tuple[Factor, Factor]:
-    """A factor as one of `outer` indices around a static one."""
+def _split(factor: Factor, outer: int, dims: Sequence[Factors], shape: Sequence[int]) -> tuple[Factor, Factor]:
+    """Split a factor into one of `outer` indices and a static one inside of it."""
     inner, remainder = divmod(factor.bucket, outer)
     if not remainder and factor.is_static:
         return static(outer), static(inner)
@@ -183,16 +192,16 @@ def _cut(factor: Factor, outer: int, dims: Sequence[Factors], shape: Sequence[in
     before = tuple(map(bucket_of, dims))
     raise RuleError(
         f"a reshape of {before} to {tuple(shape)} cuts through a padded dimension of bucket {factor.bucket} and true "
-        f"size {factor.size}; keep that dimension whole, or unpad first"
+        f"size {factor.size}; keep that dimension in one piece, or unpad first"
     )
 
 
 def _without_wildcard(shape: Sequence[int], elements: int) -> list[int]:
     known = math.prod(size for size in shape if size != -1)
-    filled = [elements // known if size == -1 and known else size for size in shape]
-    if list(shape).count(-1) > 1 or math.prod(filled) != elements:
+    sizes = [elements // known if size == -1 and known else size for size in shape]
+    if list(shape).count(-1) > 1 or math.prod(sizes) != elements:
         raise RuleError(f"the shape {tuple(shape)} is not one of {elements} elements")
-    return filled
+    return sizes
 
 
 def _empty(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:

@@ -1,4 +1,4 @@
-"""Sizes as sympy expressions in the symbols of named dimensions: what an op makes of them, and what they are worth.
+"""Sizes as sympy expressions in the symbols of named dimensions: the arithmetic of ops on them, and their values.
 
 A padded dimension reports its bucket size, and carries beside it an expression for the true one: `seq`, `2*seq + 1`,
 `floor((seq - 3)/2) + 1`. Expressions are the same for all sizes of a bucket, so compiled code may hold them; their
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,32 +20,33 @@ from subtensors.dispatch.ops.errors import RuleError, SizeError
 if TYPE_CHECKING:
     import sympy
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Size: TypeAlias = "sympy.Expr"
 """An integer expression; a plain int is accepted where one is taken."""
 
 
 def size_symbol(name: str) -> sympy.Symbol:
-    """The symbol of a named dimension: a whole number, not negative."""
+    """Return the symbol of a named dimension, a nonnegative integer."""
     import sympy
 
     return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
 def as_expression(size: Size | int) -> Size:
-    """An int as an expression; an expression as it is."""
+    """Return an int as an expression, and an expression unchanged."""
     import sympy
 
     return sympy.Integer(size) if type(size) is int else sympy.sympify(size)
 
 
-def _remembered(function: F) -> F:
-    """A function of expressions and ints that computes each answer once: sympy takes longer than the op it is for."""
+def _memoized(function: Callable[P, T]) -> Callable[P, T]:
+    """Cache a function of expressions and ints: sympy takes longer than the op that needs the size."""
     return functools.wraps(function)(functools.lru_cache(4096, typed=True)(function))  # type: ignore[return-value]
 
 
-@_remembered
+@_memoized
 def added(*sizes: Size | int) -> Size:
     """The size of a concatenation.
 
@@ -57,7 +58,7 @@ def added(*sizes: Size | int) -> Size:
     return sympy.Add(*sizes)
 
 
-@_remembered
+@_memoized
 def multiplied(*sizes: Size | int) -> Size:
     """The size of several dimensions as one, or of one that is repeated.
 
@@ -69,7 +70,7 @@ def multiplied(*sizes: Size | int) -> Size:
     return sympy.Mul(*sizes)
 
 
-@_remembered
+@_memoized
 def divided(size: Size | int, by: Size | int) -> Size:
     """The size that makes `size` when multiplied with `by`.
 
@@ -91,7 +92,7 @@ def divided(size: Size | int, by: Size | int) -> Size:
     return quotient
 
 
-@_remembered
+@_memoized
 def floor_divided(size: Size | int, by: int) -> Size:
     """The floor of a size divided by `by`.
 
@@ -103,23 +104,23 @@ def floor_divided(size: Size | int, by: int) -> Size:
     return sympy.sympify(size) if by == 1 else sympy.floor(size / sympy.Integer(by))
 
 
-@_remembered
+@_memoized
 def smallest(*sizes: Size | int) -> Size:
-    """The least of several sizes."""
+    """The minimum of several sizes."""
     import sympy
 
     return sympy.Min(*sizes)
 
 
-@_remembered
+@_memoized
 def largest(*sizes: Size | int) -> Size:
-    """The greatest of several sizes."""
+    """The maximum of several sizes."""
     import sympy
 
     return sympy.Max(*sizes)
 
 
-@_remembered
+@_memoized
 def sliced(size: Size | int, start: int | None, stop: int | None, step: int = 1) -> tuple[Size, Size]:
     """The start and the size of a Python slice of a dimension; negative bounds count from the true end.
 
@@ -150,7 +151,7 @@ def _within(size: Size, bound: int | None, default: Size) -> Size:
     return largest(0, size + bound) if bound < 0 else smallest(bound, size)
 
 
-@_remembered
+@_memoized
 def convolved(
     size: Size | int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, ceil_mode: bool = False
 ) -> Size:
@@ -159,7 +160,7 @@ def convolved(
     Args:
         size: of the input.
         kernel, stride, padding, dilation: along the dimension; `padding` is that of one side.
-        ceil_mode: whether a window may stand out beyond the end, as pooling has it.
+        ceil_mode: whether a window may reach beyond the end, as in pooling.
 
     >>> convolved(size_symbol("t"), kernel=3, stride=2, padding=1)
     floor(t/2 - 1/2) + 1
@@ -172,7 +173,7 @@ def convolved(
     return smallest(windows, _ceiling(as_expression(size) + padding, stride))
 
 
-@_remembered
+@_memoized
 def deconvolved(
     size: Size | int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, output_padding: int = 0
 ) -> Size:
@@ -203,7 +204,7 @@ def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
         sizes: the true size behind each symbol.
 
     Raises:
-        SizeError: a symbol has no size here, or the value is negative or no whole number.
+        SizeError: a symbol has no size here, or the value is negative or no integer.
 
     >>> seq = size_symbol("seq")
     >>> size_on_host(convolved(seq, kernel=3, stride=2), {seq: 8})
@@ -218,7 +219,7 @@ def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
     value = expression.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()})
     if not value.is_Integer or value < 0:
         given = ", ".join(f"{symbol}={sizes[symbol]}" for symbol in sorted(expression.free_symbols, key=str))
-        raise SizeError(f"the size {expression} is {value} for {given}; a size is a whole number, not negative")
+        raise SizeError(f"the size {expression} is {value} for {given}; a size is a nonnegative integer")
     return int(value)
 
 
@@ -273,7 +274,7 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
     return reduce(combine, parts)
 
 
-@_remembered
+@_memoized
 def _fraction(expression: Size) -> tuple[Size, Size]:
     import sympy
 
@@ -281,32 +282,26 @@ def _fraction(expression: Size) -> tuple[Size, Size]:
     return numerator, denominator
 
 
-def _least(a: Tensor | int, b: Tensor | int) -> Any:
-    return _clamped(a, b, max_is=True)
+def _minimum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else torch.clamp(a, max=b)
+    return torch.clamp(b, max=a) if isinstance(b, Tensor) else min(a, b)
 
 
-def _greatest(a: Tensor | int, b: Tensor | int) -> Any:
-    return _clamped(a, b, max_is=False)
-
-
-def _clamped(a: Tensor | int, b: Tensor | int, max_is: bool) -> Any:
-    """min(a, b) or max(a, b), of tensors and ints in either place."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.minimum(a, b) if max_is else torch.maximum(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        tensor, number = (a, b) if isinstance(a, Tensor) else (b, a)
-        return torch.clamp(tensor, max=number) if max_is else torch.clamp(tensor, min=number)  # type: ignore[call-overload, arg-type]
-    return min(a, b) if max_is else max(a, b)
+def _maximum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else torch.clamp(a, min=b)
+    return torch.clamp(b, min=a) if isinstance(b, Tensor) else max(a, b)
 
 
 @functools.cache
-def _device_arithmetic() -> dict[type, Any]:
+def _device_arithmetic() -> dict[type, Callable[[Tensor | int, Tensor | int], Tensor | int]]:
     import sympy
 
     return {
         sympy.Add: lambda a, b: a + b,
         sympy.Mul: lambda a, b: a * b,
         sympy.Mod: lambda a, b: a % b,
-        sympy.Min: _least,
-        sympy.Max: _greatest,
+        sympy.Min: _minimum,
+        sympy.Max: _maximum,
     }

@@ -1,8 +1,8 @@
-"""The decisions that a program makes on the sizes of its arguments, found in one run without values.
+"""The path that sizes take through a program: the conditions on them, found in one run without values.
 
-The program runs on stand-ins whose sizes are symbols with a value each. Wherever it asks a size something, in Python or
-inside torch, the answer for that value is given and written down. The conditions together describe all sizes that take
-the same way through the program, whether it ends well or is refused.
+The program runs on fake tensors whose sizes are symbols with a value each. Each branch on a size, in Python or inside
+torch, takes the side that the value decides, and its condition is recorded. The conditions together describe all sizes
+that take the same path through the program, whether it returns or raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 from torch import nn
@@ -23,25 +22,25 @@ from subtensors.dispatch.sizes.symbolic_sizes import SymbolicSizes
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way through a program.
+class ProgramPath:
+    """One path through a program.
 
     Args:
         conditions: in the symbols of `size_symbol`; all hold for the sizes that take it.
-        refusal: the error at its end; None where it ends well.
+        refusal: the error at its end; None where the program returns.
     """
 
     conditions: tuple[sympy.Basic, ...]
     refusal: str | None
 
 
-def way_through(
-    program: Callable[..., Any], arguments: Callable[[SymbolicSizes], Sequence[Any]], sizes: Mapping[str, int]
-) -> Way:
-    """The way that a program takes for these sizes.
+def trace_path(
+    program: Callable[..., object], arguments: Callable[[SymbolicSizes], Sequence[object]], sizes: Mapping[str, int]
+) -> ProgramPath:
+    """Return the path that these sizes take through a program.
 
     Args:
-        program: what to run. Its arguments are stand-ins, and so are the parameters and buffers of a module.
+        program: the program. Its arguments are fake tensors, and so are the parameters and buffers of a module.
         arguments: makes its arguments from the symbolic sizes, within their mode.
         sizes: a value for each name.
 
@@ -49,35 +48,35 @@ def way_through(
         >>> import torch
         >>> def halves(x):
         ...     return x.view(2, -1)
-        >>> way_through(halves, lambda s: [torch.empty(s.numbers["n"])], {"n": 7})
-        Way(conditions=(Ne(Mod(n, 2), 0),), refusal="RuntimeError: shape '[2, -1]' is invalid for input of size n")
+        >>> trace_path(halves, lambda s: [torch.empty(s.numbers["n"])], {"n": 7})
+        ProgramPath(conditions=(Ne(Mod(n, 2), 0),), refusal="RuntimeError: shape '[2, -1]' is invalid ... of size n")
     """
     symbolic = SymbolicSizes(dict(sizes))
     names = {symbol: size_symbol(name) for symbol, name in symbolic.symbols.items()}
     refusal = None
-    with _quiet(), symbolic.mode:
+    with _without_logs(), symbolic.mode:
         given = arguments(symbolic)
         state = {}
         if isinstance(program, nn.Module):
-            # A real tensor that a module counts in, as batch norm does, would be counted up.
+            # A module that counts in a buffer, as batch norm does, would change the caller's.
             tensors = itertools.chain(program.named_parameters(), program.named_buffers())
-            state = {name: symbolic.stand_in(tensor) for name, tensor in tensors}
-        # What it took to make the arguments is no decision of the program.
+            state = {name: symbolic.fake(tensor) for name, tensor in tensors}
+        # Conditions met while making the arguments are none of the program's.
         before = len(symbolic.guards)
         try:
             functional_call(program, state, tuple(given)) if isinstance(program, nn.Module) else program(*given)
-        except Exception as error:  # whatever the program says of sizes that it does not take
+        except Exception as error:  # whatever the program raises at sizes that it does not accept
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             for symbol, name in sorted(names.items(), key=lambda pair: -len(str(pair[0]))):
                 refusal = refusal.replace(str(symbol), str(name))
         found = symbolic.guards[before:]
     conditions = [symbolic.plain(guard.xreplace(names)) for guard in found]
-    return Way(tuple(c for c in dict.fromkeys(conditions) if c != sympy.true), refusal)
+    return ProgramPath(tuple(c for c in dict.fromkeys(conditions) if c != sympy.true), refusal)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch logs what stand-ins are refused as its own failure; here it is an answer."""
+def _without_logs() -> Iterator[None]:
+    """Silence torch's log of errors on fake tensors, which are an expected outcome here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:

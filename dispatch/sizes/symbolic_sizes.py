@@ -1,9 +1,8 @@
-"""Torch's symbolic sizes, which are private: a program run on them tells what it decides about its sizes."""
+"""Torch's symbolic sizes, which are private: a program that runs on them records its branches on sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import sympy
 import torch
@@ -12,9 +11,9 @@ from subtensors.dispatch.torch_internals.requires import requires
 
 
 class SymbolicSizes:
-    """Sizes that a program sees as numbers, while every decision it takes on them is noted.
+    """Sizes that a program sees as numbers, while every branch on them is recorded.
 
-    Tensors made of them within `mode` are stand-ins without values; zero and one are sizes like any other.
+    Tensors made of them within `mode` are fake, without values; zero and one are sizes like any other.
     Checked on 2.13.
     """
 
@@ -32,42 +31,43 @@ class SymbolicSizes:
         self._env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self.symbols: dict[sympy.Symbol, str] = {}
-        """The symbol of each size in `guards`, and its name."""
+        """The names of the sizes, by their symbols in `guards`."""
         self.numbers: dict[str, torch.SymInt] = {}
-        """What to make tensors of."""
+        """The sizes to make tensors with, by name."""
         for name, size in sizes.items():
             source = ConstantSource(name)
             symbol = self._env.create_symbol(
                 size, source, DimDynamic.DYNAMIC, None, positive=None, do_not_specialize_zero_one=True
             )
-            number: Any = self._env.create_symintnode(symbol, hint=size, source=source)
+            number = self._env.create_symintnode(symbol, hint=size, source=source)
+            assert isinstance(number, torch.SymInt)
             self.symbols[symbol], self.numbers[name] = name, number
 
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without values, of the same fixed sizes."""
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without values, of the same fixed sizes."""
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     @property
     def guards(self) -> list[sympy.Basic]:
-        """The decisions so far, each as the condition that held."""
+        """The branches so far, each as the condition that held."""
         return [guard.expr for guard in self._env.guards]
 
     @staticmethod
     @requires("torch.utils._sympy.functions")
     def plain(condition: sympy.Basic) -> sympy.Basic:
-        """The condition with torch's own functions written as sympy's."""
+        """Return the condition with sympy's functions in place of torch's own."""
         from torch.utils._sympy import functions
 
-        def whole(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        def floor_div(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
             return sympy.floor(a / b)
 
         rules: dict[str, Callable[..., sympy.Basic]] = {
-            "FloorDiv": whole,
+            "FloorDiv": floor_div,
             "CleanDiv": lambda a, b: a / b,
             "CeilDiv": lambda a, b: sympy.ceiling(a / b),
             "Mod": sympy.Mod,
             "PythonMod": sympy.Mod,
-            "ModularIndexing": lambda a, b, c: sympy.Mod(whole(a, b), c),
+            "ModularIndexing": lambda a, b, c: sympy.Mod(floor_div(a, b), c),
             "Min": sympy.Min,
             "Max": sympy.Max,
             "PowByNatural": sympy.Pow,

@@ -22,8 +22,8 @@ from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.runtime.current_device import launching_on
-from subtensors.padded.autograd import wrapped
-from subtensors.padded.padded_tensor import PaddedTensor, wrap
+from subtensors.padded.autograd import wrap_with_grad
+from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 
 Call = Callable[[Sequence[Any]], Any]
 """Runs the program on the leaves of a call."""
@@ -169,14 +169,14 @@ class Bucket:
         for source, static in zip(reading.sources, statics, strict=True):
             if source.dims is not None:
                 sizes = theirs[source.sizes] if source.sizes >= 0 else None
-                leaves[source.leaf] = wrap(PaddedValue(static, source.dims, sizes))
+                leaves[source.leaf] = make_padded(PaddedValue(static, source.dims, sizes))
             elif any(k >= 0 for k in source.which):
                 dims = [
                     padded_dim(n, symbols[k]) if k >= 0 else static_dims([n])[0]
                     for n, k in zip(static.shape, source.which, strict=True)
                 ]
                 # The program's own autograd functions check `requires_grad` of the argument itself.
-                leaves[source.leaf] = wrapped(PaddedValue(static, tuple(dims), own, fill=0))
+                leaves[source.leaf] = wrap_with_grad(PaddedValue(static, tuple(dims), own, fill=0))
             else:
                 leaves[source.leaf] = static
         versions = [static._version for static in statics]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.padded import interpreter
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.sizes.dim_factors import is_padded
@@ -36,13 +35,13 @@ def explain_padding(x: PaddedTensor) -> str:
     return "\n".join(lines)
 
 
-def has_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_padding(args: Args, kwargs: Kwargs) -> bool:
     """Return whether a PaddedTensor is among the arguments of a call."""
     return bool(tree_find(PaddedTensor, (args, kwargs)))
 
 
-def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The rules that a call of a torch function takes, found by running it on shapes alone.
+def explain_padded_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> str:
+    """Describe the rules that a call of a torch function takes, found by running it on shapes alone.
 
     Args:
         func: the function.
@@ -63,9 +62,9 @@ def explain_padded_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     with interpreter.observed() as lines:
         try:
             func(*shapes[0], **shapes[1])
-        except RuleError as refusal:
-            why = refusal.__cause__ or refusal
-            if isinstance(why, DataDependentCall):
-                return f"by a rule, in eager mode alone: {why}"
-            return f"on the unpadded data, in eager mode: {why}"
+        except RuleError as error:
+            reason = error.__cause__ or error
+            if isinstance(reason, DataDependentCall):
+                return f"by a rule, in eager mode alone: {reason}"
+            return f"on the unpadded data, in eager mode: {reason}"
     return "\n".join(lines)

@@ -8,38 +8,46 @@ tensor of its true size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher
-from subtensors.padded import torch_function as padded_calls
-from subtensors.padded.autograd import followed, wrapped
+from subtensors.kernels.padded.padding_ops import pad_to
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import write_back
-from subtensors.padded.padded_tensor import PaddedTensor, value_of
-from subtensors.padded.padding import extended, logical
+from subtensors.padded.padded_tensor import PaddedTensor, unwrap
+from subtensors.padded.padding import unpad_value
 
 if TYPE_CHECKING:
     import sympy
 
 _log = logging.getLogger("subtensors.padded")
 
+fallbacks: Counter[str] = Counter()
+"""The number of times that each function ran on unpadded data."""
 
-def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: Exception) -> Any:
+RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
+"""Functions that access their first argument's memory directly, so that their writes do not change its version."""
+
+
+def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, reason: Exception) -> PyTree:
     """Run a function on the unpadded data of its PaddedTensors.
 
     Args:
         func: the function.
         args, kwargs: its arguments.
-        missing: the reason why no rule applies.
+        reason: the error that says why no rule applies.
 
     Returns:
         Its result, padded again.
@@ -49,37 +57,43 @@ def on_logical_data(func: Callable[..., Any], args: Any, kwargs: Any, missing: E
     """
     leaves, spec = tree_flatten((args, kwargs))
     padded = {i: x for i, x in enumerate(leaves) if isinstance(x, PaddedTensor)}
-    _refuse_unless_known(func, list(padded.values()), missing)
+    _check_sizes_known(func, list(padded.values()), reason)
     name = getattr(func, "__name__", str(func))
-    if not padded_calls.fallbacks[name]:
-        _log.warning("%s runs on the unpadded data: %s", name, missing)
-    padded_calls.fallbacks[name] += 1
-    given = {i: logical(followed(x)).clone() for i, x in padded.items()}
-    # Writes to a copy are told by its version.
-    versions = {i: t._version for i, t in given.items()}
-    call_args, call_kwargs = tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
+    if not fallbacks[name]:
+        _log.warning("%s runs on the unpadded data: %s", name, reason)
+    fallbacks[name] += 1
+    copies = {i: _unpadded_copy(x) for i, x in padded.items()}
+    # A changed version tells that the function wrote to a copy.
+    versions = {i: t._version for i, t in copies.items()}
+    call_args, call_kwargs = tree_unflatten([copies.get(i, x) for i, x in enumerate(leaves)], spec)
     out = func(*call_args, **call_kwargs)
-    for i, t in given.items():
-        if t._version != versions[i] or (i == 0 and name in padded_calls.RAW_MEMORY_FUNCTIONS):
+    for i, t in copies.items():
+        if t._version != versions[i] or (i == 0 and name in RAW_MEMORY_FUNCTIONS):
             _write(padded[i], t)
-    inputs = {id(t): padded[i] for i, t in given.items()}
+    inputs = {id(t): padded[i] for i, t in copies.items()}
     outs, out_spec = tree_flatten(out)
-    # Where the result is an argument, it is the caller's own.
+    # A result that is an argument is returned as the caller's own tensor.
     if all(id(x) in inputs for x in outs if isinstance(x, Tensor)):
         return tree_unflatten([inputs.get(id(x), x) for x in outs], out_spec)
     sizes = merge_sizes([x._sizes for x in padded.values() if x._sizes is not None])
     assert sizes is not None
-    shapes = _shapes_elsewhere(func, leaves, spec, sizes)
-    again = [
-        inputs.get(id(x)) or _padded_again(x, [s[j] for s in shapes.values()] if shapes else [], list(shapes), sizes)
+    shapes = _shapes_at_other_sizes(func, leaves, spec, sizes)
+    repadded = [
+        inputs.get(id(x)) or _repad(x, [s[j] for s in shapes.values()] if shapes else [], list(shapes), sizes)
         if isinstance(x, Tensor)
         else x
         for j, x in enumerate(outs)
     ]
-    return tree_unflatten(again, out_spec)
+    return tree_unflatten(repadded, out_spec)
 
 
-def _refuse_unless_known(func: Callable[..., Any], padded: list[PaddedTensor], missing: Exception) -> None:
+def _unpadded_copy(x: PaddedTensor) -> Tensor:
+    data = unpad_value(unwrap_with_grad(x))
+    assert isinstance(data, Tensor), "a ragged batch is refused before"
+    return data.clone()
+
+
+def _check_sizes_known(func: Callable[..., PyTree], padded: list[PaddedTensor], reason: Exception) -> None:
     for x in padded:
         assert x._sizes is not None
         traced = dispatcher.is_traced(x._dense) or (x._dense.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -87,80 +101,82 @@ def _refuse_unless_known(func: Callable[..., Any], padded: list[PaddedTensor], m
             why = "a compiler or a graph capture doesn't know them" if traced else "they differ from row to row"
             name = getattr(func, "__name__", str(func))
             raise RuleError(
-                f"{missing}. {name} cannot run at the true sizes either: {why}; unpad before it, or call it outside"
-            ) from missing
+                f"{reason}. {name} cannot run at the true sizes either: {why}; unpad before it, or call it outside"
+            ) from reason
 
 
-def _write(outer: PaddedTensor, new: Tensor) -> None:
+def _write(target: PaddedTensor, new: Tensor) -> None:
     """Copy what the function wrote to an unpadded copy back into the argument."""
-    if tuple(new.shape) != outer.logical_shape:
-        raise RuleError(f"in place, a PaddedTensor keeps its true shape {outer.logical_shape}; got {tuple(new.shape)}")
-    value = value_of(outer)
+    if tuple(new.shape) != target.logical_shape:
+        raise RuleError(f"in place, a PaddedTensor keeps its true shape {target.logical_shape}; got {tuple(new.shape)}")
+    value = unwrap(target)
     assignment = value.sizes.assignment() if value.sizes else {}
     true = [size_on_host(f.size, assignment) for factors in value.dims for f in factors]
-    dense = extended(new.reshape(true), [f.bucket for factors in value.dims for f in factors], 0)
-    write_back(outer, PaddedValue(dense.reshape(outer.shape), value.dims, value.sizes))
+    dense = pad_to(new.reshape(true), [f.bucket for factors in value.dims for f in factors], 0)
+    write_back(target, PaddedValue(dense.reshape(target.shape), value.dims, value.sizes))
 
 
 _Key: TypeAlias = "tuple[sympy.Symbol, int]"
+_Shape: TypeAlias = "tuple[int, ...] | None"
 
 
-def _shapes_elsewhere(
-    func: Callable[..., Any], leaves: list[Any], spec: Any, sizes: TrueSizes
-) -> dict[_Key, list[Any]]:
+def _shapes_at_other_sizes(
+    func: Callable[..., PyTree], leaves: list[PyTree], spec: TreeSpec, sizes: TrueSizes
+) -> dict[_Key, list[_Shape]]:
     """The shapes of the results with one true size changed, by (symbol, size); {} where they can't be computed."""
-    found: dict[_Key, list[Any]] = {}
-    truth = sizes.assignment()
+    shapes: dict[_Key, list[_Shape]] = {}
+    actual = sizes.assignment()
     for symbol, bucket in zip(sizes.symbols, sizes.buckets, strict=True):
-        for n in {bucket, max(bucket - 1, 1), bucket + 1} - {truth[symbol]}:
-            moved = {**truth, symbol: n}
-            call_args, call_kwargs = tree_unflatten([_shaped(x, moved) for x in leaves], spec)
+        for n in {bucket, max(bucket - 1, 1), bucket + 1} - {actual[symbol]}:
+            changed = {**actual, symbol: n}
+            call_args, call_kwargs = tree_unflatten([_at_sizes(x, changed) for x in leaves], spec)
             try:
                 out = tree_flatten(func(*call_args, **call_kwargs))[0]
             except Exception:  # whatever a function says of a tensor without values
                 return {}
-            found[symbol, n] = [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]
-    return found
+            shapes[symbol, n] = [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]
+    return shapes
 
 
-def _shaped(x: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+def _at_sizes(x: PyTree, sizes: Mapping[sympy.Symbol, int]) -> PyTree:
     if not isinstance(x, Tensor):
         return x
     shape = [size_on_host(size_of(factors), sizes) for factors in x._dims] if isinstance(x, PaddedTensor) else x.shape
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
-def _padded_again(out: Tensor, shapes: list[Any], keys: list[_Key], sizes: TrueSizes) -> Tensor:
-    truth = sizes.assignment()
+def _repad(out: Tensor, shapes: Sequence[_Shape], keys: Sequence[_Key], sizes: TrueSizes) -> Tensor:
+    """Return a result padded again, or as it is where a size varies in a way that is no line."""
+    actual = sizes.assignment()
     dims: list[Factors] = []
     for d, size in enumerate(out.shape):
-        try:
-            points = [(symbol, n, shape[d]) for (symbol, n), shape in zip(keys, shapes, strict=True)]
-        except (IndexError, TypeError):
-            return out
-        moving = {symbol for symbol, _, other in points if other != size}
-        if not moving:
+        points: list[tuple[sympy.Symbol, int, int]] = []
+        for (symbol, n), shape in zip(keys, shapes, strict=True):
+            if shape is None or d >= len(shape):
+                return out
+            points.append((symbol, n, shape[d]))
+        symbols = {symbol for symbol, _, other in points if other != size}
+        if not symbols:
             dims.append((static(size),))
             continue
-        if len(moving) > 1:
+        if len(symbols) > 1:
             return out
-        symbol = moving.pop()
-        line = [(n, other) for s, n, other in points if s == symbol] + [(truth[symbol], size)]
-        expression = _straight_line(symbol, line)
+        symbol = symbols.pop()
+        expression = _fit_line(symbol, [(n, other) for s, n, other in points if s == symbol] + [(actual[symbol], size)])
         if expression is None:
             return out
         bucket = size_on_host(expression, {symbol: sizes.buckets[sizes.symbols.index(symbol)]})
         dims.append(padded_dim(bucket, expression))
-    if any(size_on_host(size_of(f), truth) != size for f, size in zip(dims, out.shape, strict=True)):
+    if any(size_on_host(size_of(f), actual) != size for f, size in zip(dims, out.shape, strict=True)):
         return out
-    return wrapped(PaddedValue(extended(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
+    return wrap_with_grad(PaddedValue(pad_to(out, list(map(bucket_of, dims)), 0), tuple(dims), sizes, 0))
 
 
-def _straight_line(symbol: sympy.Symbol, points: list[tuple[int, int]]) -> sympy.Expr | None:
-    """a * symbol + b through all points, if there is one with whole a and b."""
+def _fit_line(symbol: sympy.Symbol, points: list[tuple[int, int]]) -> sympy.Expr | None:
+    """Return a * symbol + b through all points, with integers a and b; None if there is no such line."""
     (n, size), (m, other), *_ = sorted(set(points))
-    slope, rest = divmod(other - size, m - n)
+    slope, remainder = divmod(other - size, m - n)
     expression = slope * symbol + size - slope * n
-    if rest or any(slope * k + size - slope * n != value for k, value in points):
+    if remainder or any(slope * k + size - slope * n != value for k, value in points):
         return None
     return expression

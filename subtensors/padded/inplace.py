@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.dispatch.sizes.dim_factors import bucket_of
-from subtensors.padded.autograd import followed, wrapped
-from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
-from subtensors.padded.views import refresh_copies, refuse_plain_views
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.padded_tensor import PaddedTensor, make_padded, unwrap
+from subtensors.padded.views import check_no_plain_views, refresh_copies
 
 
-def copied_whole(target: Tensor, source: Tensor) -> bool:
-    """Copy a storage onto one of the same padding, which compiled code does at its end.
+def try_copy_storage(target: Tensor, source: Tensor) -> bool:
+    """Run `target.copy_(source)` as a copy of storages if both have the same padding, as compiled code does at its end.
 
     Returns:
-        True if `target.copy_(source)` was such a copy, and is done; False if their padding differs in place or
-        contents, or gradients are involved.
+        True if the copy is done; False if their padding differs in place or contents, or gradients are involved.
     """
     if not isinstance(target, PaddedTensor) or not isinstance(source, PaddedTensor) or target._view == "copy":
         return False
@@ -39,76 +38,104 @@ def copied_whole(target: Tensor, source: Tensor) -> bool:
     return True
 
 
-def write_real(target: PaddedTensor, new: PaddedValue) -> None:
+def write_valid(target: PaddedTensor, new: PaddedValue) -> None:
     """Write into the memory of a view; its padding keeps its contents."""
     if new.dims != target._dims and new.padded_dims:
         raise UnsupportedCall(f"a view of {target._dims} takes no values of {new.dims}")
-    mask = value_of(target).mask()
+    mask = unwrap(target).mask()
     dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense)
     target._dense.copy_(dense)
 
 
-def write_back(outer: Tensor, new: PaddedValue) -> None:
+def write_back(target: Tensor, new: PaddedValue) -> None:
     """Give an argument that a call wrote to its new value; its padding keeps its contents."""
-    if not isinstance(outer, PaddedTensor):
+    if not isinstance(target, PaddedTensor):
         if new.padded_dims:
             raise RuleError(
                 "a plain tensor cannot take a PaddedTensor's values in place, since it could not say which of them "
-                "are real; pad it on the same Dims first"
+                "are valid; pad it on the same Dims first"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            outer.copy_(new.dense) if outer.shape == new.shape else outer.resize_(new.shape).copy_(new.dense)
+            target.copy_(new.dense) if target.shape == new.shape else target.resize_(new.shape).copy_(new.dense)
         return
-    if new.dims != outer._dims and new.padded_dims:
-        raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {outer._dims}, the result {new.dims}")
-    mask = value_of(outer).mask()
-    dense = new.dense if mask is None else torch.where(mask, new.dense, outer._dense.detach())
-    value = replace(value_of(outer), dense=dense, tracker=None)
-    recording = torch.is_grad_enabled() and (dense.requires_grad or outer.requires_grad)
-    if outer._view == "copy" or (recording and outer._view):
-        base = outer._origin.held() if outer._origin is not None else None
-        if base is not None:
-            write_view(base, outer._origin.view, value)
+    if new.dims != target._dims and new.padded_dims:
+        raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {target._dims}, the result {new.dims}")
+    mask = unwrap(target).mask()
+    dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense.detach())
+    value = replace(unwrap(target), dense=dense, tracker=None)
+    records = torch.is_grad_enabled() and (dense.requires_grad or target.requires_grad)
+    if target._view == "copy" or (records and target._view):
+        source = target._view_source
+        base = source.base() if source is not None else None
+        if source is not None and base is not None:
+            write_view(base, source.view, value)
             return
-        if outer._view == "alias":
+        if target._view == "alias":
             raise RuleError(
-                "this view of a PaddedTensor was taken where autograd doesn't follow, and is not written to where it "
-                "does: write to the whole, x[...] = value, or to a clone of the view"
+                "this view of a PaddedTensor was taken with gradients disabled, and cannot be written to with them "
+                "enabled: write to its base, x[...] = value, or to a clone of the view"
             )
-    if recording:
-        refuse_plain_views(outer)
+    if records:
+        check_no_plain_views(target)
     with torch._C.DisableTorchFunctionSubclass():
-        if recording:
-            outer.copy_(wrapped(value))
+        if records:
+            target.copy_(wrap_with_grad(value))
         else:
-            outer._dense.copy_(dense)
-    refresh_copies(outer)
+            target._dense.copy_(dense)
+    refresh_copies(target)
 
 
-def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Any], new: PaddedValue) -> None:
+def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Tensor], new: PaddedValue) -> None:
     """Write through a view, also where gradients are recorded, or where the view is a copy.
 
     The elements of `x` are numbered, the view is taken of the numbers, and the values are scattered to those positions.
     Values beyond the true end go to an extra position, which is cut off.
 
     Args:
-        x: what is written to.
+        x: the base to write to.
         view: takes the view.
         new: the values, which broadcast to the view.
 
     Raises:
         RuleError: there is no rule for such a view.
     """
-    whole = followed(x)
-    numbers = torch.arange(whole.dense.numel(), device=whole.dense.device).view(whole.shape)
-    picked = view(wrap(whole.like(numbers)))
-    at = value_of(picked) if isinstance(picked, PaddedTensor) else unpadded_value(picked)
+    base = unwrap_with_grad(x)
+    numbers = torch.arange(base.dense.numel(), device=base.dense.device).view(base.shape)
+    selected = view(make_padded(base.like(numbers)))
+    at = unwrap(selected) if isinstance(selected, PaddedTensor) else unpadded_value(selected)
     dims, sizes = broadcast([at, new])
     if len(dims) != at.dim():
         raise UnsupportedCall(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
     shape = list(map(bucket_of, dims))
-    end = whole.dense.numel()
+    end = base.dense.numel()
     targets = PaddedValue(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
-    values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(whole.dense.dtype)
-    flat = torch.constant_pad_nd(whole.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
-    write_back(x, replace(whole, dense=flat[:end].view(whole.shape), fill=None, tracker=None))
+    values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(base.dense.dtype)
+    flat = torch.constant_pad_nd(base.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
+    write_back(x, replace(base, dense=flat[:end].view(base.shape), fill=None, tracker=None))
+
+
+def assign_at_index(x: PaddedTensor, index: PyTree, value: Number | Tensor) -> None:
+    """Run `x[index] = value` through the view that the index takes, also where the index copies.
+
+    Args:
+        x: the tensor to write to.
+        index: as in `x[index]`.
+        value: a number, or a tensor that broadcasts.
+
+    Raises:
+        RuleError: there is no rule for such an index.
+
+    Example:
+        >>> import subtensors as st
+        >>> x = st.pad(torch.zeros(5), {0: st.Dim("n", max=8, buckets=8)})
+        >>> assign_at_index(x, slice(-2, None), 1)
+        >>> x.tolist()
+        [0.0, 0.0, 0.0, 1.0, 1.0]
+    """
+    if isinstance(value, PaddedTensor):
+        new = unwrap_with_grad(value)
+    elif isinstance(value, Tensor):
+        new = unpadded_value(torch.as_tensor(value, device=x._dense.device))
+    else:
+        new = unpadded_value(x._dense.new_tensor(value))
+    write_view(x, lambda base: base[index], new)

@@ -1,17 +1,24 @@
-"""`PaddedTensor`: a tensor whose true size varies, stored at a bucket size that doesn't."""
+"""`PaddedTensor`: a tensor whose true size varies, stored at a bucket size that doesn't.
+
+The other files of this folder import this one, which imports none of them. A method that needs one of their functions
+finds it in `handlers`, where they register it at import.
+"""
 
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.ops.type_interaction import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue
@@ -21,12 +28,48 @@ from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.sizes.dims import Dim
 
+if TYPE_CHECKING:
+    import sympy
+
+Metadata: TypeAlias = "tuple[tuple[Factors, ...], tuple[sympy.Symbol, ...], tuple[int, ...], Fill | None]"
+"""What a compiler may hold of a PaddedTensor: its dims, the symbols of its sizes, their buckets, and its fill."""
+
+
+class _Handlers:
+    """The functions behind some methods of `PaddedTensor`, each set at import by the file that defines it."""
+
+    torch_function: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
+    torch_dispatch: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
+    dense: Callable[[PaddedTensor], Tensor]
+    pad: Callable[[Tensor, Mapping[int, Dim | int]], PaddedTensor]
+    unpad: Callable[[PaddedTensor], Tensor | list[Tensor]]
+
+
+handlers = _Handlers()
+
+
+@dataclass(eq=False)
+class ViewSource:
+    """The origin of a view: its base, and the call that takes it.
+
+    Args:
+        base: returns the base; None if nothing refers to it any more, since a copied view doesn't keep it alive.
+        view: takes the view of a base.
+        versions: the versions of the base, and of the bases of that, when the view was taken.
+        latest: the view as last retaken; None if it was never retaken.
+    """
+
+    base: Callable[[], PaddedTensor | None]
+    view: Callable[[PaddedTensor], Tensor]
+    versions: tuple[int, ...]
+    latest: PaddedTensor | None = None
+
 
 class PaddedTensor(Tensor):
-    """A tensor padded to bucket sizes: ops act on its real part, for any program made of supported ops.
+    """A tensor padded to bucket sizes: ops act on its valid part, for any program made of supported ops.
 
     `shape` is the bucket shape, which kernels, graphs and compilers see; the true sizes are data, in a small tensor on
-    the device. What stands in the padding never reaches a real element, nor does its gradient reach a parameter.
+    the device. Values in the padding never reach a valid element, nor does their gradient reach a parameter.
 
     Args:
         t: a tensor of true sizes; see `st.pad`, which also takes a list.
@@ -49,18 +92,17 @@ class PaddedTensor(Tensor):
     _sizes: TrueSizes | None
     _fill: Fill | None
     _view: Literal["", "alias", "copy"]
-    _arrival: GradientTracker | None
-    _written: int | None = None
-    _origin: Any = None
-    _plain_views: Sequence[Any] = ()
-    _copies: Sequence[Any] = ()
+    _tracker: GradientTracker | None
+    _fill_version: int | None = None
+    """The version of the storage that `_fill` describes; None where no write makes it stale."""
+    _view_source: ViewSource | None = None
+    _plain_views: Sequence[weakref.ref[Tensor]] = ()
+    _copied_views: Sequence[weakref.ref[PaddedTensor]] = ()
 
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
         """`st.pad(t, dims)`."""
-        from subtensors.padded.padding import pad
-
-        return pad(t, dims)
+        return handlers.pad(t, dims)
 
     def __init__(self, t: Tensor, dims: Mapping[int, Dim | int]) -> None:
         pass
@@ -68,9 +110,7 @@ class PaddedTensor(Tensor):
     @property
     def dense(self) -> Tensor:
         """The padded storage, of the bucket shape, tracked by autograd. The contents of the padding are undefined."""
-        from subtensors.padded.autograd import dense_of
-
-        return dense_of(self)
+        return handlers.dense(self)
 
     def mask(self) -> Tensor:
         """The mask of valid elements.
@@ -83,8 +123,6 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        from subtensors.padded.autograd import mask_of
-
         return mask_of(self)
 
     def count(self, dim: int) -> Tensor:
@@ -102,8 +140,6 @@ class PaddedTensor(Tensor):
             >>> x.sum() / x.count(0)
             tensor(1.)
         """
-        from subtensors.padded.autograd import count_of
-
         return count_of(self, dim)
 
     @property
@@ -118,7 +154,7 @@ class PaddedTensor(Tensor):
         return tuple(self._host_size(factors) for factors in self._dims)
 
     def unpad(self) -> Any:
-        """The logical data.
+        """The unpadded data.
 
         Returns:
             A tensor of the true shape; for a ragged batch a list of tensors, one a row. Tracked by autograd.
@@ -131,9 +167,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.arange(3), {0: st.Dim("n", max=8, buckets=4)}).exp().unpad().shape
             torch.Size([3])
         """
-        from subtensors.padded.padding import unpad
-
-        return unpad(self)
+        return handlers.unpad(self)
 
     def _host_size(self, factors: Factors) -> HostSize:
         size = size_of(factors)
@@ -143,7 +177,7 @@ class PaddedTensor(Tensor):
             return size_on_host(size, self._sizes.assignment(row=0))
         return tuple(size_on_host(size, self._sizes.assignment(row)) for row in range(self._sizes.rows or 0))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         padded = [
             f"{d}: {' x '.join(str(f.size) for f in factors)}"
             for d, factors in enumerate(self._dims)
@@ -161,12 +195,12 @@ class PaddedTensor(Tensor):
     __format__ = object.__format__
 
     def tolist(self) -> Any:
-        """The logical data as nested lists."""
+        """The unpadded data as nested lists."""
         data = self.unpad()
         return [row.tolist() for row in data] if isinstance(data, list) else data.tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """The logical data as an array.
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The unpadded data as an array.
 
         Args:
             force: also if the tensor requires grad, or is on a device.
@@ -179,7 +213,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.arange(3), {0: st.Dim("n", max=8, buckets=4)}).numpy()
             array([0, 1, 2])
         """
-        data = self.unpad()
+        data: Tensor | list[Tensor] = self.unpad()
         if isinstance(data, list):
             raise RuleError("a ragged batch is no array: [row.numpy() for row in x.unpad()] gives one a row")
         return data.numpy(force=force)
@@ -191,82 +225,76 @@ class PaddedTensor(Tensor):
                 # Tensors of one copied pytree go on sharing their sizes.
                 sizes = memo.setdefault(id(self._sizes), self._sizes.clone())
                 memo.setdefault(id(memo), []).append(self._sizes)
-            new = wrap(PaddedValue(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
+            new = make_padded(PaddedValue(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
             memo[id(self)] = new.requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., PaddedTensor], tuple[object, ...]]:
         return _rebuild, (
             self._dense.detach(),
-            *self._context(),
+            *self._metadata(),
             self._sizes and self._sizes.values,
             self.requires_grad,
         )
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         if len(types) > 1 and not LAZY_TYPES.isdisjoint(types):
             return NotImplemented
         if torch.compiler.is_dynamo_compiling():
             # Dynamo records the call unchanged; the compiler later runs it outside of Dynamo, and it gets past this.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        return _calls().call(func, args, kwargs or {})
+        return handlers.torch_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _calls().dispatch(func, args, kwargs or {})
+        cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        return handlers.torch_dispatch(func, args, kwargs or {})
 
-    def _context(self) -> tuple[Any, ...]:
+    def _metadata(self) -> Metadata:
         symbols, buckets = (self._sizes.symbols, self._sizes.buckets) if self._sizes else ((), ())
         return self._dims, symbols, buckets, self._fill
 
     def _stable_hash_for_caching(self) -> str:
         """The hash of the metadata that compiled code cached on disk depends on."""
-        return hashlib.sha256(repr(self._context()).encode()).hexdigest()
+        return hashlib.sha256(repr(self._metadata()).encode()).hexdigest()
 
     @property
     def _true_sizes(self) -> Tensor:
         assert self._sizes is not None
         return self._sizes.values
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_dense", "_true_sizes"] if self._sizes else ["_dense"], self._context()
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        return ["_dense", "_true_sizes"] if self._sizes else ["_dense"], self._metadata()
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+        inner_tensors: dict[str, Tensor], metadata: Metadata, outer_size: object, outer_stride: object
     ) -> PaddedTensor:
-        dims, symbols, buckets, fill = context
+        dims, symbols, buckets, fill = metadata
         values = inner_tensors.get("_true_sizes")
         sizes = None if values is None else TrueSizes(symbols, buckets, values)
-        return wrap(PaddedValue(inner_tensors["_dense"], dims, sizes, fill))
+        return make_padded(PaddedValue(inner_tensors["_dense"], dims, sizes, fill))
 
-    def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: type | None = None) -> Any:
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: Metadata, expected_type: type | None = None
+    ) -> Tensor | None:
         """Return this gradient with the padding that a compiled backward was traced for."""
         if expected_type is Tensor:
             return self._dense
         dims, symbols, _, fill = expected
         if dims != self._dims or self._sizes is None or symbols != self._sizes.symbols:
             return None
-        value = value_of(self)
+        value = unwrap(self)
         if fill == EDGE_FILL:
-            return wrap(value.like(value.edge_filled(), fill))
-        return wrap(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
+            return make_padded(value.like(value.edge_filled(), fill))
+        return make_padded(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
 
 
-@functools.cache
-def _calls() -> Any:
-    """The module that runs calls on PaddedTensors; imported late, since it imports this one, and the rules with it."""
-    from subtensors.padded import torch_function
-
-    return torch_function
-
-
-def wrap(value: PaddedValue) -> PaddedTensor:
+def make_padded(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value, without an autograd connection between the two."""
     dense = value.dense
     out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -278,38 +306,60 @@ def wrap(value: PaddedValue) -> PaddedTensor:
         device=dense.device,
     )
     out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
-    out._arrival = value.tracker
+    out._tracker = value.tracker
     if value.fill == EDGE_FILL:
-        # A write to real values leaves the padding as it is, and what was repeated there is no longer.
-        out._written = dense._version
+        # A write to valid values leaves the padding unchanged, so it no longer repeats the edge.
+        out._fill_version = dense._version
     return out  # type: ignore[no-any-return]
 
 
-def value_of(x: PaddedTensor) -> PaddedValue:
+def unwrap(x: PaddedTensor) -> PaddedValue:
     """The value of a PaddedTensor as the rules see it."""
-    return PaddedValue(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._arrival)
+    return PaddedValue(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._tracker)
 
 
 def fill_of(x: PaddedTensor) -> Fill | None:
     """The known contents of a PaddedTensor's padding; None if they are unknown, as after a write."""
-    is_stale = x._written is not None and x._dense._version != x._written
+    is_stale = x._fill_version is not None and x._dense._version != x._fill_version
     return None if is_stale else x._fill
 
 
+def mask_of(x: PaddedTensor) -> Tensor:
+    """Return `PaddedTensor.mask()`."""
+    mask = unwrap(x).mask()
+    if mask is None:
+        return torch.ones(x._dense.shape, dtype=torch.bool, device=x._dense.device)
+    return mask.expand(x._dense.shape).clone()
+
+
+def count_of(x: PaddedTensor, dim: int) -> Tensor:
+    """Return `PaddedTensor.count(dim)`."""
+    if not -x._dense.dim() <= dim < x._dense.dim():
+        raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
+    value, d = unwrap(x), dim % x._dense.dim()
+    if value.sizes is None or not value.is_padded(d):
+        return torch.full((), value.shape[d], dtype=torch.int64, device=x._dense.device)
+    return value.sizes.of(size_of(value.dims[d])).clone()
+
+
 def _rebuild(
-    dense: Tensor, dims: Any, symbols: Any, buckets: Any, fill: Any, values: Tensor | None, requires_grad: bool
+    dense: Tensor,
+    dims: tuple[Factors, ...],
+    symbols: tuple[sympy.Symbol, ...],
+    buckets: tuple[int, ...],
+    fill: Fill | None,
+    values: Tensor | None,
+    requires_grad: bool,
 ) -> PaddedTensor:
     sizes = None if values is None else TrueSizes(symbols, buckets, values)
-    out = wrap(PaddedValue(dense, dims, sizes, fill))
+    out = make_padded(PaddedValue(dense, dims, sizes, fill))
     out.requires_grad_(requires_grad)
     return out
 
 
 def _run_whole_in_graphs() -> None:
-    """Allow `dense_of`, `mask_of` and `count_of` in Dynamo's graphs as calls that it doesn't trace into."""
-    from subtensors.padded import autograd
-
-    for function in (autograd.dense_of, autograd.mask_of, autograd.count_of):
+    """Allow these functions in Dynamo's graphs as calls that it doesn't trace into."""
+    for function in (handlers.dense, mask_of, count_of):
         torch.compiler.allow_in_graph(function)
 
 

@@ -1,36 +1,45 @@
-"""Padding a tensor to its buckets and back."""
+"""Padding tensors to their buckets and back: from a tensor or a list, a `torch.nested` one, or one with a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher, dynamo
-from subtensors.kernels.padded.padding_ops import pad_list, pad_to
+from subtensors.kernels.padded.padding_ops import pad_list, pad_to, pad_values, unpad_values
+from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.valid_lengths import ValidLength
-from subtensors.padded.padded_tensor import PaddedTensor, value_of
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.padded_tensor import PaddedTensor, handlers, unwrap
+from subtensors.padded.views import track_plain_views
 from subtensors.sizes.dims import Dim, SizeAgreement
+
+wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)
+"""`wrap_with_grad` of a value with padding; one without, if no non-strict Dim fits, becomes a plain tensor."""
 
 
 def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Number = 0) -> PaddedTensor:
-    """Pad a tensor to its buckets, or several to those of a batch.
+    """Pad a tensor to its buckets, or a list of tensors to the buckets of a batch.
 
     Args:
         t: a tensor; or a list of tensors that agree in all but the padded dims, for a ragged batch with a new first
-            dim, one row a tensor.
+            dim, one row per tensor.
         dims: for each padded dim (of one tensor, from the end if negative) its `Dim`, or an int: the bucket size.
         value: what the padding holds.
 
     Returns:
-        The padded tensor, in memory of its own; gradients lead back to `t`.
+        The padded tensor, in memory of its own; gradients flow back to `t`.
 
     Raises:
         SizeError: a size is out of its Dim's range, or one Dim has two sizes.
@@ -44,8 +53,6 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         >>> st.pad([torch.ones(3), torch.ones(5)], {0: st.Dim("n", max=8, buckets=4)})
         PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: rows, 1: n}, float32 cpu)
     """
-    from subtensors.padded.autograd import wrapped
-
     if dispatcher.is_transforming():
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
@@ -53,49 +60,49 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     if torch.compiler.is_dynamo_compiling():
         raise RuleError("pad before compiled code: in it a true size is a constant, and each would be compiled anew")
     if isinstance(t, PaddedTensor):
-        return _repad(t, dims)
+        return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
-        return wrapped(_padded(t, _named(dims, t.dim()), value))  # type: ignore[return-value]
+        return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
     rows = list(t)
     if not rows or not all(isinstance(row, Tensor) for row in rows):
         raise TypeError("pad takes a tensor or a list of at least one tensor")
-    return wrapped(_ragged(rows, _named(dims, rows[0].dim()), value))  # type: ignore[return-value]
+    return wrap_padded(_pad_rows(rows, _named_dims(dims, rows[0].dim()), value))
 
 
-# Where compiled code breaks its graph at a call, the call is one of eager mode.
+# After a graph break inside compiled code the call runs eagerly, and must not be compiled by itself.
 dynamo.compile_only_inlined(pad)
 
 
-def unpad(x: PaddedTensor) -> Any:
-    """`PaddedTensor.unpad`."""
-    from subtensors.padded.autograd import followed
-    from subtensors.padded.views import note_plain
-
-    value = followed(x)
+def unpad(x: PaddedTensor) -> Tensor | list[Tensor]:
+    """Return `PaddedTensor.unpad()`."""
+    value = unwrap_with_grad(x)
     sizes = value.sizes
     if sizes is None:
         return value.dense
     if sizes.is_captured or (not sizes.known_on_host and dispatcher.is_traced(sizes.values)):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
-    data = logical(value)
-    note_plain(x, data if isinstance(data, list) else [data])
+    data = unpad_value(value)
+    track_plain_views(x, data if isinstance(data, list) else [data])
     return data
 
 
-def logical(value: PaddedValue) -> Any:
-    """The real part of a value: a tensor, or a list of one a row."""
+handlers.pad, handlers.unpad = pad, unpad
+
+
+def unpad_value(value: PaddedValue) -> Tensor | list[Tensor]:
+    """Return the valid part of a value: a tensor, or a list with one per row."""
     sizes = value.sizes
     ragged = sizes is not None and any(sizes.is_ragged(f.size) for factors in value.dims for f in factors)
     if not ragged or sizes is None:
-        return _cut(value, row=0)
+        return _unpad_row(value, row=0)
     for d, factors in enumerate(value.dims):
         if len(factors) == 1 and factors[0].size == rows_symbol():
             rest = value.dims[:d] + value.dims[d + 1 :]
-            return [_cut(PaddedValue(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
+            return [_unpad_row(PaddedValue(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
     raise RuleError("the rows of this ragged batch are part of a flattened dim; unflatten it before unpad")
 
 
-def _cut(value: PaddedValue, row: int) -> Tensor:
+def _unpad_row(value: PaddedValue, row: int) -> Tensor:
     sizes = value.sizes.assignment(row) if value.sizes is not None else {}
     true = [[size_on_host(f.size, sizes) for f in factors] for factors in value.dims]
     dense = value.dense
@@ -106,41 +113,29 @@ def _cut(value: PaddedValue, row: int) -> Tensor:
         for factor, count in zip(factors, counts, strict=True):
             dense = dense if count == factor.bucket else dense.narrow(at, 0, count)
             at += 1
-    shape = [_product(counts) for counts in true]
+    shape = [math.prod(counts) for counts in true]
     return dense if list(dense.shape) == shape else dense.reshape(shape)
 
 
-def _product(counts: Sequence[int]) -> int:
-    out = 1
-    for count in counts:
-        out *= count
-    return out
-
-
-def _padded(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
-    agreed = SizeAgreement()
-    kept = {d: dim for d, dim in dims.items() if agreed.bind(dim, t.shape[d], f"dim {d}")}
-    if not kept:
+def _pad_one(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
+    agreement = SizeAgreement()
+    padded = {d: dim for d, dim in dims.items() if agreement.bind(dim, t.shape[d], f"dim {d}")}
+    if not padded:
         return PaddedValue(t, static_dims(t.shape))
-    distinct = list(dict.fromkeys(kept.values()))
-    host = tuple(agreed.sizes[dim] for dim in distinct)
+    distinct = list(dict.fromkeys(padded.values()))
+    host = tuple(agreement.sizes[dim] for dim in distinct)
     buckets = tuple(dim.bucket(int(n)) for dim, n in zip(distinct, host, strict=True))  # type: ignore[arg-type]
     sizes = true_sizes(distinct, buckets, host, t.device)
     factors = list(static_dims(t.shape))
-    for d, dim in kept.items():
+    for d, dim in padded.items():
         factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
     shape = tuple(map(bucket_of, factors))
-    return PaddedValue(extended(t, shape, value), tuple(factors), sizes, None if value != value else value)
+    return PaddedValue(pad_to(t, shape, value), tuple(factors), sizes, None if value != value else value)
 
 
-def extended(t: Tensor, shape: Sequence[int], value: Number) -> Tensor:
-    """`t` at the start of a tensor of a larger shape, `value` elsewhere; differentiable."""
-    return pad_to(t, shape, value)
-
-
-def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> PaddedValue:
+def _pad_rows(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> PaddedValue:
     first = rows[0]
-    agreed = SizeAgreement()
+    agreement = SizeAgreement()
     for i, row in enumerate(rows):
         if row.dim() != first.dim() or any(row.shape[d] != first.shape[d] for d in range(first.dim()) if d not in dims):
             raise ValueError(
@@ -154,13 +149,13 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
             )
     for d, dim in dims.items():
         lengths = tuple(row.shape[d] for row in rows)
-        if not agreed.bind(dim, lengths, f"dim {d}"):
-            # What a hint doesn't fit has a bucket of its own.
+        if not agreement.bind(dim, lengths, f"dim {d}"):
+            # Lengths that don't fit a hint get a bucket of their own.
             longest = max(*lengths, 1)
             dims = {**dims, d: Dim(f"{dim.name}_{d}_of_{longest}", max=longest, buckets=[longest])}
-            agreed.bind(dims[d], lengths, f"dim {d}")
+            agreement.bind(dims[d], lengths, f"dim {d}")
     distinct = list(dict.fromkeys(dims.values()))
-    host = tuple(agreed.sizes[dim] for dim in distinct)
+    host = tuple(agreement.sizes[dim] for dim in distinct)
     buckets = tuple(dim.bucket(max(lengths)) for dim, lengths in zip(distinct, host, strict=True))  # type: ignore[arg-type]
     sizes = true_sizes(distinct, buckets, host, first.device)
     factors = list(static_dims(first.shape))
@@ -177,18 +172,18 @@ def _ragged(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> P
 def true_sizes(
     dims: Sequence[Dim], buckets: Sequence[int], host: Sequence[HostSize], device: torch.device
 ) -> TrueSizes:
-    """The sizes of some Dims as a tensor on a device."""
+    """Return the sizes of some Dims, with their values on a device."""
     values = torch.tensor(host, dtype=torch.int64)
     if device.type == "cuda":
         values = values.pin_memory().to(device, non_blocking=True)
     return TrueSizes(tuple(dim.symbol for dim in dims), tuple(buckets), values.to(device), tuple(host))
 
 
-def _named(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
+def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     named: dict[int, Dim] = {}
     for d, dim in dims.items():
         if not isinstance(d, int) or not -rank <= d < rank:
-            raise ValueError(f"dim {d!r} to pad is none of a tensor with {rank} dims")
+            raise ValueError(f"cannot pad dim {d!r} of a tensor with {rank} dims")
         if not isinstance(dim, Dim | int):
             raise TypeError(f"dim {d} is padded on a st.Dim or an int, the bucket size; got {dim!r}")
         named[d % rank] = dim if isinstance(dim, Dim) else Dim(f"dim{d % rank}", max=dim, buckets=[dim])
@@ -197,12 +192,141 @@ def _named(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     return named
 
 
-def _repad(x: PaddedTensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
-    """Padding twice on the same Dims changes nothing."""
-    have = value_of(x)
-    ragged = have.sizes is not None and have.sizes.rows is not None
-    for d, dim in _named(dims, x.dim() - ragged).items():
-        factors = have.dims[d + ragged]
+def _check_padded_on(x: PaddedTensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
+    """Return the same tensor if it is padded on these Dims already."""
+    value = unwrap(x)
+    ragged = value.sizes is not None and value.sizes.rows is not None
+    for d, dim in _named_dims(dims, x.dim() - ragged).items():
+        factors = value.dims[d + ragged]
         if isinstance(dim, Dim) and (len(factors) != 1 or factors[0].size != dim.symbol):
             raise RuleError(f"dim {d} of this PaddedTensor is padded on {factors}, not on {dim}; unpad it first")
     return x
+
+
+def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
+    """Turn a jagged nested tensor into a ragged batch.
+
+    Args:
+        nested: `torch.nested` with `layout=torch.jagged`, (rows, ragged, *rest).
+        dim: the Dim of the ragged dim.
+        value: what the padding holds.
+
+    Returns:
+        (rows, bucket, *rest), gradients flow back to `nested`.
+
+    Raises:
+        TypeError: it is not a jagged nested tensor.
+        SizeError: a length is out of the Dim's range.
+
+    Example:
+        >>> import subtensors as st
+        >>> nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        >>> pad_nested(nested, st.Dim("n", max=8, buckets=4)).logical_shape
+        (2, (2, 3))
+    """
+    if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
+        raise TypeError("pad_nested takes a torch.nested tensor with layout=torch.jagged")
+    jagged: Any = nested
+    values, rest = nested.values(), nested.shape[2:]
+    # The values of a transposed one, or of one with holes between its rows, are not consecutive rows.
+    if jagged._ragged_idx != 1 or jagged.lengths() is not None or not values.is_contiguous():
+        return pad(list(nested.unbind()), {0: dim}, value)
+    host = tuple(end - start for start, end in itertools.pairwise(jagged.offsets().tolist()))
+    for length in host:
+        dim.bucket(length)
+    bucket = dim.bucket(max(host))
+    sizes = true_sizes([dim], [bucket], [host], values.device)
+    factors = (padded_dim(len(host), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
+    valid = ValidLength(1, sizes.of(dim.symbol))
+    dense = pad_values(values.reshape(-1), (len(host), bucket, *rest), [valid], value)
+    return wrap_padded(PaddedValue(dense, factors, sizes, None if value != value else value))
+
+
+def to_nested(x: PaddedTensor) -> Tensor:
+    """Turn a ragged batch into a jagged nested tensor.
+
+    Args:
+        x: (rows, ragged, *rest), padded on its second dim.
+
+    Returns:
+        The rows in one jagged tensor, tracked by autograd.
+
+    Raises:
+        RuleError: the tensor is not a ragged batch of that form.
+
+    Example:
+        >>> import subtensors as st
+        >>> x = st.pad([torch.ones(2), torch.ones(3)], {0: st.Dim("n", max=8, buckets=4)})
+        >>> to_nested(x).offsets()
+        tensor([0, 2, 5])
+    """
+    batch = unwrap_with_grad(x)
+    sizes, ragged = batch.sizes, batch.dims[1] if batch.dim() > 1 else ()
+    is_jagged = batch.padded_dims == [0, 1] and batch.dims[0][0].size == rows_symbol() and len(ragged) == 1
+    if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
+        raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
+    lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(batch.shape[0])]
+    valid = ValidLength(1, sizes.of(ragged[0].size))
+    values = unpad_values(batch.dense, [valid], sum(lengths) * batch.shape[2:].numel())
+    offsets = to_device(np.cumsum([0, *lengths]), values.device)
+    return torch.nested.nested_tensor_from_jagged(values.view(-1, *batch.shape[2:]), offsets)
+
+
+def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -> PaddedTensor:
+    """Turn a tensor that is padded already, with its attention mask, into a ragged batch.
+
+    Args:
+        t: (rows, size, *rest).
+        mask: (rows, size), nonzero at valid positions: in each row the first ones, as with right padding.
+        dim: the Dim of the second dim.
+        value: what the padding is to hold; by default it keeps its contents, and is 0 from there to the bucket.
+
+    Returns:
+        (rows, bucket, *rest), gradients flow back to `t`. Reading the mask waits for the device.
+
+    Raises:
+        SizeError: a row's valid positions are not its first ones, or a length is out of the Dim's range.
+
+    Example:
+        >>> import subtensors as st
+        >>> t, mask = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> pad_masked(t, mask, st.Dim("n", max=8, buckets=4)).sum(1).tolist()
+        [2.0, 3.0]
+    """
+    if mask.dim() != 2 or mask.shape != t.shape[:2]:
+        raise ValueError(f"a mask is (rows, size), here {tuple(t.shape[:2])}; got {tuple(mask.shape)}")
+    valid = mask != 0
+    lengths = valid.sum(1)
+    if not torch.equal(valid, torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]):
+        raise SizeError("a row of the mask has a gap or starts with padding: only right padding has a true size")
+    host = tuple(lengths.tolist())
+    for length in host:
+        dim.bucket(length)
+    bucket = dim.bucket(max(host))
+    sizes = true_sizes([dim], [bucket], [host], t.device)
+    factors = (padded_dim(t.shape[0], rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
+    shape = (t.shape[0], bucket, *t.shape[2:])
+    dense = pad_to(t[:, :bucket], shape, 0 if value is None else value)
+    batch = PaddedValue(dense, factors, sizes)
+    return wrap_padded(batch if value is None else batch.cleaned(value))
+
+
+def to_masked(x: PaddedTensor, value: Number = 0) -> tuple[Tensor, Tensor]:
+    """Turn a padded tensor into a plain one with its attention mask.
+
+    Args:
+        x: any padded tensor of at least two dims, the first two of which decide what is valid.
+        value: what the padding is to hold.
+
+    Returns:
+        The storage with `value` in its padding, and an int64 mask of its first two dims, 1 at valid positions.
+
+    Example:
+        >>> import subtensors as st
+        >>> x = st.pad([torch.ones(1), torch.ones(3)], {0: st.Dim("n", max=8, buckets=4)})
+        >>> to_masked(x)[1].tolist()
+        [[1, 0, 0, 0], [1, 1, 1, 0]]
+    """
+    mask = x.mask()
+    first = mask.flatten(2)[..., 0] if mask.dim() > 2 else mask
+    return torch.where(mask, x.dense, value), first.long()

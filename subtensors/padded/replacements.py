@@ -1,4 +1,4 @@
-"""Functions of torch that compute with sizes, written in others that have rules."""
+"""Replacements for torch functions that compute with sizes, written in functions that have rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from subtensors.dispatch.ops import linear_cross_entropy as torchs
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.true_sizes import merge_sizes
-from subtensors.padded.autograd import followed, wrapped
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import write_view
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -37,7 +38,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """The sum, mean or maximum of a table's rows over each bag of indices."""
+    """Return the sum, mean or maximum of a table's rows over each bag of indices."""
     if isinstance(weight, PaddedTensor) or isinstance(offsets, PaddedTensor) or mode not in ("sum", "mean", "max"):
         raise RuleError("PaddedTensor has no rule for embedding_bag with a padded table, padded offsets or this mode")
     if scale_grad_by_freq:
@@ -66,6 +67,14 @@ def embedding_bag(
     return total / size.clamp(min=1) if mode == "mean" else total
 
 
+class _Options(TypedDict):
+    """Arguments that torch's function and its composition both take."""
+
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    ignore_index: int | None
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -76,59 +85,62 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    options: Any = None,
+    options: object = None,
 ) -> Tensor:
-    """A linear layer and its cross entropy; by torch's own chunks where `options` ask for them."""
-    named: dict[str, Any] = {"linear_bias": linear_bias, "weight": weight, "ignore_index": ignore_index}
+    """Return the cross entropy of a linear layer; chunked by torch itself where `options` ask for it."""
+    named: _Options = {"linear_bias": linear_bias, "weight": weight, "ignore_index": ignore_index}
     if options is not None:
         known = (linear_weight, linear_bias, weight)
         if label_smoothing == 0 and linear_weight.dim() == 2 and not any(isinstance(x, PaddedTensor) for x in known):
-            loss = _in_torchs_chunks(input, linear_weight, target, reduction, {**named, "options": options})
+            loss = _chunked_by_torch(input, linear_weight, target, reduction, named, options)
             if loss is not None:
                 return loss
-        _note_options()
+        _warn_of_ignored_options()
     return torchs.composed(input, linear_weight, target, **named, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def _in_torchs_chunks(
-    input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, named: dict[str, Any]
+def _chunked_by_torch(
+    input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, named: _Options, options: object
 ) -> Tensor | None:
-    """Torch's own function on storages whose padding adds nothing; None where more than the rows is padded."""
-    x, wanted = (followed(t) if isinstance(t, PaddedTensor) else unpadded_value(t) for t in (input, target))
-    if x.dim() != 2 or x.is_padded(1) or wanted.dim() < 1 or any(d > 0 for d in wanted.padded_dims):
+    """Run torch's own function on storages whose padding adds nothing; None where more than the rows is padded."""
+    x, labels = (unwrap_with_grad(t) if isinstance(t, PaddedTensor) else unpadded_value(t) for t in (input, target))
+    if x.dim() != 2 or x.is_padded(1) or labels.dim() < 1 or any(d > 0 for d in labels.padded_dims):
         return None
-    sizes = merge_sizes([t.sizes for t in (x, wanted) if t.sizes is not None])
-    rows = broadcast_dim([x.dims[0], wanted.dims[0]], sizes)
-    is_soft = wanted.dense.is_floating_point()
+    sizes = merge_sizes([t.sizes for t in (x, labels) if t.sizes is not None])
+    rows = broadcast_dim([x.dims[0], labels.dims[0]], sizes)
+    is_soft = labels.dense.is_floating_point()
     padding = 0 if is_soft else -100 if named["ignore_index"] is None else named["ignore_index"]
     states = x.with_bounded_padding() if x.dims[0] == rows else PaddedValue(x.dense, (rows, x.dims[1]), sizes).filled(0)
-    targets = PaddedValue(wanted.dense, (rows, *wanted.dims[1:]), sizes).filled(padding)
+    targets = PaddedValue(labels.dense, (rows, *labels.dims[1:]), sizes).filled(padding)
     x.gradient_is_zero_if()
-    # The mean over probabilities is that over rows, those of padding among them.
-    by_hand = is_soft and reduction == "mean"
+    # With probabilities torch's mean would divide by all rows, padding included.
+    divides_here = is_soft and reduction == "mean"
     assert torchs.FUNCTION is not None
-    loss = torchs.FUNCTION(states, linear_weight, targets, reduction="sum" if by_hand else reduction, **named)
-    if by_hand:
-        real = PaddedValue(targets, (rows, *wanted.dims[1:]), sizes).mask()
-        return loss / (len(targets) if real is None else real.sum())
-    return wrapped(result(loss, [rows], sizes).gradient_masked()) if reduction == "none" else loss
+    loss = torchs.FUNCTION(
+        states, linear_weight, targets, reduction="sum" if divides_here else reduction, **named, options=options
+    )
+    if divides_here:
+        valid = PaddedValue(targets, (rows, *labels.dims[1:]), sizes).mask()
+        return loss / (len(targets) if valid is None else valid.sum())
+    return wrap_with_grad(result(loss, [rows], sizes).gradient_masked()) if reduction == "none" else loss
 
 
 @functools.cache
-def _note_options() -> None:
-    _log.warning("linear_cross_entropy of a PaddedTensor passes options over here: its logits are there in full")
+def _warn_of_ignored_options() -> None:
+    _log.warning("linear_cross_entropy of a PaddedTensor ignores its options here: the logits are materialized in full")
 
 
 def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A copy of a tensor with other values where a view lies."""
+    """Return a function that returns a copy of a tensor with other values where a view lies."""
 
-    def scattered(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def scattered(input: Tensor, src: Tensor, *args: PyTree, **kwargs: PyTree) -> Tensor:
         if not isinstance(input, PaddedTensor):
             raise RuleError("PaddedTensor has no rule for scattering padded values into a plain tensor")
-        whole: Any = input.clone()
-        new = followed(src) if isinstance(src, PaddedTensor) else unpadded_value(src)
-        write_view(whole, lambda x: view(x, *args, **kwargs), new)
-        return whole  # type: ignore[no-any-return]
+        copy = input.clone()
+        assert isinstance(copy, PaddedTensor)
+        new = unwrap_with_grad(src) if isinstance(src, PaddedTensor) else unpadded_value(src)
+        write_view(copy, lambda x: view(x, *args, **kwargs), new)
+        return copy
 
     return scattered
 
@@ -137,11 +149,11 @@ def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = 
     return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
 
 
-REWRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     functional.embedding_bag: embedding_bag,
     **({} if torchs.FUNCTION is None else {torchs.FUNCTION: linear_cross_entropy}),
     **dict.fromkeys([torch.select_scatter, Tensor.select_scatter], _scattered(torch.select)),
     **dict.fromkeys([torch.slice_scatter, Tensor.slice_scatter], _scattered(_slice)),
     **dict.fromkeys([torch.diagonal_scatter, Tensor.diagonal_scatter], _scattered(torch.diagonal)),
 }
-"""Python functions by the ones that take their place."""
+"""Functions of torch and what runs in their place."""

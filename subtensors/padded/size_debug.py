@@ -1,7 +1,7 @@
 """A debug mode for the one leak that no type can see: Python arithmetic on a bucket's size.
 
-In the mode a PaddedTensor reports sizes that know they are padded. They warn, with the line, where one is divided by or
-multiplied, and where a factory makes a plain tensor of one. A position beyond the true size is refused.
+In the mode a PaddedTensor reports sizes that know they are padded. Each warns, with the line, where it is used in a
+division or a product, and where a factory makes a plain tensor of it. A position beyond the true size is refused.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import FrameType
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.indexing import checked_bounds
 
-_modes: list[TorchFunctionMode] = []
+active_modes: list[TorchFunctionMode] = []
+"""The debug modes that are on."""
 
 _ARITHMETIC = frozenset(
     """mul mul_ multiply multiply_ div div_ divide divide_ true_divide floor_divide floor_divide_ pow pow_ __mul__
@@ -37,20 +39,20 @@ class PaddedSize(int):
 
     Args:
         bucket: the size.
-        dim: which dim it is of, and its true size, in words.
+        dim: the dim and its true size, as the warning names them.
     """
 
     dim: str
 
     def __new__(cls, bucket: int, dim: str) -> PaddedSize:
-        """The size, with what to say of it."""
+        """Return the size, with the name of its dim."""
         size = super().__new__(cls, bucket)
         size.dim = dim
         return size
 
     def warn(self, operation: str) -> None:
-        """Warn at the line of the user's that led here."""
-        frame: Any = sys._getframe(1)
+        """Warn at the line of the user's code that led here."""
+        frame: FrameType = sys._getframe(1)
         while frame.f_back is not None and _is_library(str(frame.f_globals.get("__name__", ""))):
             frame = frame.f_back
         warnings.warn_explicit(
@@ -65,10 +67,11 @@ def _is_library(module: str) -> bool:
     return module == __name__ or module.split(".")[0] == "torch"
 
 
-def _watched(name: str) -> Callable[[PaddedSize, Any], Any]:
-    plain: Callable[[int, Any], Any] = getattr(int, name)
+def _warning(name: str) -> Callable[[PaddedSize, object], object]:
+    """Return the method of `int` with this name, with a warning before it."""
+    plain: Callable[[int, object], object] = getattr(int, name)
 
-    def method(self: PaddedSize, other: Any) -> Any:
+    def method(self: PaddedSize, other: object) -> object:
         if isinstance(other, int | float):
             self.warn("Python arithmetic")
         return plain(self, other)
@@ -78,15 +81,15 @@ def _watched(name: str) -> Callable[[PaddedSize, Any], Any]:
 
 
 for _name in "__mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __pow__ __rpow__".split():
-    setattr(PaddedSize, _name, _watched(_name))
+    setattr(PaddedSize, _name, _warning(_name))
 
 
 class _Watch(TorchFunctionMode):
-    """Sees padded sizes among the arguments of torch's arithmetic, which takes them for plain numbers."""
+    """Warn of padded sizes among the arguments of torch's arithmetic, which treats them as plain numbers."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         name = getattr(func, "__name__", "")
         if name in _ARITHMETIC or name in _FACTORIES:
             for size in tree_leaves((args, kwargs)):
@@ -115,24 +118,19 @@ def watch_size_arithmetic() -> Iterator[None]:
         arithmetic with 4, the bucket of dim 0 (true size n), not its true size: use x.count(dim)
     """
     with _Watch() as mode, checked_bounds():
-        _modes.append(mode)
+        active_modes.append(mode)
         try:
             yield
         finally:
-            _modes.pop()
+            active_modes.pop()
 
 
-def is_watching() -> bool:
-    """Return whether the debug mode is on."""
-    return bool(_modes)
-
-
-def watched_shape(shape: Sequence[int], true_sizes: Sequence[str | None]) -> torch.Size:
-    """A shape whose padded sizes warn.
+def shape_that_warns(shape: Sequence[int], true_sizes: Sequence[str | None]) -> torch.Size:
+    """Return a shape whose padded sizes warn.
 
     Args:
         shape: the bucket shape.
-        true_sizes: of each dim the true size in words; None where it isn't padded.
+        true_sizes: the true size of each dim as text; None where it isn't padded.
     """
     return torch.Size(
         size if true is None else PaddedSize(size, f"dim {d} (true size {true})")

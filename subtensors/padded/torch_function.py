@@ -1,10 +1,24 @@
 """Calls of torch functions on PaddedTensors: how a call reaches the rules, and how its result is wrapped.
 
-A rule computes on dense storages that autograd tracks, so its backward is torch's own. For that a call runs below
-autograd, on *shells*: PaddedTensors whose storage autograd tracks although it doesn't track the shells themselves. Each
-op that torch makes of the call reaches `dispatch` with shells, which puts autograd back and runs the rule. Plain
-tensors among the arguments are put in shells as well, so that every op on them is recorded too. The results of the call
-are wrapped, by an autograd function whose backward unwraps.
+    f(x)                            x: a PaddedTensor that requires grad
+     |
+    __torch_function__ ---------->  f is a query such as x.size() or x.dtype: the wrapper answers it
+     |
+    fast_path.py ---------------->  f is known to be one op: its rule, or a cached outcome of it, gives the result
+     |
+    below autograd                  tensors become placeholders, and f runs past autograd's kernels
+     |
+    __torch_dispatch__              each op that f consists of, composite ones in one piece
+     |
+    dispatch/padded/                autograd is on again: the op's rule computes on storages
+     |
+    Wrap                            placeholders and results become the caller's tensors; views remember their base
+
+A rule computes on dense storages that autograd tracks, so its backward is torch's own. A *placeholder* makes that
+possible: a PaddedTensor that stands for an argument, whose storage autograd tracks although it doesn't track the
+placeholder itself. Plain tensors get placeholders too, so that every op on them is seen. A few functions run a
+replacement that is made of functions with rules (`replacements.py`); where there is no rule, a function runs on the
+unpadded data, and its result is padded again (`fallback.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +27,8 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +38,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class
-from subtensors.dispatch.ops.tree import tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
@@ -34,16 +46,17 @@ from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import run_backward
-from subtensors.padded.autograd import followed, wrapped
-from subtensors.padded.fast_path import directly
-from subtensors.padded.inplace import copied_whole, write_back, write_real
-from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
-from subtensors.padded.replacements import REWRITTEN
-from subtensors.padded.size_debug import PaddedSize, is_watching, watched_shape
-from subtensors.padded.views import refresh_copies, remember
+from subtensors.padded import fast_path, size_debug
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.fallback import RAW_MEMORY_FUNCTIONS, run_on_unpadded_data
+from subtensors.padded.fallback import fallbacks as fallbacks  # documented under this module's name
+from subtensors.padded.inplace import assign_at_index, try_copy_storage, write_back, write_valid
+from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
+from subtensors.padded.replacements import REPLACEMENTS
+from subtensors.padded.views import refresh_copies, remember_views
 
-# Questions about a tensor itself, which its wrapper answers, and what drives autograd.
-_OF_THE_WRAPPER = frozenset(
+# Queries of a tensor itself, which its wrapper answers, and functions that control autograd.
+_WRAPPER_FUNCTIONS = frozenset(
     """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_complex
     is_floating_point is_signed is_conj is_neg is_inference is_coalesced is_same_size is_shared is_pinned
     is_distributed data_ptr untyped_storage storage storage_type get_device register_hook
@@ -53,25 +66,59 @@ _OF_THE_WRAPPER = frozenset(
 )
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
-
-_OFTEN_ASKED = frozenset(
+_COMMON_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in "shape dtype device ndim requires_grad is_cuda grad_fn is_leaf".split()
 )
-"""Getters that models call all the time, answered by the wrapper, and by torch without a warning."""
+"""Getters that models call all the time: the wrapper answers them, and torch has no warning for them."""
 
-# What autograd's engine and the compiler do with tensors themselves.
+# Ops that autograd's engine and the compiler call on tensors themselves.
 _BELOW_AUTOGRAD = frozenset(
     f"aten::{name}"
     for name in """add.Tensor add_.Tensor clone copy_ _to_copy zeros_like ones_like empty_like new_empty new_zeros
     new_empty_strided zero_ isnan _is_any_true""".split()
 )
 
-RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
-"""Functions that access their first argument's memory directly: a shell has none, and their writes go unnoticed."""
 
+class CallFrame:
+    """A call in progress: the dispatch keys outside of it, and the placeholders of its arguments."""
 
-fallbacks: Counter[str] = Counter()
-"""The number of times that each function ran on unpadded data."""
+    def __init__(self) -> None:
+        self.keys = dispatcher.dispatch_keys()
+        self.placeholders: dict[int, PaddedTensor] = {}
+        """The placeholder of each argument, by the argument's id."""
+        self.originals: dict[int, Tensor] = {}
+        """The argument of each placeholder, by the placeholder's id."""
+        self.written: dict[int, PaddedTensor] = {}
+        """Placeholders with a new value."""
+        self.overwritten: list[Tensor] = []
+        """Arguments whose storage the call wrote to directly."""
+        self.plain_views: list[Tensor] = []
+        """Results without a padded dim that share an argument's memory."""
+        self.has_views = False
+        """True if a result is a view."""
+
+    def placeholder(self, x: Tensor) -> Tensor:
+        """The placeholder of an argument, made at its first use."""
+        if id(x) not in self.placeholders:
+            new = make_padded(unwrap_with_grad(x) if isinstance(x, PaddedTensor) else unpadded_value(x))
+            self.placeholders[id(x)] = new
+            self.originals[id(new)] = x
+        return self.placeholders[id(x)]
+
+    def result(self, t: Tensor) -> Tensor:
+        """The caller's tensor for a result of the call."""
+        if not isinstance(t, PaddedTensor):
+            return t
+        original = self.originals.get(id(t))
+        if original is not None:
+            self.has_views = self.has_views or (isinstance(original, PaddedTensor) and bool(original._view))
+            return original
+        out = wrap_with_grad(unwrap(t))
+        if t._view:
+            self.has_views = True
+            if t._view == "alias" and not isinstance(out, PaddedTensor):
+                self.plain_views.append(out)
+        return out
 
 
 class _State(threading.local):
@@ -79,156 +126,120 @@ class _State(threading.local):
         self.calls: list[CallFrame] = []
 
 
-class CallFrame:
-    """One call under way: the keys of torch's dispatcher as they were outside, and the arguments' shells."""
-
-    def __init__(self) -> None:
-        self.keys = dispatcher.dispatch_keys()
-        self.shells: dict[int, PaddedTensor] = {}
-        self.outer: dict[int, Tensor] = {}
-        self.written: dict[int, PaddedTensor] = {}
-        self.plain_views: list[Tensor] = []
-        self.overwritten: list[Any] = []
-
-    def shell(self, x: Tensor) -> Tensor:
-        """The shell that stands for an argument below autograd; one an argument."""
-        if id(x) not in self.shells:
-            new = wrap(followed(x) if isinstance(x, PaddedTensor) else unpadded_value(x))
-            self.shells[id(x)] = new
-            self.outer[id(new)] = x
-        return self.shells[id(x)]
-
-
 _state = _State()
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Run a torch function that has a PaddedTensor among its arguments."""
-    if func in _OFTEN_ASKED and not is_watching():
+    if func in _COMMON_GETTERS and not size_debug.active_modes:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    try:
-        answer = directly(func, args, kwargs)
-    except RuleError as missing:
-        return _fallen_back(func, args, kwargs, missing)
-    if answer is not NotImplemented:
-        return answer
+    if func in fast_path.FUNCTIONS:
+        try:
+            answer = fast_path.try_fast_path(func, args, kwargs)
+        except RuleError as error:
+            return run_on_unpadded_data(func, args, kwargs, error)
+        if answer is not NotImplemented:
+            return answer
     name = getattr(func, "__name__", "")
     if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
         return run_backward(func, args, kwargs)
-    if name in _OF_THE_WRAPPER or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
+    if name in _WRAPPER_FUNCTIONS or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
         if name == "__get__" and _attribute(func) == "layout":
-            # Two frames up, past `__torch_function__`, is who asks.
+            # The caller is two frames up, past `__torch_function__`.
             decomposable.check_caller(sys._getframe(2), lambda mask: _is_padded_as(args[0], mask))
         with torch._C.DisableTorchFunctionSubclass():
-            out = _quietly(func, args, kwargs) if ops.is_tracing() else func(*args, **kwargs)
-        if is_watching() and isinstance(args[0], PaddedTensor):
-            if name in ("numel", "nelement") and value_of(args[0]).padded_dims:
-                return PaddedSize(out, "all dims")
+            out = _without_warnings(func, args, kwargs) if ops.is_tracing() else func(*args, **kwargs)
+        if size_debug.active_modes and isinstance(args[0], PaddedTensor):
+            if name in ("numel", "nelement") and unwrap(args[0]).padded_dims:
+                return size_debug.PaddedSize(out, "all dims")
             if name == "size" or isinstance(out, torch.Size):
-                return _watched_size(args[0], args[1:], kwargs)
+                return _size_that_warns(args[0], args[1:], kwargs)
         return out
     if dispatcher.is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
             f"unpad before it"
         )
-    if name == "copy_" and len(args) > 1 and copied_whole(args[0], args[1]):
+    if name == "copy_" and len(args) > 1 and try_copy_storage(args[0], args[1]):
         return args[0]
     try:
         if isinstance(func, (torch.ScriptMethod, torch.ScriptFunction)):
-            return _scripted(func, args, kwargs)
-        return REWRITTEN[func](*args, **kwargs) if func in REWRITTEN else _by_rules(func, args, kwargs)
+            return _run_script(func, args, kwargs)
+        return REPLACEMENTS[func](*args, **kwargs) if func in REPLACEMENTS else _run_by_rules(func, args, kwargs)
     except TooManyDims:
         raise
-    except RuleError as missing:
+    except RuleError as error:
         if name == "__setitem__" and isinstance(args[0], PaddedTensor):
-            from subtensors.padded.setitem import assign
-
             with contextlib.suppress(UnsupportedCall):
-                return assign(*args)
-        return _fallen_back(func, args, kwargs, missing)
+                return assign_at_index(*args)
+        return run_on_unpadded_data(func, args, kwargs, error)
 
 
-def _fallen_back(func: Callable[..., Any], args: Any, kwargs: Any, missing: RuleError) -> Any:
-    from subtensors.padded.fallback import on_logical_data
-
-    return on_logical_data(func, args, kwargs, missing)
-
-
-def _quietly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_warnings(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Call a getter without warnings: the compiler reads every tensor's .grad, and torch warns if it can't have one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return func(*args, **kwargs)
 
 
-def _watched_size(x: PaddedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _size_that_warns(x: PaddedTensor, args: Args, kwargs: Kwargs) -> torch.Size | int:
     true = [str(size_of(factors)) if is_padded(factors) else None for factors in x._dims]
-    shape = watched_shape(x._dense.shape, true)
-    dim = args[0] if args else kwargs.get("dim")
+    shape = size_debug.shape_that_warns(x._dense.shape, true)
+    dim: int | None = args[0] if args else kwargs.get("dim")
     return shape if dim is None else shape[dim]
 
 
-def _is_padded_as(x: PaddedTensor, other: Any) -> bool:
+def _is_padded_as(x: PaddedTensor, other: object) -> bool:
     """Return whether `other`, which broadcasts to `x`, is a PaddedTensor with the same dims wherever `x` is padded."""
-    dims = [d - x.dim() for d in value_of(x).padded_dims]
+    dims = [d - x.dim() for d in unwrap(x).padded_dims]
     return isinstance(other, PaddedTensor) and all(other.dim() >= -d and other._dims[d] == x._dims[d] for d in dims)
 
 
-def _attribute(func: Any) -> str:
+def _attribute(func: object) -> str:
     """The name of the attribute that a `__get__` or `__set__` belongs to."""
     name: str = getattr(getattr(func, "__self__", None), "__name__", "")
     return name
 
 
-def _gives_tensor(func: Any) -> bool:
+def _gives_tensor(func: object) -> bool:
     return _attribute(func) in _TENSOR_ATTRIBUTES
 
 
-def _by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     if isinstance(func, FunctionType):
         decomposable.check_function(func, args, kwargs)
     if getattr(func, "__name__", "") in RAW_MEMORY_FUNCTIONS:
         raise RuleError(f"PaddedTensor has no rule for {func.__name__}, which reads memory by itself")
-    running = CallFrame()
-    shells = tree_map_only(Tensor, running.shell, (args, kwargs))
-    _state.calls.append(running)
+    frame = CallFrame()
+    inner_args, inner_kwargs = tree_map_only(Tensor, frame.placeholder, (args, kwargs))
+    _state.calls.append(frame)
     try:
         with torch._C.DisableTorchFunctionSubclass(), dispatcher.below_autograd():
-            out = func(*shells[0], **shells[1])
+            out = func(*inner_args, **inner_kwargs)
     finally:
         _state.calls.pop()
-    for shell in running.written.values():
-        write_back(running.outer[id(shell)], value_of(shell))
-    for written in running.overwritten:
-        refresh_copies(written)
-    out = tree_map_only(Tensor, lambda t: _outside(t, running), out)
-    remember(func, args, kwargs, out, running.plain_views)
+    for placeholder in frame.written.values():
+        write_back(frame.originals[id(placeholder)], unwrap(placeholder))
+    for original in frame.overwritten:
+        if isinstance(original, PaddedTensor):
+            refresh_copies(original)
+    out = tree_map_only(Tensor, frame.result, out)
+    if frame.has_views:
+        remember_views(func, args, kwargs, out, frame.plain_views)
     return out
 
 
-def _scripted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_script(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Run TorchScript code by rules, without its optimizer, which would fuse ops that the rules must see one by one."""
     if torch.is_grad_enabled():
         raise RuleError("PaddedTensor has no rule for the gradients of TorchScript's code: call the Python module")
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        return _by_rules(func, args, kwargs)
+        return _run_by_rules(func, args, kwargs)
 
 
-def _outside(t: Tensor, running: CallFrame) -> Tensor:
-    if not isinstance(t, PaddedTensor):
-        return t
-    if id(t) in running.outer:
-        return running.outer[id(t)]
-    outside = wrapped(value_of(t))
-    if t._view == "alias" and not isinstance(outside, PaddedTensor):
-        running.plain_views.append(outside)
-    return outside
-
-
-def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op overload on PaddedTensors: shells of a running call, or tensors that autograd's engine handles."""
+def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run an op overload on the placeholders of a running call, or on tensors that autograd's engine handles."""
     if not isinstance(op, OpOverload):
         raise RuleError(f"PaddedTensor has no rule for the higher-order op {op}: call it on the unpadded values")
     if not _state.calls:
@@ -236,7 +247,7 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return op(*tree_map_only(PaddedTensor, lambda t: t._dense, args), **kwargs)
         if op.name() not in _BELOW_AUTOGRAD and op_class(op) is not OpClass.VIEW:
             raise RuleError(
-                f"{op} met a PaddedTensor below autograd, where the gradients of its padding cannot be told from real "
+                f"{op} met a PaddedTensor below autograd, where the gradients of its padding cannot be told from valid "
                 f"ones: torch.func transforms and ops called from C++ have no rule; unpad before them"
             )
         if op is torch.ops.aten.copy_.default and isinstance(args[0], PaddedTensor):
@@ -248,108 +259,111 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_in_place(op) and isinstance(args[0], PaddedTensor):
             args[0]._fill = out._fill if isinstance(out, PaddedTensor) else None
         return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
-    running = _state.calls.pop()
+    frame = _state.calls.pop()
     try:
-        with dispatcher.restored_dispatch_keys(running.keys, casting=op.overloadpacket in decomposable.CAST_INSIDE):
+        with dispatcher.restored_dispatch_keys(frame.keys, casting=op.overloadpacket in decomposable.CAST_INSIDE):
             if is_in_place(op) or functional_form(op) is not op:
-                return _mutate(op, args, kwargs, running)
+                return _mutate(op, args, kwargs, frame)
             return _run(op, args, kwargs)
     except decomposable.MustDecompose:
         pass
     finally:
-        _state.calls.append(running)
-    # Its parts are cast by autocast as they would be without padding.
-    with dispatcher.restored_autocast(running.keys):
+        _state.calls.append(frame)
+    # Autocast casts its parts as it would without padding.
+    with dispatcher.restored_autocast(frame.keys):
         return decomposable.decompose(op, args, kwargs)
 
 
-def _run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    inner_args, inner_kwargs = tree_map_only(Tensor, _inner, (args, kwargs))
+def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
+    inner_args, inner_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
     if decomposable.is_composite(op) and any(x.padded_dims for x in tree_find(PaddedValue, (inner_args, inner_kwargs))):
         raise decomposable.MustDecompose
     out = rules.run(op, inner_args, inner_kwargs)
-    return tree_map_only(PaddedValue, wrap, out)
+    return tree_map_only(PaddedValue, make_padded, out)
 
 
-def _inner(t: Tensor) -> PaddedValue:
-    return value_of(t) if isinstance(t, PaddedTensor) else unpadded_value(t)
+def _value(t: Tensor) -> PaddedValue:
+    return unwrap(t) if isinstance(t, PaddedTensor) else unpadded_value(t)
 
 
-def _mutate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame) -> Any:
-    """Run an in-place op as its functional form; the shell of the argument that it writes takes the new value."""
-    twin = functional_form(op)
-    targets = _targets(op, args, kwargs)
-    if twin is None or not targets:
-        raise UnsupportedCall(f"{op} writes to its arguments, and there is no form of it that doesn't")
-    recording = torch.is_grad_enabled() and any(x._dense.requires_grad for x in running.shells.values())
-    if not recording and _writes_anything(op, targets, args, kwargs, running):
+def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyTree:
+    """Run an in-place op as its functional form; the placeholder of the argument that it writes takes the new value."""
+    functional = functional_form(op)
+    targets = _written_arguments(op, args, kwargs)
+    if functional is None or not targets:
+        raise UnsupportedCall(f"{op} writes to its arguments, and has no functional form")
+    records = torch.is_grad_enabled() and any(x._dense.requires_grad for x in frame.placeholders.values())
+    if not records and _may_write_padding(op, targets, args, kwargs, frame):
         op(
             *tree_map_only(PaddedTensor, lambda t: t._dense, args),
             **tree_map_only(PaddedTensor, lambda t: t._dense, kwargs),
         )
-        running.overwritten.append(running.outer[id(targets[0])])
+        frame.overwritten.append(frame.originals[id(targets[0])])
         return targets[0]
-    through_views = {id(target): target for target in targets if id(target) not in running.outer and target._view}
-    if recording and any(target._dense.requires_grad for target in through_views.values()):
+    through_views = {id(target): target for target in targets if id(target) not in frame.originals and target._view}
+    if records and any(target._dense.requires_grad for target in through_views.values()):
         raise UnsupportedCall(f"{op} writes through a view of a tensor that requires grad")
     if any(target._view == "copy" for target in through_views.values()):
         raise UnsupportedCall(f"{op} writes through a view that had to be copied")
-    if recording:
+    if records:
         for target in (t for t in targets if id(t) not in through_views):
-            # The op keeps its operands for the backward, and the new value is to stand in their memory.
+            # The op saves its operands for the backward, and the new value overwrites their memory.
             target._dense = target._dense.clone()
-    outs = {a.name for a in op._schema.arguments if a.is_out}
-    out = _run_any(twin, args, {k: v for k, v in kwargs.items() if k not in outs}, op)
+    out_names = {a.name for a in op._schema.arguments if a.is_out}
+    out = _run_functional(functional, args, {k: v for k, v in kwargs.items() if k not in out_names}, op)
     values = tree_find(Tensor, out)
     for target, new in zip(targets, values, strict=False):
-        value = value_of(new) if isinstance(new, PaddedTensor) else unpadded_value(new)
+        value = unwrap(new) if isinstance(new, PaddedTensor) else unpadded_value(new)
         if id(target) in through_views:
             if value.is_tracked:
                 raise UnsupportedCall(f"{op} writes a tensor that requires grad through a view")
-            write_real(target, value)
+            write_valid(target, value)
             continue
         if target._dense.requires_grad and not torch.is_grad_enabled() and value.shape == target.shape:
-            # Outside of autograd's sight the values change and the graph behind them stays.
+            # With gradients disabled the values change and their autograd graph stays.
             target._dense.copy_(value.dense)
             continue
-        if value.shape != target.shape and not outs:
+        if value.shape != target.shape and not out_names:
             raise UnsupportedCall(f"{op} would change the shape of what it writes to")
         target._dense = value.dense.to(target.dtype)
         target._dims, target._sizes, target._fill = value.dims, value.sizes, None
-        if id(target) in running.outer:
-            running.written[id(target)] = target
+        if id(target) in frame.originals:
+            frame.written[id(target)] = target
     if not op._schema.returns:
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _writes_anything(
-    op: OpOverload, targets: list[PaddedTensor], args: tuple[Any, ...], kwargs: dict[str, Any], running: CallFrame
+def _may_write_padding(
+    op: OpOverload, targets: list[PaddedTensor], args: Args, kwargs: Kwargs, frame: CallFrame
 ) -> bool:
     """Return whether a pointwise op may write to all of its first argument's storage: its padding is undefined."""
     target = targets[0]
-    outer = running.outer.get(id(target))
+    original = frame.originals.get(id(target))
     if op_class(op) is not OpClass.POINTWISE or args[0] is not target or len(targets) > 1:
         return False
-    if not isinstance(outer, PaddedTensor) or outer._fill is not None or outer._view:
+    if not isinstance(original, PaddedTensor) or original._fill is not None or original._view:
         return False
-    return bool(broadcast([_inner(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
+    return bool(broadcast([_value(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
 
 
-def _run_any(twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op: OpOverload) -> Any:
+def _run_functional(functional: OpOverload, args: Args, kwargs: Kwargs, op: OpOverload) -> PyTree:
     names = [a.name for a in op._schema.arguments]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    accepted = [a.name for a in twin._schema.arguments]
+    accepted = [a.name for a in functional._schema.arguments]
     try:
-        return _run(twin, (), {name: named[name] for name in accepted if name in named})
+        return _run(functional, (), {name: named[name] for name in accepted if name in named})
     except decomposable.MustDecompose as must:
         raise UnsupportedCall(f"{op} is composite and writes to its argument") from must
 
 
-def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PaddedTensor]:
+def _written_arguments(op: OpOverload, args: Args, kwargs: Kwargs) -> list[PaddedTensor]:
     targets = []
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             targets += tree_find(PaddedTensor, given)
     return targets
+
+
+handlers.torch_function, handlers.torch_dispatch = handle_torch_function, handle_torch_dispatch

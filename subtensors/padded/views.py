@@ -2,7 +2,7 @@
 
 Autograd tracks a tensor's storage through the rules, and sees every result of a rule as a separate tensor. So after a
 write to the base a view would keep its old gradient, and if it had to be copied its old values too. A view therefore
-remembers the call that took it, and repeats that on the base as it is now. A plain tensor, with no padded dim left,
+remembers the call that took it, and repeats the call on the base's new values. A plain tensor, with no padded dim left,
 can't remember it.
 """
 
@@ -10,111 +10,94 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import tree_find
-from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
+from subtensors.padded.padded_tensor import PaddedTensor, ViewSource
 
 
-@dataclass(eq=False)
-class ViewSource:
-    """The origin of a view: its base, and the call that takes it.
-
-    Args:
-        held: returns the base; None if nothing holds it any more, as a copied view doesn't.
-        view: takes the view of a base.
-        versions: those of the base, and of what that is a view of, when the view was taken.
-        latest: the view as last retaken; None if it was never retaken.
-    """
-
-    held: Callable[[], PaddedTensor | None]
-    view: Callable[[PaddedTensor], Any]
-    versions: tuple[int, ...]
-    latest: PaddedTensor | None = None
-
-
-def remember(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, plain: Sequence[Tensor]
+def remember_views(
+    func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree, plain_views: Sequence[Tensor]
 ) -> None:
-    """Store the origin of the views that a call returned.
+    """Store the source of the views that a call returned.
 
     Args:
         func, args, kwargs: the call.
         out: its result.
-        plain: the plain tensors in the result that share the first argument's memory.
+        plain_views: the plain tensors in the result that share the first argument's memory.
     """
     if not args or not isinstance(args[0], PaddedTensor) or args[0]._dense.is_inference():
         return
     base, rest = args[0], args[1:]
-    note_plain(base, plain)
+    track_plain_views(base, plain_views)
     for i, result in enumerate(tree_find(Tensor, out)):
         if not isinstance(result, PaddedTensor) or result is base:
             continue
         if result._view == "copy" or (result._view and torch.is_grad_enabled()):
             if result._view == "copy":
-                for whole in _wholes(base):
-                    whole._copies = [*(held for held in whole._copies if held() is not None), weakref.ref(result)]
-            result._origin = ViewSource(
+                for x in _with_bases(base):
+                    x._copied_views = [*(view for view in x._copied_views if view() is not None), weakref.ref(result)]
+            result._view_source = ViewSource(
                 weakref.ref(base) if result._view == "copy" else lambda: base,
-                lambda whole, i=i: tree_find(Tensor, func(whole, *rest, **kwargs))[i],  # type: ignore[misc]
+                lambda x, i=i: tree_find(Tensor, func(x, *rest, **kwargs))[i],  # type: ignore[misc]
                 _versions(base, result._view == "copy"),
             )
 
 
-def current(x: PaddedTensor) -> PaddedTensor:
-    """The view, retaken if its base was written to; another tensor itself."""
-    origin: ViewSource | None = x._origin
-    if origin is None:
+def refresh_view(x: PaddedTensor) -> PaddedTensor:
+    """Return a view, retaken if its base was written to; return any other tensor itself."""
+    source = x._view_source
+    if source is None:
         return x
-    base = origin.held()
-    versions = _versions(base, x._view == "copy") if base is not None else origin.versions
-    if base is not None and versions != origin.versions:
-        new = origin.view(base)
-        origin.latest, origin.versions = new, versions
-        x._dense, x._dims, x._sizes, x._fill, x._written = new._dense, new._dims, new._sizes, new._fill, new._written
-    return x if origin.latest is None else origin.latest
+    base = source.base()
+    versions = _versions(base, x._view == "copy") if base is not None else source.versions
+    if base is not None and versions != source.versions:
+        new = source.view(base)
+        assert isinstance(new, PaddedTensor)
+        source.latest, source.versions = new, versions
+        x._dense, x._dims, x._sizes = new._dense, new._dims, new._sizes
+        x._fill, x._fill_version = new._fill, new._fill_version
+    return x if source.latest is None else source.latest
 
 
 def refresh_copies(x: PaddedTensor) -> None:
     """Retake the copied views of a tensor that was just written to: a copy doesn't share the memory of its base."""
-    for whole in _wholes(x):
-        for held in whole._copies:
-            copied = held()
-            if copied is not None:
-                current(copied)
+    for base in _with_bases(x):
+        for copied_view in base._copied_views:
+            view = copied_view()
+            if view is not None:
+                refresh_view(view)
 
 
-def note_plain(base: PaddedTensor, plain: Sequence[Tensor]) -> None:
+def track_plain_views(base: PaddedTensor, plain_views: Sequence[Tensor]) -> None:
     """Note plain tensors that share the memory of a padded one."""
-    if plain and torch.is_grad_enabled():
-        for x in _wholes(base):
-            alive = [held for held in x._plain_views if held() is not None]
-            x._plain_views = [*alive, *map(weakref.ref, plain)]
+    if plain_views and torch.is_grad_enabled():
+        for x in _with_bases(base):
+            alive = [view for view in x._plain_views if view() is not None]
+            x._plain_views = [*alive, *map(weakref.ref, plain_views)]
 
 
-def refuse_plain_views(x: PaddedTensor) -> None:
+def check_no_plain_views(x: PaddedTensor) -> None:
     """Raise RuleError if a plain view is alive, which would keep the gradient of what is about to be overwritten."""
-    if any(held() is not None for held in x._plain_views):
+    if any(view() is not None for view in x._plain_views):
         raise RuleError(
-            "a plain view of this PaddedTensor is held, which would not follow what is written to it where autograd "
-            "does: take it afterwards, or write to a clone"
+            "a plain view of this PaddedTensor is in use, and autograd would not see in it what is written here: take "
+            "the view after the write, or write to a clone"
         )
 
 
-def _wholes(x: PaddedTensor) -> Iterator[PaddedTensor]:
-    """Yield a tensor, its base, and so on."""
-    whole: PaddedTensor | None = x
-    while whole is not None:
-        yield whole
-        whole = whole._origin.held() if whole._origin is not None else None
+def _with_bases(x: PaddedTensor) -> Iterator[PaddedTensor]:
+    """Yield a tensor, its base, the base of that, and so on."""
+    base: PaddedTensor | None = x
+    while base is not None:
+        yield base
+        base = base._view_source.base() if base._view_source is not None else None
 
 
-def _versions(x: PaddedTensor, copied: bool) -> tuple[int, ...]:
-    """The versions of a tensor and its bases; with `copied` also of their storages, which count all writes."""
+def _versions(x: PaddedTensor, with_storage: bool) -> tuple[int, ...]:
+    """The versions of a tensor and its bases, and with `with_storage` of their storages, which count all writes."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(v for whole in _wholes(x) for v in (whole._version, whole._dense._version if copied else 0))
+        return tuple(v for base in _with_bases(x) for v in (base._version, base._dense._version if with_storage else 0))

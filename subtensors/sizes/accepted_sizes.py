@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import sympy
@@ -16,6 +16,8 @@ import sympy
 from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.bucket_policies import BucketPolicy, Sizes, bucket_policy
 from subtensors.sizes.dims import Dim
+
+Integers: TypeAlias = "np.ndarray | np.int64"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class AcceptedSizes:
         classes: the paths through the program, by their examples.
         condition: the condition that the accepted sizes meet, within the range of their Dims.
         sizes: the set of accepted sizes: of integers for one Dim, of tuples for several.
-        is_complete: whether every size in range belongs to a class; a program that decides on each size anew has more
+        is_complete: whether every size in range belongs to a class; a program that branches on each size has more
             classes than are searched for.
     """
 
@@ -112,12 +114,12 @@ class AcceptedSizes:
 
     def __repr__(self) -> str:
         names = ", ".join(dim.name for dim in self.dims)
-        ways = f"{len(self.classes)} classes" + ", some sizes left out" * (not self.is_complete)
-        return f"AcceptedSizes({names}: {self.sizes}; {ways})"
+        classes = f"{len(self.classes)} classes" + ", some sizes left out" * (not self.is_complete)
+        return f"AcceptedSizes({names}: {self.sizes}; {classes})"
 
 
 def integer_set(values: Sequence[int]) -> sympy.Set:
-    """Increasing integers as arithmetic progressions, found greedily from the left.
+    """Return increasing integers as a union of arithmetic progressions, found greedily from the left.
 
     >>> integer_set([1, 2, 3, 4, 8, 16, 24, 32])
     Union(Range(1, 5, 1), Range(8, 40, 8))
@@ -142,7 +144,7 @@ def integer_set(values: Sequence[int]) -> sympy.Set:
 
 
 def size_set(dims: Sequence[Dim], axes: Sequence[np.ndarray], condition: sympy.Basic, mask: np.ndarray) -> sympy.Set:
-    """The sizes of a mask over a grid: by value for one dimension, by condition for several."""
+    """Return the sizes of a mask over a grid: by value for one dimension, by condition for several."""
     if not mask.any():
         return sympy.S.EmptySet
     if len(dims) == 1:
@@ -151,48 +153,50 @@ def size_set(dims: Sequence[Dim], axes: Sequence[np.ndarray], condition: sympy.B
     return sympy.ConditionSet(sympy.Tuple(*(dim.symbol for dim in dims)), condition, sympy.ProductSet(*ranges))
 
 
-def held(condition: sympy.Basic, dims: Sequence[Dim], axes: Sequence[np.ndarray]) -> np.ndarray:
+def evaluate_on_grid(condition: sympy.Basic, dims: Sequence[Dim], axes: Sequence[np.ndarray]) -> np.ndarray:
     """Evaluate a condition on a grid of sizes, as a boolean mask."""
     grid = np.meshgrid(*axes, indexing="ij")
     symbols = [dim.symbol for dim in dims]
-    return np.asarray(_held(condition, symbols, np.stack([g.ravel() for g in grid])), dtype=bool).reshape(grid[0].shape)
+    return np.asarray(_evaluate(condition, symbols, np.stack([g.ravel() for g in grid])), dtype=bool).reshape(
+        grid[0].shape
+    )
 
 
-def _held(condition: sympy.Basic, symbols: Sequence[sympy.Symbol], sizes: np.ndarray) -> np.ndarray:
+def _evaluate(condition: sympy.Basic, symbols: Sequence[sympy.Symbol], sizes: np.ndarray) -> np.ndarray:
     """Evaluate a condition on each column of sizes, (number of symbols, points)."""
     if isinstance(condition, sympy.And | sympy.Or | sympy.Not):
-        parts = [_held(part, symbols, sizes) for part in condition.args]
+        parts = [_evaluate(part, symbols, sizes) for part in condition.args]
         if isinstance(condition, sympy.Not):
             return ~parts[0]
         combine = np.logical_and if isinstance(condition, sympy.And) else np.logical_or
         return np.asarray(combine.reduce(parts), dtype=bool)
     if isinstance(condition, sympy.core.relational.Relational):
-        difference, whole = sympy.fraction(sympy.together(condition.lhs - condition.rhs))
-        # In whole numbers: in floating point floor(14/3 - 2/3) is 3. A division by zero has no say: the program would
-        # have gone another way before it.
+        difference, denominator = sympy.fraction(sympy.together(condition.lhs - condition.rhs))
+        # In integers: in floating point floor(14/3 - 2/3) is 3. A division by zero is ignored: the program would have
+        # left this path before it.
         with contextlib.suppress(KeyError), np.errstate(all="ignore"):
-            if whole.is_Integer and whole > 0:
-                value = _whole(difference, dict(zip(symbols, sizes, strict=True)))
+            if denominator.is_Integer and denominator > 0:
+                value = _evaluate_integers(difference, dict(zip(symbols, sizes, strict=True)))
                 return np.broadcast_to(_COMPARISONS[condition.rel_op](value, 0), sizes.shape[1:])
     with np.errstate(all="ignore"):
         found = sympy.lambdify(symbols, condition, "numpy")(*sizes)
     return np.broadcast_to(np.asarray(found, dtype=bool), sizes.shape[1:])
 
 
-def _whole(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, np.ndarray]) -> Any:
-    """Evaluate an expression of whole numbers; raise KeyError if it contains another function."""
+def _evaluate_integers(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, np.ndarray]) -> Integers:
+    """Evaluate an expression of integers; raise KeyError if it contains another function."""
     if expression.is_Integer:
         return np.int64(int(expression))
     if isinstance(expression, sympy.Symbol):
         return sizes[expression]
     if isinstance(expression, sympy.floor | sympy.ceiling):
-        above, below = (_whole(part, sizes) for part in sympy.fraction(sympy.together(expression.args[0])))
+        above, below = (_evaluate_integers(part, sizes) for part in sympy.fraction(sympy.together(expression.args[0])))
         return above // below if isinstance(expression, sympy.floor) else -(-above // below)
     combine = _ARITHMETIC[type(expression)]
-    return functools.reduce(combine, [_whole(part, sizes) for part in expression.args])
+    return functools.reduce(combine, [_evaluate_integers(part, sizes) for part in expression.args])
 
 
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+_ARITHMETIC: dict[type, Callable[[Integers, Integers], Integers]] = {
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,
     sympy.Mod: operator.mod,
@@ -213,21 +217,21 @@ _COMPARISONS = {
 def simplest(
     conditions: Sequence[sympy.Basic], mask: np.ndarray, dims: Sequence[Dim], axes: Sequence[np.ndarray]
 ) -> sympy.Basic | None:
-    """A small subset of the conditions that is equivalent to the mask; None if not even all of them together are."""
-    kept = [(c, where) for c in conditions if not (where := held(c, dims, axes)).all()]
+    """Return a small subset of the conditions that is equivalent to the mask; None if all of them together are not."""
+    kept = [(c, where) for c in conditions if not (where := evaluate_on_grid(c, dims, axes)).all()]
 
-    def together(chosen: Sequence[tuple[sympy.Basic, np.ndarray]]) -> np.ndarray:
+    def conjunction(chosen: Sequence[tuple[sympy.Basic, np.ndarray]]) -> np.ndarray:
         return np.logical_and.reduce([where for _, where in chosen], axis=0) if chosen else np.ones_like(mask)
 
-    if not np.array_equal(together(kept), mask):
+    if not np.array_equal(conjunction(kept), mask):
         return None
     for size in range(min(len(kept), 2) + 1):
         for chosen in itertools.combinations(kept, size):
-            if np.array_equal(together(chosen), mask):
+            if np.array_equal(conjunction(chosen), mask):
                 return sympy.And(*(c for c, _ in chosen))
     # Longest first: torch's own checks are longer than the program's.
     for pair in sorted(kept, key=lambda pair: -sympy.count_ops(pair[0])):
         fewer = [other for other in kept if other is not pair]
-        if np.array_equal(together(fewer), mask):
+        if np.array_equal(conjunction(fewer), mask):
             kept = fewer
     return sympy.And(*(c for c, _ in kept))

@@ -14,10 +14,10 @@ class BucketPolicy(ABC):
 
     @abstractmethod
     def bucket(self, size: int) -> int | None:
-        """The smallest bucket of at least `size`; None where the sequence ends before it."""
+        """Return the smallest bucket of at least `size`; None if the sequence ends before it."""
 
     def up_to(self, limit: int) -> tuple[int, ...]:
-        """The buckets for sizes up to `limit`, which is itself the last: what is padded stays within it."""
+        """Return the buckets for sizes up to `limit`, the last of which is `limit` itself."""
         found: list[int] = []
         while not found or found[-1] < limit:
             found.append(min(self.bucket(found[-1] + 1 if found else 1) or limit, limit))
@@ -87,7 +87,7 @@ class Geometric(BucketPolicy):
 
 @dataclass(frozen=True, init=False)
 class Sizes(BucketPolicy):
-    """These sizes and no others.
+    """A list of bucket sizes.
 
     Args:
         sizes: positive ints in any order; duplicates are one.

@@ -1,4 +1,4 @@
-"""Named dimensions whose size varies, and what they agree on."""
+"""Named dimensions whose size varies, and the sizes that tensors of one call give them."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Dim:
         policy = Geometric() if buckets is None else bucket_policy(buckets)
         if max is None and isinstance(policy, Sizes):
             max = policy.sizes[-1]
-        for bound, least, value in (("min", 0, min), ("max", 1, max)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{bound} of Dim {name!r} is an int of at least {least}, got {value!r}")
+        for bound, minimum, value in (("min", 0, min), ("max", 1, max)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+                raise ValueError(f"{bound} of Dim {name!r} is an int of at least {minimum}, got {value!r}")
         if max is not None and min > max:
             raise ValueError(f"Dim {name!r} has min {min} above max {max}")
         if max is not None and isinstance(policy, Sizes) and policy.sizes[-1] > max:
@@ -95,7 +95,7 @@ class Dim:
         """
         if not self.admits(size):
             if self.strict:
-                raise SizeError(self._refusal(size))
+                raise SizeError(self._range_error(size))
             logger.info("%s is %s, out of its range: not padded", self.name, size)
             return size
         bucket = self.policy.bucket(size)
@@ -129,7 +129,7 @@ class Dim:
         """Return whether a size is within the Dim's range."""
         return size >= self.min and (self.max is None or size <= self.max)
 
-    def _refusal(self, size: int) -> str:
+    def _range_error(self, size: int) -> str:
         if size < self.min:
             return f"{self.name} is {size}, below its min of {self.min}; lower min in st.Dim({self.name!r}, ...)"
         return (
@@ -179,7 +179,7 @@ class SizeAgreement:
         """
         for each in (size,) if isinstance(size, int) else size:
             if not dim.admits(each):
-                dim.bucket(each)  # which refuses or notes it
+                dim.bucket(each)  # raises or logs it
                 return False
         known, first = self._places.setdefault(dim.name, (dim, place))
         if known != dim:
@@ -198,7 +198,7 @@ class SizeAgreement:
 
 
 def _listed(size: int | tuple[int, ...]) -> str:
-    """A size as text; the first few of many lengths."""
+    """Return a size as text, with only the first few of many lengths."""
     if isinstance(size, int):
         return str(size)
     return f"[{', '.join(map(str, size[:8]))}{', ...' * (len(size) > 8)}]"

@@ -1,18 +1,17 @@
-"""The buckets that waste least on a sample of sizes.
+"""Fit of buckets to a sample of sizes, so that padding wastes least.
 
-A set of buckets is a cut of the sorted sizes into runs, each padded to its largest: the smallest waste of the first `j`
-sizes with `k` buckets is
+A set of buckets cuts the sorted sizes into runs, each padded to its largest. The smallest waste of the first `j` sizes
+with `k` buckets is
 
     waste[k, j] = min over i < j of  waste[k - 1, i] + padding(i, j),
 
-where `padding(i, j)` is what sizes `i ... j - 1` lack to the last of them. With counts `c` and sizes `s` sorted,
-`padding(i, j) = s[j - 1] * sum(c[i:j]) - sum((c * s)[i:j])`, a difference of prefix sums.
+where `padding(i, j)` is the padding of sizes `i ... j - 1` up to the last of them. With sorted sizes `s` and their
+counts `c`, `padding(i, j) = s[j - 1] * sum(c[i:j]) - sum((c * s)[i:j])`, a difference of prefix sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,19 +47,19 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
         raise ValueError(f"max_graphs and multiple_of are at least 1, got {max_graphs} and {multiple_of}")
     candidates = -(-sample.astype(np.int64) // multiple_of) * multiple_of
     sizes, counts = np.unique(candidates, return_counts=True)
-    return Sizes(sizes[_last_of_runs(sizes, counts, max_graphs)].tolist())
+    return Sizes(sizes[_ends_of_runs(sizes, counts, max_graphs)].tolist())
 
 
-def _last_of_runs(sizes: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], most: int) -> list[int]:
-    """The ends of the best cut's runs: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
+def _ends_of_runs(sizes: np.ndarray, counts: np.ndarray, max_runs: int) -> list[int]:
+    """Return the ends of the best cut's runs: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
     number = len(sizes)
     counted = np.concatenate([[0], np.cumsum(counts)])
     summed = np.concatenate([[0], np.cumsum(counts * sizes)])
-    # With no bucket nothing is covered but the empty sample; 2**62 stands for infinity and leaves room to add.
+    # Without buckets only the empty sample is covered; 2**62 is an infinity that can be added to without overflow.
     waste = np.full(number + 1, 1 << 62, dtype=np.int64)
     waste[0] = 0
     tables, starts = [waste], []
-    for _ in range(min(most, number)):
+    for _ in range(min(max_runs, number)):
         following, start = waste.copy(), np.full(number + 1, -1)
         for j in range(1, number + 1):
             padding = sizes[j - 1] * (counted[j] - counted[:j]) - (summed[j] - summed[:j])

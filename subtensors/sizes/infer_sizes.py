@@ -1,11 +1,11 @@
-"""Inference of the sizes that a program accepts, from the decisions that it takes on them."""
+"""Inference of the sizes that a program accepts, from the branches that it takes on them."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,31 +15,31 @@ from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
-    from subtensors.dispatch.sizes.shape_guards import Way
+    from subtensors.dispatch.sizes.shape_guards import ProgramPath
     from subtensors.dispatch.sizes.symbolic_sizes import SymbolicSizes
     from subtensors.sizes.accepted_sizes import AcceptedSizes
 
 logger = logging.getLogger("subtensors.sizes")
 
-LIMIT = 512
+MAX_SIZE = 512
 """The largest size that is considered for a Dim without a max."""
 
-POINTS = 1 << 20
+MAX_POINTS = 1 << 20
 """The most combinations of sizes considered; beyond it, the largest sizes of each Dim except its max are left out."""
 
-CLASSES = 64
+MAX_CLASSES = 64
 """The most paths through the program that are searched for."""
 
 DimsOf = Mapping[int, "Dim | str"]
 
 
 def infer_sizes(
-    fn: Callable[..., Any], args: Sequence[Any], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
+    fn: Callable[..., object], args: Sequence[object], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
 ) -> AcceptedSizes:
     """Find the sizes that a program accepts, from its own guards: divisibility, bounds, equalities.
 
-    The program runs on tensors without values, once for each path that sizes can take through it: the conditions that a
-    run met tell which sizes would take the same path, and the first size that would not is tried next. Errors that
+    The program runs on tensors without values, once for each path that sizes can take through it: the conditions met in
+    a run tell which sizes would take the same path, and the first size that would not is tried next. Errors that
     depend on values rather than sizes, such as an index out of range, are not found.
 
     Args:
@@ -70,52 +70,52 @@ def infer_sizes(
     """
     import sympy
 
-    from subtensors.dispatch.sizes.shape_guards import way_through
-    from subtensors.sizes.accepted_sizes import held
+    from subtensors.dispatch.sizes.shape_guards import trace_path
+    from subtensors.sizes.accepted_sizes import evaluate_on_grid
 
     places = _places(fn, args, dims)
     known = _distinct(places)
     axes = _axes(known)
 
-    def arguments(symbolic: SymbolicSizes) -> list[Any]:
+    def arguments(symbolic: SymbolicSizes) -> list[object]:
         return [
-            _stand_in(arg, {d: dim.name for d, dim in place.items()}, symbolic) if isinstance(arg, Tensor) else arg
+            _fake_argument(arg, {d: dim.name for d, dim in place.items()}, symbolic) if isinstance(arg, Tensor) else arg
             for arg, place in zip(args, places, strict=True)
         ]
 
-    ways: list[tuple[Way, np.ndarray, dict[str, int]]] = []
+    paths: list[tuple[ProgramPath, np.ndarray, dict[str, int]]] = []
     unknown = np.ones([len(axis) for axis in axes], dtype=bool)
-    while unknown.any() and len(ways) < CLASSES:
+    while unknown.any() and len(paths) < MAX_CLASSES:
         point = np.unravel_index(int(np.argmax(unknown)), unknown.shape)
         sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, axes, point, strict=True)}
-        way = way_through(fn, arguments, sizes)
-        where = held(sympy.And(*way.conditions), known, axes) & unknown
+        path = trace_path(fn, arguments, sizes)
+        where = evaluate_on_grid(sympy.And(*path.conditions), known, axes) & unknown
         where[point] = True  # also where a condition is beyond plain arithmetic
         unknown &= ~where
-        ways.append((way, where, sizes))
+        paths.append((path, where, sizes))
     if unknown.any():
-        logger.info("%d classes of sizes found, and more not looked for", CLASSES)
-    return _summary(known, axes, ways, is_complete=not unknown.any())
+        logger.info("%d classes of sizes found, and more not searched for", MAX_CLASSES)
+    return _summary(known, axes, paths, is_complete=not unknown.any())
 
 
 def _summary(
-    known: tuple[Dim, ...], axes: list[np.ndarray], ways: Sequence[tuple[Way, np.ndarray, dict[str, int]]],
+    known: tuple[Dim, ...], axes: list[np.ndarray], paths: Sequence[tuple[ProgramPath, np.ndarray, dict[str, int]]],
     is_complete: bool,
 ) -> AcceptedSizes:  # fmt: skip
     import sympy
 
-    from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, held, simplest, size_set
+    from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, evaluate_on_grid, simplest, size_set
 
     classes = []
-    for way, where, example in ways:
-        found = simplest(way.conditions, where, known, axes)
-        condition = sympy.And(*way.conditions) if found is None else found
-        classes.append(SizeClass(condition, size_set(known, axes, condition, where), example, way.refusal))
-    accepted = np.logical_or.reduce([w for way, w, _ in ways if way.refusal is None] + [np.zeros_like(ways[0][1])])
-    everywhere = [c for way, _, _ in ways if way.refusal is None for c in way.conditions]
+    for path, where, example in paths:
+        found = simplest(path.conditions, where, known, axes)
+        condition = sympy.And(*path.conditions) if found is None else found
+        classes.append(SizeClass(condition, size_set(known, axes, condition, where), example, path.refusal))
+    accepted = np.logical_or.reduce([w for path, w, _ in paths if path.refusal is None] + [np.zeros_like(paths[0][1])])
+    everywhere = [c for path, _, _ in paths if path.refusal is None for c in path.conditions]
     # The accepted sizes do not meet the conditions of the refused ones.
-    everywhere += [sympy.Not(c) for way, _, _ in ways if way.refusal is not None for c in way.conditions]
-    common = [c for c in dict.fromkeys(everywhere) if held(c, known, axes)[accepted].all()]
+    everywhere += [sympy.Not(c) for path, _, _ in paths if path.refusal is not None for c in path.conditions]
+    common = [c for c in dict.fromkeys(everywhere) if evaluate_on_grid(c, known, axes)[accepted].all()]
     condition = simplest(common, accepted, known, axes)
     if condition is None:
         condition = sympy.Or(*(c.condition for c in classes if c.is_accepted))
@@ -124,7 +124,7 @@ def _summary(
 
 
 def _places(
-    fn: Callable[..., Any], args: Sequence[Any], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
+    fn: Callable[..., object], args: Sequence[object], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
 ) -> list[dict[int, Dim]]:
     """The varying dimensions of each argument, counted from the front."""
     if isinstance(dims, Mapping):
@@ -138,8 +138,11 @@ def _places(
         raise SizeError(f"{len(args)} arguments take {len(args)} entries of dims, one each; got {len(dims)}")
     places: list[dict[int, Dim]] = []
     for number, (arg, named) in enumerate(zip(args, dims, strict=True)):
-        if named and not isinstance(arg, Tensor):
-            raise SizeError(f"argument {number} has varying dimensions but is no tensor: {type(arg).__name__}")
+        if not isinstance(arg, Tensor):
+            if named:
+                raise SizeError(f"argument {number} has varying dimensions but is no tensor: {type(arg).__name__}")
+            places.append({})
+            continue
         wrong = [d for d in named or () if not -arg.dim() <= d < arg.dim()]
         if wrong:
             raise SizeError(f"argument {number} of shape {tuple(arg.shape)} has no dimension {wrong[0]}")
@@ -160,16 +163,16 @@ def _distinct(places: Sequence[Mapping[int, Dim]]) -> tuple[Dim, ...]:
 
 def _axes(dims: Sequence[Dim]) -> list[np.ndarray]:
     """The sizes of each Dim that are considered."""
-    most = int(POINTS ** (1 / len(dims)))
+    max_sizes = int(MAX_POINTS ** (1 / len(dims)))
     axes = []
     for dim in dims:
-        largest = dim.max if dim.max is not None else max(dim.min, LIMIT)
+        largest = dim.max if dim.max is not None else max(dim.min, MAX_SIZE)
         axis = np.arange(dim.min, largest + 1)
-        axes.append(axis if len(axis) <= most else np.append(axis[: most - 1], largest))
+        axes.append(axis if len(axis) <= max_sizes else np.append(axis[: max_sizes - 1], largest))
     return axes
 
 
-def _stand_in(tensor: Tensor, names: Mapping[int, str], symbolic: SymbolicSizes) -> Tensor:
+def _fake_argument(tensor: Tensor, names: Mapping[int, str], symbolic: SymbolicSizes) -> Tensor:
     """A tensor without values, contiguous, some of whose sizes are symbols."""
     size = [symbolic.numbers[names[d]] if d in names else n for d, n in enumerate(tensor.shape)]
     return torch.empty(size, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""PaddedTensor and autograd: gradients, second ones, autocast, and the transforms that are refused."""
+"""PaddedTensor and autograd: gradients, second derivatives, autocast, and the transforms that raise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQ = st.Dim("seq", max=24, buckets=st.Linear(8))
 NAN = float("nan")
 
 
-def test_leaf_gradients_are_padded_alike() -> None:
+def test_the_gradient_of_a_leaf_has_its_padding() -> None:
     x = st.pad(torch.ones(5), {0: SEQ}).requires_grad_()
     (x * 2).sum().backward()
     assert isinstance(x.grad, st.PaddedTensor)
@@ -46,7 +46,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_second_derivatives_flow(name: str, device: str) -> None:
+def test_second_derivatives_equal_the_unpadded_programs(name: str, device: str) -> None:
     source = torch.randn(2, 5, 3, dtype=torch.float64, device=device, requires_grad=True)
 
     def penalty(x: Any, leaf: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def test_second_derivatives_flow(name: str, device: str) -> None:
 
 
 @given(n=some.integers(1, 6), m=some.integers(1, 4))
-def test_gradients_are_those_of_finite_differences(n: int, m: int) -> None:
+def test_gradients_agree_with_finite_differences(n: int, m: int) -> None:
     dims = {0: st.Dim("n", max=8, buckets=4), 1: st.Dim("m", max=8, buckets=4)}
 
     def program(t: Tensor, w: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_autocast_casts_each_op_as_it_does_without_padding(name: str, dtype: tor
         lambda x: torch.func.grad(lambda s: (x * s).sum())(torch.ones(())),
     ],
 )
-def test_transforms_of_torch_func_are_refused_clearly(transformed: Callable[[Any], Any]) -> None:
+def test_transforms_of_torch_func_raise_with_advice(transformed: Callable[[Any], Any]) -> None:
     with pytest.raises(st.RuleError, match="unpad before"):
         transformed(st.pad(torch.randn(2, 5), {1: SEQ}))
 
@@ -139,12 +139,12 @@ def test_transforms_of_torch_func_are_refused_clearly(transformed: Callable[[Any
         lambda t: torch.func.jvp(lambda t: st.pad(t, {1: SEQ}).sum(), (t,), (t,)),
     ],
 )
-def test_padding_within_a_transform_is_refused_clearly(transformed: Callable[[Tensor], Any]) -> None:
+def test_padding_inside_a_transform_raises_with_advice(transformed: Callable[[Tensor], Any]) -> None:
     with pytest.raises(st.RuleError, match="pad before"):
         transformed(torch.randn(2, 5))
 
 
-def test_forward_mode_differentiation_is_refused() -> None:
+def test_forward_mode_differentiation_raises() -> None:
     x = st.pad(torch.randn(2, 5), {1: SEQ})
     with torch.autograd.forward_ad.dual_level(), pytest.raises(st.RuleError, match="forward-mode"):
         torch.exp(x)
@@ -154,7 +154,7 @@ def test_forward_mode_differentiation_is_refused() -> None:
     "program",
     [lambda x: x * x.conj(), lambda x: (x @ x.mH).real, lambda x: x + 3 * x.conj(), lambda x: x.conj().imag * x.real],
 )
-def test_complex_numbers_used_with_their_conjugates_have_their_gradients(program: Callable[[Any], Any]) -> None:
+def test_gradients_of_complex_tensors_and_their_conjugates_add_up(program: Callable[[Any], Any]) -> None:
     source = torch.randn(2, 5, dtype=torch.complex128, requires_grad=True)
     expected, actual = program(source), program(st.pad(source, {1: SEQ}, value=NAN))
     actual = actual.unpad() if isinstance(actual, st.PaddedTensor) else actual
@@ -165,7 +165,7 @@ def test_complex_numbers_used_with_their_conjugates_have_their_gradients(program
 
 
 class Scaled(torch.autograd.Function):
-    """x^2 w, whose backward takes ops that torch writes in simpler ones."""
+    """x^2 w, whose backward calls composite ops."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Scaled(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_backward_of_a_users_function_meets_padded_tensors(compiled: bool) -> None:
+def test_a_custom_autograd_function_gets_padded_tensors_in_its_backward(compiled: bool) -> None:
     def program(x: Any, w: Tensor) -> Any:
         return Scaled.apply(x, w).softmax(1)  # type: ignore[no-untyped-call]
 

@@ -69,7 +69,7 @@ def test_padded_tensors_come_out_and_gradients_go_back_in() -> None:
 @pytest.mark.parametrize(
     "program", [lambda x, y: torch.cat([x, y], 1), lambda x, y: torch.stack([x, y * 2]).sum(0)], ids=["cat", "stack"]
 )
-def test_tensors_in_a_list_have_their_gradients(program: Any) -> None:
+def test_ops_that_take_a_list_have_gradients(program: Any) -> None:
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     for i, n in enumerate((5, 9)):
         t, u = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -105,7 +105,7 @@ def test_a_ragged_batch_compiles_once_for_all_lengths() -> None:
             torch.testing.assert_close(a, e)
 
 
-def test_what_is_written_to_an_argument_arrives_there() -> None:
+def test_a_write_to_an_argument_is_visible_outside() -> None:
     compiled = torch.compile(lambda x, y: x.mul_(2).add_(y), fullgraph=True, backend="aot_eager")
     for i, n in enumerate((5, 9)):
         t, u = torch.randn(2, n), torch.randn(2, n)
@@ -126,7 +126,7 @@ def test_count_mask_and_dense_are_computed_in_the_graph() -> None:
         torch.testing.assert_close(average(st.pad(torch.ones(n), {0: SEQ}, value=float("inf"))), torch.tensor(1.0))
 
 
-def test_an_op_without_a_rule_is_refused_by_name() -> None:
+def test_an_op_without_a_rule_raises_with_its_name() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def program(x: Any) -> Any:
         return torch.renorm(x, 2, 0, 0.5)
@@ -136,14 +136,14 @@ def test_an_op_without_a_rule_is_refused_by_name() -> None:
     assert "class other" in str(refused.value)
 
 
-def test_padding_and_unpadding_within_compiled_code_is_refused() -> None:
+def test_padding_and_unpadding_inside_compiled_code_raise() -> None:
     with pytest.raises(Exception, match="pad before compiled code"):
         torch.compile(lambda t: st.pad(t, {0: SEQ}).sum(), fullgraph=True, backend="aot_eager")(torch.ones(3))
     with pytest.raises(Exception, match="unpad it outside"):
         torch.compile(lambda x: x.unpad(), fullgraph=True, backend="aot_eager")(st.pad(torch.ones(3), {0: SEQ}))
 
 
-def test_there_is_one_compilation_a_bucket() -> None:
+def test_each_bucket_is_compiled_once() -> None:
     compiled = torch.compile(lambda x: torch.softmax(x, 1).amax(1), fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     for n in (5, 20, 9, 32, 16):

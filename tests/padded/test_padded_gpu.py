@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_padded_tensor import NAN, PROGRAMS, RAGGED, SEQ
+from padded_programs import NAN, PROGRAMS, RAGGED, SEQ
 from torch import Tensor, nn
 
 import subtensors as st

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from demo.model import Block, Size
-from subtensors.padded.padded_tensor import PaddedTensor, value_of, wrap
+from subtensors.padded.padded_tensor import PaddedTensor, make_padded, unwrap
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 NAN = float("nan")
@@ -38,7 +38,7 @@ def poisoned(x: Tensor, dim: int = 1) -> PaddedTensor:
     padded = st.pad(x, {dim: SEQ})
     mask = padded.mask()
     dense = torch.where(mask, padded._dense, NAN)
-    out = wrap(value_of(padded).like(dense))
+    out = make_padded(unwrap(padded).like(dense))
     return out.requires_grad_(x.requires_grad)
 
 
@@ -116,7 +116,7 @@ def wrap_again(x: Any) -> Any:
     if not isinstance(x, PaddedTensor):
         return x.clone()
     mask = x.mask()
-    return x * wrap(value_of(x).like(torch.where(mask, 1.0, NAN).double()))
+    return x * make_padded(unwrap(x).like(torch.where(mask, 1.0, NAN).double()))
 
 
 def written(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writing to padded tensors: in place, through views, by `out=`; what is padding keeps what it held."""
+"""Writes to padded tensors, in place, through views and by `out=`: known padding keeps its contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_plain_tensor_cannot_take_padded_values_in_place() -> None:
         torch.zeros(8).add_(st.pad(torch.ones(5), {0: SEQ}))
 
 
-def test_an_op_in_place_leaves_padding_as_it_was_only_where_something_is_known_of_it() -> None:
+def test_an_op_in_place_preserves_padding_only_if_its_contents_are_known() -> None:
     known, unknown = st.pad(torch.ones(3), {0: SEQ}, value=2.0), st.pad(torch.ones(3), {0: SEQ})
     unknown = unknown + 1
     for x in (known, unknown):
@@ -34,7 +34,7 @@ def test_an_op_in_place_leaves_padding_as_it_was_only_where_something_is_known_o
     assert known.prod().item() == 6.0**3
 
 
-def test_a_view_writes_into_what_it_views() -> None:
+def test_a_write_to_a_view_changes_its_base() -> None:
     x = st.pad(torch.zeros(2, 5), {1: SEQ}, value=7)
     x[:, :-1].fill_(1)
     assert x.unpad().tolist() == [[1, 1, 1, 1, 0]] * 2
@@ -45,7 +45,7 @@ def test_a_view_writes_into_what_it_views() -> None:
     assert x.dense[:, 5:].eq(7).all()
 
 
-def test_a_copy_takes_values_and_keeps_padding() -> None:
+def test_copy_writes_values_and_preserves_padding() -> None:
     x = st.pad(torch.zeros(2, 5), {1: SEQ}, value=7)
     source = st.pad(torch.ones(2, 5), {1: SEQ}, value=NAN)
     for copied in (lambda: x.copy_(source), lambda: x.zero_().copy_(other=source)):
@@ -61,7 +61,7 @@ def test_a_call_may_write_to_an_out_argument() -> None:
     assert out.dense[5:].eq(7).all()
 
 
-def views_then_whole(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def view_then_write_base(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def program(x: Any) -> Any:
         y = x * 1
         view = take(y)
@@ -71,7 +71,7 @@ def views_then_whole(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return program
 
 
-def written_through(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def write_view(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def program(x: Any) -> Any:
         y = x * 1
         take(y).mul_(2).add_(1)
@@ -80,14 +80,14 @@ def written_through(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return program
 
 
-def augmented(x: Any) -> Any:
+def augmented_assignments(x: Any) -> Any:
     y = x * 1
     y[:, 1:] += x[:, :-1]
     y[..., 0] *= 2
     return y
 
 
-def seen_by_both(x: Any) -> Any:
+def writes_to_both(x: Any) -> Any:
     y = x * 1
     view = y[:, -2:]
     part = view[..., 1:]
@@ -106,18 +106,20 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "feature": lambda y: y.select(2, 1),
 }
 WRITES = {
-    **{f"whole of a {name}": views_then_whole(take) for name, take in VIEWS.items()},
-    **{f"through a {name}": written_through(take) for name, take in VIEWS.items()},
+    **{f"base of a {name}": view_then_write_base(take) for name, take in VIEWS.items()},
+    **{f"through a {name}": write_view(take) for name, take in VIEWS.items()},
     "scattered": lambda x: torch.slice_scatter(torch.select_scatter(x, x[:, 0] * 2, 1, -1), x[..., :2], 2, 1),
-    "augmented": augmented,
-    "seen by both": seen_by_both,
+    "augmented assignments": augmented_assignments,
+    "writes to both": writes_to_both,
 }
 
 
 @pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 3, 8)], ids=["one size", "ragged"])
 @pytest.mark.parametrize("name", WRITES)
-def test_a_view_and_its_whole_are_one(name: str, lengths: tuple[int, ...], records: bool, device: str) -> None:
+def test_a_view_and_its_base_see_each_others_writes(
+    name: str, lengths: tuple[int, ...], records: bool, device: str
+) -> None:
     program = WRITES[name]
     rows = [torch.randn(n, 3, dtype=torch.float64, device=device, requires_grad=records) for n in lengths]
     x = st.pad(torch.stack(rows), {1: SEQ}, value=NAN) if lengths == (5, 5) else st.pad(rows, {0: SEQ}, value=NAN)
@@ -125,35 +127,35 @@ def test_a_view_and_its_whole_are_one(name: str, lengths: tuple[int, ...], recor
     expected = [program(row[None])[0] for row in rows]
     torch.testing.assert_close(actual, expected)
     if records:
-        given, wanted = (
+        gradients, expected_gradients = (
             torch.autograd.grad(torch.stack([(t**2).sum() for t in outs]).sum(), rows) for outs in (actual, expected)
         )
-        torch.testing.assert_close(given, wanted)
+        torch.testing.assert_close(gradients, expected_gradients)
 
 
-def test_a_view_and_its_whole_are_one_in_compiled_code() -> None:
-    compiled = torch.compile(seen_by_both, fullgraph=True, backend="aot_eager")
+def test_a_view_and_its_base_share_every_write_in_compiled_code() -> None:
+    compiled = torch.compile(writes_to_both, fullgraph=True, backend="aot_eager")
     for i, n in enumerate((5, 8, 3)):
         t = torch.randn(2, n, 3, dtype=torch.float64)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            torch.testing.assert_close(compiled(st.pad(t, {1: SEQ}, value=NAN)).unpad(), seen_by_both(t))
+            torch.testing.assert_close(compiled(st.pad(t, {1: SEQ}, value=NAN)).unpad(), writes_to_both(t))
 
 
-def test_a_view_that_had_to_be_copied_does_not_hold_its_whole() -> None:
+def test_a_view_that_had_to_be_copied_does_not_keep_its_base_alive() -> None:
     rows = [torch.randn(5, 3), torch.randn(3, 3)]
-    whole = st.pad(rows, {0: SEQ}, value=NAN) * 2
-    last, held = whole[:, -1:], weakref.ref(whole)
-    del whole
+    base = st.pad(rows, {0: SEQ}, value=NAN) * 2
+    last, reference = base[:, -1:], weakref.ref(base)
+    del base
     gc.collect()
-    assert held() is None
+    assert reference() is None
     last.add_(1)
     assert all(a.equal(row[-1:] * 2 + 1) for a, row in zip(last.unpad(), rows, strict=True))
 
 
-def test_what_a_plain_view_would_not_follow_is_refused() -> None:
+def test_a_recorded_write_raises_while_a_plain_view_is_alive() -> None:
     y = st.pad(torch.ones(2, 5, requires_grad=True), {1: SEQ}) * 1
     last = y[:, -1]
-    with pytest.raises(st.RuleError, match="a plain view of this PaddedTensor is held"):
+    with pytest.raises(st.RuleError, match="a plain view of this PaddedTensor is in use"):
         y.mul_(2)
     del last
     assert y.mul_(2).unpad().eq(2).all()

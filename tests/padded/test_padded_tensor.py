@@ -1,4 +1,4 @@
-"""PaddedTensor itself: what it reports, how it is made and taken apart, and that padding stays padding."""
+"""PaddedTensor itself: shapes and sizes, padding and unpadding, and programs that never read the padding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from padded_programs import NAN, PROGRAMS, RAGGED, SEQ
 from torch import Tensor
 
 import subtensors as st
 from subtensors.padded import torch_function as padded_calls
 
-SEQ = st.Dim("seq", max=24, buckets=st.Linear(8))
-NAN = float("nan")
 
-
-def test_a_padded_tensor_reports_the_bucket_and_knows_the_truth() -> None:
+def test_shape_is_the_buckets_and_logical_shape_the_true_one() -> None:
     x = st.pad(torch.ones(2, 5), {1: SEQ})
     assert x.shape == (2, 8)
     assert x.logical_shape == (2, 5)
@@ -34,7 +32,7 @@ def test_a_padded_tensor_reports_the_bucket_and_knows_the_truth() -> None:
 
 
 @given(lengths=some.lists(some.integers(1, 24), min_size=1, max_size=4), width=some.integers(1, 3))
-def test_padding_and_unpadding_a_ragged_batch_gives_the_rows_back(lengths: list[int], width: int) -> None:
+def test_unpadding_a_ragged_batch_returns_its_rows_and_gradients(lengths: list[int], width: int) -> None:
     rows = [torch.randn(n, width, requires_grad=True) for n in lengths]
     x = st.pad(rows, {0: SEQ}, value=NAN)
     assert x.logical_shape == (len(rows), tuple(lengths), width)
@@ -46,7 +44,7 @@ def test_padding_and_unpadding_a_ragged_batch_gives_the_rows_back(lengths: list[
 
 
 @given(n=some.integers(1, 24), m=some.integers(1, 16))
-def test_several_dims_are_padded_at_once_and_twice_is_once(n: int, m: int) -> None:
+def test_several_dims_are_padded_at_once_and_padding_twice_changes_nothing(n: int, m: int) -> None:
     t = torch.randn(n, 2, m)
     dims = {0: SEQ, -1: st.Dim("width", max=16, buckets=4)}
     x = st.pad(t, dims)
@@ -56,20 +54,20 @@ def test_several_dims_are_padded_at_once_and_twice_is_once(n: int, m: int) -> No
     assert st.PaddedTensor(t, dims).unpad().equal(t)
 
 
-def test_sizes_that_do_not_agree_are_refused_by_name() -> None:
+def test_sizes_that_disagree_or_exceed_the_max_raise_with_the_dims_name() -> None:
     with pytest.raises(st.SizeError, match="seq is 5 in dim 1 and 4 in dim 0"):
         st.pad(torch.ones(4, 5), {0: SEQ, 1: SEQ})
     with pytest.raises(st.SizeError, match="seq is 30, beyond its max of 24"):
         st.pad(torch.ones(30), {0: SEQ})
     with pytest.raises(st.SizeError, match="seq is 5 in one tensor and 6 in another"):
         _ = st.pad(torch.ones(5), {0: SEQ}) + st.pad(torch.ones(6), {0: SEQ})
-    with pytest.raises(ValueError, match="none of a tensor with 1 dims"):
+    with pytest.raises(ValueError, match="cannot pad dim 2 of a tensor with 1 dims"):
         st.pad(torch.ones(3), {2: SEQ})
     with pytest.raises(ValueError, match="may differ in the padded dims"):
         st.pad([torch.ones(3, 2), torch.ones(3, 4)], {0: SEQ})
 
 
-def test_a_hint_that_does_not_fit_pads_nothing() -> None:
+def test_a_non_strict_dim_that_does_not_fit_pads_nothing() -> None:
     hint = st.Dim("hint", max=4, buckets=4, strict=False)
     assert type(st.pad(torch.ones(9), {0: hint})) is Tensor
     rows = [torch.arange(3.0), torch.arange(9.0)]
@@ -80,7 +78,7 @@ def test_a_hint_that_does_not_fit_pads_nothing() -> None:
     assert all(a.equal(b) for a, b in zip(st.pad(images, {0: hint, 1: hint}).unpad(), images, strict=True))
 
 
-def test_rows_of_a_batch_have_one_dtype() -> None:
+def test_rows_of_different_dtypes_raise() -> None:
     with pytest.raises(ValueError, match=r"row 1 is of torch.int64 on cpu and row 0 of torch.float32"):
         st.pad([torch.ones(3), torch.ones(3, dtype=torch.int64)], {0: SEQ})
 
@@ -108,42 +106,9 @@ def test_copies_and_pickles_keep_values_and_sizes(clone: Callable[[Any], Any]) -
     assert [row.tolist() for row in again.unpad()] == [row.tolist() for row in x.unpad()]
 
 
-PROGRAMS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "a pointwise op with a weight that broadcasts": lambda x, w: (x * w).exp(),
-    "a contraction over the padded dim": lambda x, w: x.transpose(1, 2) @ x,
-    "a linear layer": lambda x, w: torch.nn.functional.linear(x, w.expand(2, 3)),
-    "a mean over the padded dim": lambda x, w: (x * w).mean(1),
-    "a variance over all": lambda x, w: (x * w).var(),
-    "a softmax along the padded dim": lambda x, w: torch.softmax(x * w, 1),
-    "a slice from the true end": lambda x, w: (x * w)[:, -2:],
-    "the last position": lambda x, w: (x * w)[:, -1],
-    "all but the last": lambda x, w: (x * w)[:, :-1],
-    "a concatenation along the padded dim": lambda x, w: torch.cat([x, x * w], 1),
-    "a flip": lambda x, w: (x * w).flip(1),
-    "a cumulative sum": lambda x, w: (x * w).cumsum(1),
-    "a sort": lambda x, w: (x * w).sort(1, descending=True).values,
-    "a flatten of two dims and back": lambda x, w: (x.flatten(0, 1) * w).view(x.shape[0], -1, 3),
-    "a sum over a flattened dim": lambda x, w: (x * w).flatten(0, 1).sum(0),
-    "a layer norm": lambda x, w: torch.nn.functional.layer_norm(x, (3,), w),
-    "a convolution along the padded dim": lambda x, w: torch.nn.functional.conv1d(
-        x.transpose(1, 2), w.expand(2, 3)[:, :, None].expand(2, 3, 2), padding=1, stride=2
-    ),
-    "in place": lambda x, w: (x * w).add_(1).mul_(x),
-    "an assignment": lambda x, w: _assigned(x, w),
-    "attention": lambda x, w: torch.nn.functional.scaled_dot_product_attention(x * w, x, x),
-    "causal attention": lambda x, w: torch.nn.functional.scaled_dot_product_attention(x * w, x, x, is_causal=True),
-}
-
-
-def _assigned(x: Any, w: Tensor) -> Any:
-    y = x * 1
-    y[:, 0] = w
-    return y
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("poison", [NAN, float("inf"), 1e30])
-def test_real_values_and_gradients_are_the_unpadded_programs(name: str, poison: float) -> None:
+def test_valid_values_and_gradients_equal_the_unpadded_programs(name: str, poison: float) -> None:
     program = PROGRAMS[name]
     source = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -157,24 +122,8 @@ def test_real_values_and_gradients_are_the_unpadded_programs(name: str, poison: 
         torch.testing.assert_close(a, e)
 
 
-RAGGED = [
-    "a pointwise op with a weight that broadcasts",
-    "a contraction over the padded dim",
-    "a linear layer",
-    "a mean over the padded dim",
-    "a softmax along the padded dim",
-    "a slice from the true end",
-    "the last position",
-    "a flip",
-    "a layer norm",
-    "a convolution along the padded dim",
-    "attention",
-    "causal attention",
-]
-
-
 @pytest.mark.parametrize("name", RAGGED)
-def test_each_row_of_a_ragged_batch_is_as_alone(name: str) -> None:
+def test_each_row_of_a_ragged_batch_gets_the_result_it_has_alone(name: str) -> None:
     program = PROGRAMS[name]
     rows = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 7, 2)]
     weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -192,7 +141,9 @@ def test_each_row_of_a_ragged_batch_is_as_alone(name: str) -> None:
         torch.testing.assert_close(a, e)
 
 
-def test_an_op_without_a_rule_runs_on_the_logical_data_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_op_without_a_rule_runs_on_unpadded_data_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     padded_calls.fallbacks.pop("renorm", None)
     t = torch.randn(5, 3)
     x = st.pad(t, {0: SEQ}, value=NAN)
@@ -206,7 +157,7 @@ def test_an_op_without_a_rule_runs_on_the_logical_data_and_is_counted(caplog: py
     assert len(caplog.records) == 1
 
 
-def test_rows_of_a_ragged_batch_are_taken_with_their_lengths() -> None:
+def test_indexing_rows_of_a_ragged_batch_keeps_their_lengths() -> None:
     rows = [torch.arange(float(n)) for n in (5, 3, 7)]
     x = st.pad(rows, {0: SEQ}, value=NAN)
     assert x[1].unpad().equal(rows[1])
@@ -218,7 +169,7 @@ def test_rows_of_a_ragged_batch_are_taken_with_their_lengths() -> None:
 
 @pytest.mark.parametrize("lengths", [(5, 7, 2), (7,)])
 @pytest.mark.parametrize(("needs_weights", "zero"), [(True, False), (False, False), (False, True)])
-def test_attention_whose_heads_lie_beside_the_rows_is_that_of_each_row(
+def test_multihead_attention_over_a_ragged_batch_equals_attention_per_row(
     needs_weights: bool, zero: bool, lengths: tuple[int, ...]
 ) -> None:
     attention = torch.nn.MultiheadAttention(8, 2, batch_first=True, add_zero_attn=zero).double()
@@ -232,7 +183,7 @@ def test_attention_whose_heads_lie_beside_the_rows_is_that_of_each_row(
             torch.testing.assert_close(weights.unpad()[i], expected_weights)
 
 
-def test_a_reduction_of_the_rows_alone_is_refused() -> None:
+def test_a_reduction_over_the_rows_alone_raises() -> None:
     x = st.pad([torch.ones(5), torch.ones(3)], {0: SEQ})
     for reduce in (torch.sum, torch.mean, torch.amax, torch.var):
         with pytest.raises(st.RuleError, match="rows of a ragged batch"):
@@ -240,14 +191,14 @@ def test_a_reduction_of_the_rows_alone_is_refused() -> None:
     assert x.mean().item() == 1
 
 
-def test_a_tensor_on_another_device_takes_its_sizes_along() -> None:
+def test_moving_to_another_device_moves_the_sizes_too() -> None:
     x = st.pad(torch.ones(5), {0: SEQ}).to("meta")
     assert x.logical_shape == (5,)
     assert x.exp().mask().device.type == "meta"
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
-def test_dropout_draws_for_the_bucket(n: int) -> None:
+def test_dropout_draws_random_numbers_for_the_whole_bucket(n: int) -> None:
     t = torch.randn(2, n, 3)
     torch.manual_seed(1)
     expected = torch.nn.functional.dropout(torch.ones(2, 8, 3), 0.5)[:, :n] * t
@@ -257,7 +208,7 @@ def test_dropout_draws_for_the_bucket(n: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mean", "var", "std"])
-def test_functions_of_torch_masked_that_would_count_padding_are_refused(name: str) -> None:
+def test_functions_of_torch_masked_that_would_count_padding_raise(name: str) -> None:
     function = {"mean": torch.masked.mean, "var": torch.masked.var, "std": torch.masked.std}[name]
     x = torch.randn(2, 5, dtype=torch.float64)
     mask = x > -1
@@ -270,7 +221,7 @@ def test_functions_of_torch_masked_that_would_count_padding_are_refused(name: st
     torch.testing.assert_close(function(padded, 1, mask=padded_mask), function(x, 1, mask=mask))
 
 
-def test_numpy_takes_the_logical_data() -> None:
+def test_numpy_returns_the_unpadded_data() -> None:
     t = torch.randn(2, 5)
     x = st.pad(t, {1: SEQ}, value=NAN)
     assert (x.numpy() == t.numpy()).all()
@@ -279,13 +230,13 @@ def test_numpy_takes_the_logical_data() -> None:
         st.pad([t[0], t[0, :3]], {0: SEQ}).numpy()
 
 
-def test_what_reads_memory_by_itself_gets_that_of_the_logical_data() -> None:
+def test_apply_and_map_run_on_the_unpadded_data() -> None:
     x = st.pad(torch.ones(2, 5), {1: SEQ}, value=NAN)
     assert x.apply_(lambda v: v + 1) is x
     assert x.map_(st.pad(torch.ones(2, 5), {1: SEQ}), lambda a, b: a + b).unpad().eq(3).all()
 
 
-def test_a_range_that_starts_before_the_true_end_is_counted_from_there() -> None:
+def test_narrow_with_a_negative_start_counts_from_the_true_end() -> None:
     t = torch.randn(2, 5, 3)
     x = st.pad(t, {1: SEQ}, value=NAN)
     for start, length in ((-2, 2), (-4, 2), (1, 3), (0, 5)):
@@ -297,12 +248,12 @@ def test_a_range_that_starts_before_the_true_end_is_counted_from_there() -> None
                 source.narrow(1, start, length)
 
 
-def test_questions_about_the_storage_are_answered() -> None:
+def test_queries_of_the_storage_are_answered_by_the_wrapper() -> None:
     x, y = st.pad(torch.ones(2, 5), {1: SEQ}), st.pad(torch.ones(2, 9), {1: SEQ})
     assert (x.is_same_size(x), x.is_same_size(y), x.is_set_to(y), x.is_pinned()) == (True, False, False, False)
 
 
-def test_positions_that_may_be_none_meet_where_all_are_there() -> None:
+def test_slices_that_may_be_empty_broadcast_where_they_are_not() -> None:
     for n in (1, 2, 5):
         t = torch.randn(2, n, 3)
         x = st.pad(t, {1: SEQ}, value=NAN)

@@ -23,13 +23,13 @@ def runs(program: Callable[..., Any], *args: Tensor) -> bool:
     try:
         with torch.no_grad():
             program(*args)
-    except Exception:  # in what way a program refuses its sizes is its own affair
+    except Exception:  # a program may raise anything at sizes that it does not accept
         return False
     return True
 
 
 def check_one(program: Callable[[Tensor], Any], *shape: int | st.Dim, dim: st.Dim = N) -> Any:
-    """A program of one tensor, of which one dimension varies: found is what runs, class by class."""
+    """Check the inferred classes of a program of one tensor with one varying dim against running it."""
     assert dim.max is not None
     place = shape.index(dim)
     sizes = [dim.max if isinstance(n, st.Dim) else n for n in shape]
@@ -78,7 +78,7 @@ def test_a_size_is_accepted_where_the_program_runs(name: str) -> None:
     check_one(program, *shape)
 
 
-def test_sets_say_divisibility_bounds_and_equalities() -> None:
+def test_sets_express_divisibility_bounds_and_equalities() -> None:
     multiples = check_one(*_program("a multiple"))
     assert multiples.sizes == sympy.Range(0, 32, 8)
     assert multiples.condition == sympy.Eq(sympy.Mod(N.symbol, 8), 0)
@@ -110,7 +110,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 @settings(max_examples=8)
 @given(some.lists(some.sampled_from(STEPS), min_size=1, max_size=3))
-def test_random_programs_accept_what_they_run_on(steps: list[Callable[[Tensor], Tensor]]) -> None:
+def test_random_programs_accept_the_sizes_that_they_run_on(steps: list[Callable[[Tensor], Tensor]]) -> None:
     def program(x: Tensor) -> Tensor:
         for step in steps:
             x = step(x)
@@ -147,13 +147,13 @@ def test_pairs_of_sizes_are_accepted_where_the_program_runs(name: str) -> None:
         assert (pair in found) == runs(program, *args), pair
 
 
-def test_two_dimensions_that_must_be_equal_are_said_to_be() -> None:
+def test_two_dims_that_must_be_equal_have_an_equality_as_condition() -> None:
     found = st.infer_sizes(torch.matmul, [torch.zeros(3, 4), torch.zeros(4, 2)], [{1: "n"}, {0: "m"}])
     n, m = (dim.symbol for dim in found.dims)
     assert found.condition in (sympy.Eq(n, m), sympy.Eq(m, n))
     assert (7, 7) in found
     assert (7, 8) not in found
-    # Shared, they are one.
+    # A shared Dim is one size.
     seq = st.Dim("seq", max=9)
     assert st.infer_sizes(
         torch.matmul, [torch.zeros(3, 4), torch.zeros(4, 2)], [{1: seq}, {0: seq}]
@@ -175,7 +175,7 @@ class Classifier(nn.Module):
         return self.norm(x.transpose(1, 2)).sum(2)
 
 
-def test_a_modules_sizes_are_found_and_nothing_of_it_changes() -> None:
+def test_sizes_of_a_module_are_inferred_without_changing_it() -> None:
     model = Classifier().train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     found = st.infer_sizes(model, [torch.zeros(2, 8, dtype=torch.long)], {"ids": {1: st.Dim("seq", max=80, min=1)}})
@@ -200,7 +200,7 @@ def test_every_bucket_of_a_dim_made_from_accepted_sizes_is_accepted(factor: int,
     assert dim.max == largest - largest % factor
 
 
-def test_a_program_that_takes_each_size_for_itself_is_left_off_and_says_so() -> None:
+def test_a_program_that_branches_on_each_size_is_reported_as_incomplete() -> None:
     found = st.infer_sizes(lambda x: x * int(x.shape[0]), [torch.zeros(3)], [{0: "n"}])
     assert not found.is_complete
     assert len(found.classes) == 64
@@ -208,7 +208,7 @@ def test_a_program_that_takes_each_size_for_itself_is_left_off_and_says_so() -> 
     assert "some sizes left out" in repr(found)
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_raise() -> None:
     x = torch.zeros(3)
     with pytest.raises(ValueError, match="at least one varying dimension"):
         st.infer_sizes(torch.relu, [x], [None])

@@ -15,9 +15,9 @@ from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
-from subtensors.padded.autograd import followed
+from subtensors.padded.autograd import unwrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.padding import logical
+from subtensors.padded.padding import unpad_value
 
 if TYPE_CHECKING:
     import sympy
@@ -65,7 +65,7 @@ class Output:
         whole = PaddedValue(value, self.dims, sizes)
 
         def general() -> Any:
-            part = logical(whole)
+            part = unpad_value(whole)
             return [row.clone() for row in part] if isinstance(part, list) else part.clone()
 
         return general
@@ -132,7 +132,7 @@ class Outputs:
 def _output(leaf: Any) -> Output:
     if not isinstance(leaf, PaddedTensor):
         return Output(leaf)
-    value = followed(leaf)
+    value = unwrap_with_grad(leaf)
     sizes = value.sizes
     if sizes is None:
         return Output(value.dense)

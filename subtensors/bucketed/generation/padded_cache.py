@@ -14,7 +14,7 @@ from transformers import EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.padded.autograd import followed
+from subtensors.padded.autograd import unwrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor
 
 
@@ -32,7 +32,7 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
         positions = torch.where(positions < count, positions, 0) + self.cumulative_length
         keys, values = self._held()
         for held, states in ((keys, key_states), (values, value_states)):
-            held.index_copy_(2, positions, followed(states).edge_filled([2]))
+            held.index_copy_(2, positions, unwrap_with_grad(states).edge_filled([2]))
         self.cumulative_length.add_(count)
         return keys, values
 

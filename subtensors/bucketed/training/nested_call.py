@@ -23,7 +23,7 @@ from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import autograd
-from subtensors.padded.padded_tensor import PaddedTensor, wrap
+from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 
 _is_inside: ContextVar[bool] = ContextVar("inside a bucketed program", default=False)
 
@@ -121,7 +121,7 @@ class NestedCall:
         )
 
     def _leaf(self, output: Output, value: Tensor) -> Tensor:
-        return value if output.dims is None else wrap(PaddedValue(value, output.dims, self.sizes))
+        return value if output.dims is None else make_padded(PaddedValue(value, output.dims, self.sizes))
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run the compiled forward; return the tensors among the results, and those saved for the backward."""

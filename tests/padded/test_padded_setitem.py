@@ -36,7 +36,7 @@ ASSIGNMENTS: dict[str, tuple[Index, Value]] = {
 }
 
 
-def assigned(name: str, x: Any, v: Tensor) -> Any:
+def assign(name: str, x: Any, v: Tensor) -> Any:
     index, value = ASSIGNMENTS[name]
     y = x * 1
     y[index(x)] = value(x, v)
@@ -46,20 +46,20 @@ def assigned(name: str, x: Any, v: Tensor) -> Any:
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 7, 3)], ids=["one size", "ragged"])
 @pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
 @pytest.mark.parametrize("name", ASSIGNMENTS)
-def test_an_assignment_writes_to_what_is_real(name: str, records: bool, lengths: tuple[int, ...], device: str) -> None:
+def test_an_assignment_equals_the_unpadded_one(name: str, records: bool, lengths: tuple[int, ...], device: str) -> None:
     padded_calls.fallbacks.clear()
     rows = [torch.randn(n, 3, dtype=torch.float64, device=device, requires_grad=records) for n in lengths]
     v = torch.randn(3, dtype=torch.float64, device=device, requires_grad=records)
-    whole = st.pad(torch.stack(rows), {1: SEQ}, value=float("nan")) if len(set(lengths)) == 1 else None
-    expected = [assigned(name, row[None], v)[0] for row in rows]
-    x = st.pad(rows, {0: SEQ}, value=float("nan")) if whole is None else whole
-    actual = list(assigned(name, x, v).unpad())
+    expected = [assign(name, row[None], v)[0] for row in rows]
+    is_ragged = len(set(lengths)) > 1
+    x = st.pad(rows if is_ragged else torch.stack(rows), {0 if is_ragged else 1: SEQ}, value=float("nan"))
+    actual = list(assign(name, x, v).unpad())
     assert not padded_calls.fallbacks
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
     if records:
         weights = [torch.randn_like(e) for e in expected]
-        given, wanted = (
+        gradients, expected_gradients = (
             torch.autograd.grad(
                 torch.stack([(o * w).sum() for o, w in zip(outs, weights, strict=True)]).sum(),
                 [*rows, v],
@@ -67,20 +67,20 @@ def test_an_assignment_writes_to_what_is_real(name: str, records: bool, lengths:
             )
             for outs in (actual, expected)
         )
-        for a, e in zip(given, wanted, strict=True):
+        for a, e in zip(gradients, expected_gradients, strict=True):
             assert (a is None) == (e is None)
             if a is not None:
                 torch.testing.assert_close(a, e)
 
 
-def test_padding_of_what_is_written_to_keeps_what_it_held() -> None:
+def test_an_assignment_preserves_the_contents_of_the_padding() -> None:
     x = st.pad(torch.zeros(2, 5), {1: SEQ}, value=7).requires_grad_() * 1
     x[:, 3:] = 1.0
     assert x.unpad().tolist() == [[0, 0, 0, 1, 1]] * 2
     assert x.dense[:, 5:].eq(7).all()
 
 
-def test_a_value_that_does_not_fit_is_refused() -> None:
+def test_a_value_of_the_wrong_shape_raises() -> None:
     x = st.pad(torch.zeros(2, 5, requires_grad=True), {1: SEQ}) * 1
     with pytest.raises(RuntimeError):
         x[:, 0] = torch.ones(3)

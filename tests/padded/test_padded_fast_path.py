@@ -1,4 +1,4 @@
-"""Calls of a PaddedTensor whose rule runs at once are what torch's dispatcher would have made of them."""
+"""Calls on the fast path run the same rules, with the same results, as calls through torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from subtensors.dispatch.padded import interpreter
-from subtensors.padded import fast_path, outcome_cache
-from subtensors.padded.padded_tensor import value_of
+from subtensors.padded import fast_path
+from subtensors.padded.padded_tensor import unwrap
 
 SEQ = st.Dim("seq", max=16, buckets=8)
 NAN = float("nan")
@@ -75,7 +75,7 @@ CALLS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 LINES = [pytest.param(call, id=f"{i} {func.__name__}") for i, (func, call) in enumerate(CALLS)]
 
 
-def test_each_function_that_is_one_op_is_called_here() -> None:
+def test_every_function_of_the_fast_path_is_called_here() -> None:
     assert {func for func, _ in CALLS} == {
         *fast_path.OP_OF,
         *fast_path.OP_OF_SIZES,
@@ -85,7 +85,7 @@ def test_each_function_that_is_one_op_is_called_here() -> None:
 
 @pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
 @pytest.mark.parametrize("call", LINES)
-def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
+def test_the_fast_path_runs_the_same_rules_as_the_dispatcher(
     call: Callable[..., Any], records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[Any]] = []
@@ -104,10 +104,10 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
 
     monkeypatch.setattr("subtensors.dispatch.padded.rules.run", noted_run)
     monkeypatch.setattr("subtensors.dispatch.padded.rules.run_call", noted_run_call)
-    monkeypatch.setattr(outcome_cache, "_known", {})
+    monkeypatch.setattr(fast_path, "_outcomes", {})
     known, values = [], []
-    for is_direct in (True, False):
-        if not is_direct:
+    for is_fast in (True, False):
+        if not is_fast:
             monkeypatch.setattr(fast_path, "OP_OF", {})
             monkeypatch.setattr(fast_path, "OP_OF_SIZES", {})
             monkeypatch.setattr(fast_path, "OP_UNLESS_IN_PLACE", {})
@@ -118,7 +118,7 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
             with torch.set_grad_enabled(records):
                 out = call(st.pad(own, {1: SEQ}, value=NAN))
             is_padded = isinstance(out, st.PaddedTensor)
-            known.append((_described(value_of(out)) if is_padded else type(out), out.requires_grad))
+            known.append((_described(unwrap(out)) if is_padded else type(out), out.requires_grad))
             true = out.unpad() if is_padded else out
             values.append([true.detach()])
             if true.requires_grad:
@@ -128,9 +128,9 @@ def test_a_direct_call_is_what_the_dispatcher_makes_of_it(
     assert made[0] == made[4]
     assert known[:4] == known[4:]
     torch.testing.assert_close(values[:4], values[4:], rtol=0, atol=0, equal_nan=True)
-    # What is known of the first length is known of the others in its bucket.
+    # An outcome that was cached at the first length is reused at the others of its bucket.
     assert len(made[1]) <= len(made[0])
-    assert records or len(made[1]) < len(made[0]) or not outcome_cache._known
+    assert records or len(made[1]) < len(made[0]) or not fast_path._outcomes
 
 
 def _described(x: Any) -> Any:
@@ -139,13 +139,13 @@ def _described(x: Any) -> Any:
     return list(x) if isinstance(x, (tuple, list)) else x
 
 
-def test_autocast_still_casts() -> None:
+def test_autocast_casts_calls_of_the_fast_path() -> None:
     x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
     with torch.autocast("cpu", torch.bfloat16):
         assert F.linear(x, W.float()).dtype == torch.bfloat16
 
 
-def test_a_mode_still_sees_the_ops() -> None:
+def test_a_dispatch_mode_sees_ops_of_the_fast_path() -> None:
     class Seen(TorchDispatchMode):
         names: list[str] = []  # noqa: RUF012  (of one test)
 
@@ -171,7 +171,7 @@ def test_a_mode_still_sees_the_ops() -> None:
         lambda x: F.layer_norm(x, 6),
     ],
 )
-def test_wrong_arguments_are_refused_in_the_words_of_torch(wrong: Callable[..., Any]) -> None:
+def test_wrong_arguments_raise_the_same_error_type_as_plain_tensors(wrong: Callable[..., Any]) -> None:
     t = torch.randn(2, 5, 6, dtype=torch.float64)
     with pytest.raises(Exception) as expected:  # noqa: PT011  (whichever torch raises)
         wrong(t)
@@ -179,14 +179,14 @@ def test_wrong_arguments_are_refused_in_the_words_of_torch(wrong: Callable[..., 
         wrong(st.pad(t, {1: SEQ}))
 
 
-def test_dropout_gives_its_input_back_in_evaluation_as_torch_does() -> None:
+def test_dropout_in_evaluation_returns_its_input_itself() -> None:
     x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
     assert F.dropout(x, 0.5, training=False) is x
     with pytest.raises(ValueError, match="between 0 and 1"):
         F.dropout(x, 2.0, training=False)
 
 
-def test_a_view_that_is_behind_its_whole_is_taken_again() -> None:
+def test_a_view_is_retaken_after_a_write_to_its_base() -> None:
     t = torch.randn(2, 5, 6, requires_grad=True)
     x = st.pad(t, {1: SEQ}) * 1
     part = x[:, 1:]
@@ -195,7 +195,7 @@ def test_a_view_that_is_behind_its_whole_is_taken_again() -> None:
 
 
 @torch.no_grad()
-def test_a_call_whose_outcome_is_known_runs_little_python() -> None:
+def test_a_call_with_a_cached_outcome_makes_few_python_calls() -> None:
     x = st.pad(torch.randn(2, 5, 6, dtype=torch.float64), {1: SEQ})
     for call in (lambda: F.linear(x, W, B), lambda: x + x, lambda: x.transpose(1, 2), lambda: x.view(2, -1, 2, 3)):
         call()

@@ -1,14 +1,12 @@
-"""Dims give each size its bucket, refuse what is out of range, and agree; fitted buckets waste least."""
+"""Dims give each size its bucket, raise on sizes out of range, and agree between tensors."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -65,7 +63,7 @@ def test_an_empty_dimension_has_the_smallest_bucket() -> None:
     assert st.Dim("n", max=64, buckets=16).bucket(0) == 16
 
 
-def test_a_size_out_of_range_is_refused_with_name_range_and_remedy() -> None:
+def test_a_size_out_of_range_raises_with_the_name_range_and_advice() -> None:
     dim = st.Dim("seq", min=4, max=512)
     with pytest.raises(
         st.SizeError, match=r"seq is 513, beyond its max of 512; raise max in st.Dim\('seq'.*strict=False"
@@ -75,7 +73,7 @@ def test_a_size_out_of_range_is_refused_with_name_range_and_remedy() -> None:
         dim.bucket(3)
 
 
-def test_a_hint_specialises_where_a_strict_dim_raises() -> None:
+def test_a_non_strict_dim_returns_the_size_itself_where_a_strict_one_raises() -> None:
     dim = st.Dim("seq", min=4, max=512, strict=False)
     assert (dim.bucket(513), dim.bucket(3), dim.bucket(17)) == (513, 3, 32)
 
@@ -95,12 +93,12 @@ def test_a_hint_specialises_where_a_strict_dim_raises() -> None:
         ({"buckets": 0}, "Linear takes a step of at least 1, got 0"),
     ],
 )
-def test_a_wrong_argument_is_refused_with_its_value(arguments: dict[str, Any], message: str) -> None:
+def test_a_wrong_argument_raises_with_its_value(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         st.Dim(**{"name": "n", **arguments})
 
 
-def test_buckets_of_another_kind_are_refused() -> None:
+def test_buckets_of_a_wrong_type_raise() -> None:
     with pytest.raises(TypeError, match=r"buckets are a policy.*got 'linear'"):
         st.Dim("n", buckets="linear")  # type: ignore[arg-type]
     for base, start in ((1, 16), (float("inf"), 16), (2, 0)):
@@ -109,17 +107,17 @@ def test_buckets_of_another_kind_are_refused() -> None:
 
 
 @given(some.data())
-def test_a_copy_of_a_dim_is_that_dim(data: Any) -> None:
+def test_copies_of_a_dim_are_equal_to_it(data: Any) -> None:
     dim = st.Dim("n", max=300, min=2, buckets=data.draw(policy_for(300)), strict=data.draw(some.booleans()))
-    for twin in (copy.deepcopy(dim), copy.copy(dim), pickle.loads(pickle.dumps(dim))):
-        assert twin == dim
-        assert hash(twin) == hash(dim)
-        assert twin.symbol == dim.symbol
-        assert twin.buckets == dim.buckets
+    for other in (copy.deepcopy(dim), copy.copy(dim), pickle.loads(pickle.dumps(dim))):
+        assert other == dim
+        assert hash(other) == hash(dim)
+        assert other.symbol == dim.symbol
+        assert other.buckets == dim.buckets
     assert dim != st.Dim("m", max=300, min=2, buckets=dim.policy, strict=dim.strict)
 
 
-def test_tensors_that_share_a_dim_agree_or_are_refused_by_name() -> None:
+def test_tensors_that_disagree_on_a_dim_raise_with_their_names() -> None:
     seq, batch = st.Dim("seq", max=512), st.Dim("batch", max=8)
     sizes = SizeAgreement()
     assert sizes.bind(seq, 77, "dim 1 of input_ids")
@@ -130,7 +128,7 @@ def test_tensors_that_share_a_dim_agree_or_are_refused_by_name() -> None:
         sizes.bind(seq, 78, "dim 1 of labels")
 
 
-def test_two_dims_of_one_name_are_refused_where_they_meet() -> None:
+def test_two_dims_of_one_name_raise_in_one_call() -> None:
     sizes = SizeAgreement()
     sizes.bind(st.Dim("seq", max=512), 77, "x")
     with pytest.raises(st.SizeError, match=r"two Dims are named 'seq'.*max=512.* in x and .*max=256.* in y"):
@@ -147,7 +145,7 @@ def test_ragged_rows_agree_row_by_row_and_each_is_in_range() -> None:
         sizes.bind(seq, (3, 513), "z")
 
 
-def test_a_hint_that_does_not_fit_is_not_padded_and_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_non_strict_dim_that_does_not_fit_is_logged_and_not_padded(caplog: pytest.LogCaptureFixture) -> None:
     seq = st.Dim("seq", max=512, strict=False)
     sizes = SizeAgreement()
     assert not sizes.bind(seq, 513, "w")
@@ -156,45 +154,3 @@ def test_a_hint_that_does_not_fit_is_not_padded_and_nothing_is_raised(caplog: py
         assert not sizes.bind(seq, 78, "y")
     assert "seq is 78 in y and 77 in x: the latter is not padded" in caplog.text
     assert sizes.sizes == {seq: 77}
-
-
-def waste(buckets: tuple[int, ...], lengths: list[int]) -> int:
-    """Padded elements over a sample of lengths."""
-    return sum(min(b for b in buckets if b >= n) - n for n in lengths)
-
-
-@given(some.lists(some.integers(1, 30), min_size=1, max_size=9), some.integers(1, 4), some.integers(1, 5))
-def test_fitted_buckets_waste_as_little_as_any_choice_does(lengths: list[int], most: int, multiple: int) -> None:
-    fitted = st.fit_buckets(lengths, max_graphs=most, multiple_of=multiple).sizes
-    assert len(fitted) <= most
-    assert all(bucket % multiple == 0 for bucket in fitted)
-    top = -(-max(lengths) // multiple) * multiple
-    others = range(multiple, top, multiple)
-    choices = (
-        (*chosen, top) for k in range(min(most, len(others) + 1)) for chosen in itertools.combinations(others, k)
-    )
-    least = min(waste(chosen, lengths) for chosen in itertools.islice(choices, 5000))
-    assert waste(fitted, lengths) <= least
-
-
-def test_fitted_buckets_are_no_more_than_the_lengths_need() -> None:
-    assert st.fit_buckets([5, 5, 9], max_graphs=8) == st.Sizes([5, 9])
-    assert st.fit_buckets([5, 6, 9], max_graphs=1) == st.Sizes([9])
-    assert st.fit_buckets(torch.tensor([5, 6, 17]), max_graphs=8, multiple_of=8) == st.Sizes([8, 24])
-
-
-def test_fitting_thousands_of_lengths_wastes_less_than_linear_buckets_do() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(20_000, generator=generator).mul(0.6).exp() * 120).long().clamp(1, 2048).tolist()
-    fitted = st.fit_buckets(lengths, max_graphs=8).sizes
-    assert len(fitted) == 8
-    linear = st.Dim("n", max=max(lengths), buckets=-(-max(lengths) // 8)).buckets
-    assert waste(fitted, lengths) < 0.5 * waste(linear, lengths)
-
-
-@pytest.mark.parametrize("lengths", [[], [0], [3, -1], [2.5], [[3]]])
-def test_lengths_that_are_none_are_refused(lengths: Any) -> None:
-    with pytest.raises(ValueError, match="fit_buckets takes one or more lengths"):
-        st.fit_buckets(lengths)
-    with pytest.raises(ValueError, match="max_graphs and multiple_of are at least 1, got 0 and 1"):
-        st.fit_buckets([3], max_graphs=0)
